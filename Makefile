@@ -1,0 +1,53 @@
+# Every target sets up .venv by itself, and only when pyproject.toml or constraints.txt has changed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS   ?=
+
+.PHONY: train test check lint format bench clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.base          ## train a small model with two workers (about two minutes on two cores)
+	$(BIN)/diloco train $(ARGS)
+
+test: $(VENV)/.dev            ## the whole suite, real processes and kills included
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint                   ## what every commit must pass: lint, then the fast tests
+	$(BIN)/python -m pytest -m "not slow" -q $(ARGS)
+
+lint: $(VENV)/.dev            ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench         ## speed, bytes and memory, side by side with torchft
+	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/sync.py $(ARGS)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "diloco needs Python 3.11 or newer, and $(PYTHON) is older: run make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,42 @@
+"""Train one language model together on machines that are far apart: DiLoCo for PyTorch.
+
+    engine = diloco.connect()
+    optimizer = diloco.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=4e-4), engine)
+
+Everything is imported on first use, so that `import diloco` and `diloco --help` are quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.core.config import SyncConfig as SyncConfig
+    from diloco.core.outer_optimizers import SGD as SGD
+    from diloco.core.outer_optimizers import Adam as Adam
+    from diloco.core.outer_optimizers import Nesterov as Nesterov
+    from diloco.core.outer_optimizers import SGDMomentum as SGDMomentum
+    from diloco.engines.connecting import connect as connect
+    from diloco.engines.local import LocalSwarm as LocalSwarm
+    from diloco.engines.local import alone as alone
+    from diloco.optimizer import DiLoCo as DiLoCo
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DiLoCo": "diloco.optimizer",
+    "connect": "diloco.engines.connecting",
+    "alone": "diloco.engines.local",
+    "LocalSwarm": "diloco.engines.local",
+    "SyncConfig": "diloco.core.config",
+    "Nesterov": "diloco.core.outer_optimizers",
+    "SGD": "diloco.core.outer_optimizers",
+    "SGDMomentum": "diloco.core.outer_optimizers",
+    "Adam": "diloco.core.outer_optimizers",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diloco' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

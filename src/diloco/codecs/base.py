@@ -1,0 +1,36 @@
+"""The codec contract: fp32 values to bytes and back, part by part.
+
+A codec is elementwise or block-wise within one part, so the bytes of a part depend on nothing else; its sizes are a
+function of the part's size alone, so that receivers know what to expect. It gets a batch of parts at once ([rows,
+elements]) and writes into memory it is given. It never sees the model: the outer gradient is computed in fp32
+before it comes here, and means are accumulated in fp32 after.
+
+Every codec states a bound on its error for any finite input, and the property tests hold it to that.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Codec(ABC):
+    """[rows, elements] fp32 <-> [rows, part_bytes(elements)] uint8; elements is a multiple of PART_QUANTUM."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def part_bytes(self, elements: int) -> int:
+        """The exact size of one encoded part; a multiple of 4, so that rows stay aligned."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write `values` [rows, elements] fp32 into `out` [rows, part_bytes] uint8."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Write the values of `data` [rows, part_bytes] uint8 into `out` [rows, elements] fp32."""
+
+    @abstractmethod
+    def error_bound(self, values: Tensor) -> Tensor:
+        """For finite `values` [rows, elements]: an upper bound of |decode(encode(x)) − x|, element by element."""

@@ -1,0 +1,44 @@
+"""An encoded vector: all parts of one outer gradient, or of a mean, as one block of bytes.
+
+It is what travels. A worker writes its outer gradient into it span by span; an engine exchanges whole parts and puts
+the encoded mean into the same memory; the worker decodes the mean span by span. So a round needs no second copy of
+the model.
+"""
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.base import Codec
+from diloco.core.fragments import PartLayout
+
+
+class EncodedVector:
+    """`data` is [parts, part_bytes] uint8, contiguous."""
+
+    def __init__(self, codec: Codec, layout: PartLayout, device: torch.device | str = "cpu") -> None:
+        self.codec = codec
+        self.layout = layout
+        rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
+        self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+    def encode(self, first_part: int, values: Tensor) -> None:
+        """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing."""
+        self.codec.encode(*self._rows(first_part, values))
+
+    def decode(self, first_part: int, num_parts: int) -> Tensor:
+        """The flat fp32 values of consecutive parts, without the padding of the last one."""
+        part = self.layout.part_elements
+        out = torch.empty(num_parts, part, device=self.data.device)
+        self.codec.decode(self.data[first_part : first_part + num_parts], out)
+        return out.view(-1)[: self.layout.numel - first_part * part]
+
+    def _rows(self, first_part: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        part = self.layout.part_elements
+        rows = -(-values.numel() // part)
+        if values.numel() < rows * part:
+            values = torch.nn.functional.pad(values, (0, rows * part - values.numel()))
+        return values.view(rows, part), self.data[first_part : first_part + rows]

@@ -1,0 +1,76 @@
+"""fp32, fp16 and bf16: an outer gradient as floating-point numbers of 4 or 2 bytes.
+
+OpenDiLoCo (arXiv 2407.07852, §3.4) found fp16 as good as fp32 at half the bytes. Outer gradients are small, often below
+fp16's normal range, so our fp16 scales each part by a power of two, which is exact, up to the top of that range: it
+neither overflows nor loses small values in a part of large ones beyond the stated bound.
+"""
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.base import Codec
+
+_FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
+
+
+class Float32(Codec):
+    """The bits themselves."""
+
+    name = "fp32"
+
+    def part_bytes(self, elements: int) -> int:
+        return 4 * elements
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        out.view(torch.float32).copy_(values)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.float32))
+
+    def error_bound(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values)
+
+
+class BFloat16(Codec):
+    """Rounded to 8 significant bits; |error| ≤ 2^-8 |x|. Values beyond bf16's largest number become that number."""
+
+    name = "bf16"
+
+    def part_bytes(self, elements: int) -> int:
+        return 2 * elements
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        largest = torch.finfo(torch.bfloat16).max
+        out.view(torch.bfloat16).copy_(values.clamp(-largest, largest))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.bfloat16))
+
+    def error_bound(self, values: Tensor) -> Tensor:
+        return values.abs() * 2.0**-8 + 2.0**-133
+
+
+class Float16(Codec):
+    """Scaled by a power of two per part, then 11 significant bits; |error| ≤ 2^-11 |x| + 2^-39 max|part|.
+
+    Layout of a part: the fp16 values, then the scale as one fp32.
+    """
+
+    name = "fp16"
+
+    def part_bytes(self, elements: int) -> int:
+        return 2 * elements + 4
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        low, high = torch.aminmax(values, dim=1, keepdim=True)
+        largest = torch.maximum(-low, high)
+        _, exponent = torch.frexp(largest)  # largest < 2^exponent
+        exponent = (15 - exponent).clamp(-126, 126)  # 2^15 is within fp16's range, and 2^±126 within fp32's
+        out[:, :-4].view(torch.float16).copy_(values * torch.ldexp(torch.ones_like(largest), exponent))
+        out[:, -4:].view(torch.float32).copy_(torch.ldexp(torch.ones_like(largest), -exponent))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data[:, :-4].view(torch.float16)).mul_(data[:, -4:].view(torch.float32))
+
+    def error_bound(self, values: Tensor) -> Tensor:
+        return values.abs() * 2.0**-11 + values.abs().amax(dim=1, keepdim=True) * 2.0**-39 + 4 * _FP32_TINY

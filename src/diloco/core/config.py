@@ -1,0 +1,61 @@
+"""The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The outer optimizer. A number left out takes that optimizer's own default."""
+
+    optimizer: Literal["nesterov", "sgd", "sgdm", "adam"] = "nesterov"
+    """What applies the mean outer gradient to the anchor."""
+    lr: float | None = None
+    """Outer learning rate (nesterov, sgdm: 0.7; sgd: 1.0; adam: 0.3)."""
+    momentum: float | None = None
+    """Momentum of nesterov and sgdm (0.9)."""
+    beta1: float | None = None
+    """Decay of adam's first moment (0.9)."""
+    beta2: float | None = None
+    """Decay of adam's second moment (0.99)."""
+    epsilon: float | None = None
+    """Adam's ε (0.1, the paper's remedy for its instability)."""
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """When the workers average, in how many fragments, and what they send."""
+
+    num_inner_steps: int = 500
+    """H: inner steps between two rounds of a fragment."""
+    codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
+    """How outer gradients travel."""
+    fragments: int = 1
+    """Cut the model's blocks into so many fragments, averaged in turn; what is outside the blocks is one more."""
+    overlap_steps: int = 0
+    """Merge a round so many inner steps after it was posted, training on meanwhile."""
+    mixing: float = 0.0
+    """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
+    max_norm_ratio: float | None = 1000.0
+    """Refuse a contribution whose norm is above so many times the round's median."""
+    timeout_seconds: float = 600.0
+    """A round that takes longer than this has failed."""
+
+    def __post_init__(self) -> None:
+        if self.num_inner_steps < 1:
+            raise ConfigError(f"sync.num_inner_steps = {self.num_inner_steps} must be at least 1")
+        if self.fragments < 1:
+            raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
+        if not 0 <= self.overlap_steps < self.num_inner_steps:
+            raise ConfigError(
+                f"sync.overlap_steps = {self.overlap_steps} must be at least 0 and below "
+                f"sync.num_inner_steps = {self.num_inner_steps}"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ConfigError(f"sync.mixing = {self.mixing} must be at least 0 and below 1")
+        if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
+            raise ConfigError(f"sync.max_norm_ratio = {self.max_norm_ratio} must be above 1")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"sync.timeout_seconds = {self.timeout_seconds} must be above 0")

@@ -1,0 +1,205 @@
+"""Which parameter belongs to which fragment, and a fragment's flat fp32 memory.
+
+A fragment is what one round averages: the whole model by default; in Streaming DiLoCo (arXiv 2501.18512, §2) a few
+blocks, strided (block i belongs to fragment i mod P, which the paper found better than neighbours), with everything
+outside the blocks (embeddings, final norm, head) as one more. `build_fragments` refuses a layout in which some element
+is in no fragment or in two: every parameter element is averaged exactly once.
+
+A fragment is cut into *parts*, a function of its size alone: a part is the unit that a codec encodes and that one
+worker reduces. A *span* is a run of whole parts, small enough to stay in cache: the unit in which we go through memory.
+"""
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.errors import ConfigError
+
+PART_QUANTUM = 1024  # every part is a multiple of this, so that codecs can use blocks that divide it
+_MAX_PART_ELEMENTS = 64 * PART_QUANTUM
+_PARTS_WANTED = 64  # small fragments are still cut into enough parts to share the reducing evenly
+_SPAN_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """How `numel` elements are cut into equal parts; the last one is padded with zeros."""
+
+    numel: int
+
+    @property
+    def part_elements(self) -> int:
+        wanted = -(-self.numel // _PARTS_WANTED)
+        return min(_MAX_PART_ELEMENTS, max(PART_QUANTUM, -(-wanted // PART_QUANTUM) * PART_QUANTUM))
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.numel // self.part_elements)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a fragment, beginning at a part's boundary."""
+
+    start: int
+    stop: int
+    first_part: int
+    num_parts: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Some tensors of the model, their anchor, and the outer optimizer's state for them."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    outer_opt: OuterOptimizer
+    anchor: Tensor = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        device = self.tensors[0].device
+        ends = torch.tensor([tensor.numel() for tensor in self.tensors]).cumsum(0).tolist()
+        self._starts: list[int] = [0, *ends[:-1]]
+        self.layout = PartLayout(ends[-1])
+        self._span_parts = max(1, _SPAN_ELEMENTS.get(device.type, 1 << 22) // self.layout.part_elements)
+        self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
+        self.anchor = torch.empty(self.numel, device=device)
+        self.state = {name: torch.zeros(self.numel, device=device) for name in self.outer_opt.state_names}
+        self.take_anchor()
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    def spans(self) -> Iterator[Span]:
+        """The whole fragment in order, a few parts at a time."""
+        part = self.layout.part_elements
+        for first in range(0, self.layout.num_parts, self._span_parts):
+            count = min(self._span_parts, self.layout.num_parts - first)
+            yield Span(first * part, min(self.numel, (first + count) * part), first, count)
+
+    def read(self, span: Span) -> Tensor:
+        """θ_i of a span in fp32, in scratch memory that the next read overwrites."""
+        out = self._scratch[: span.stop - span.start]
+        for tensor, here, there in self._pieces(span):
+            out[there].copy_(_flat_view(tensor)[here])
+        return out
+
+    def write(self, span: Span, values: Tensor) -> None:
+        """θ_i of a span ← values (fp32; rounded to the parameter's own dtype)."""
+        for tensor, here, there in self._pieces(span):
+            _flat_view(tensor)[here].copy_(values[there])
+
+    def _pieces(self, span: Span) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The tensors a span crosses, with the range within the tensor and the range within the span."""
+        for index in range(bisect_right(self._starts, span.start) - 1, len(self.tensors)):
+            tensor, start = self.tensors[index], self._starts[index]
+            if start >= span.stop:
+                return
+            first, last = max(span.start, start), min(span.stop, start + tensor.numel())
+            yield tensor, slice(first - start, last - start), slice(first - span.start, last - span.start)
+
+    def state_of(self, span: Span) -> Mapping[str, Tensor]:
+        return {name: buffer[span.slice] for name, buffer in self.state.items()}
+
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """anchor ← θ_i."""
+        for span in self.spans():
+            self.anchor[span.slice].copy_(self.read(span))
+
+    @torch.no_grad()
+    def adopt_anchor(self) -> None:
+        """θ_i ← anchor (line 3 of Algorithm 1)."""
+        for span in self.spans():
+            self.write(span, self.anchor[span.slice])
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap θ_i and the anchor, in place: twice is nothing. For evaluation on the outer parameters."""
+        for span in self.spans():
+            theta_i = self.read(span)
+            self.write(span, self.anchor[span.slice])
+            self.anchor[span.slice].copy_(theta_i)
+
+
+def _flat_view(tensor: Tensor) -> Tensor:
+    """One dimension over the same memory, in memory order (so that channels-last and transposed weights work)."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride()[dim], reverse=True)
+        tensor = tensor.permute(order)
+    return tensor.view(-1)
+
+
+def assign(names: Sequence[str], fragments: int) -> list[list[str]]:
+    """Names to fragments: all in one, or blocks strided over `fragments` and the rest as one more.
+
+    A name's block is the first number in it: `model.layers.3.mlp.up_proj.weight` is in block 3.
+    """
+    if fragments < 1:
+        raise ConfigError(f"fragments = {fragments} must be at least 1")
+    if fragments == 1:
+        return [list(names)]
+    groups: list[list[str]] = [[] for _ in range(fragments + 1)]
+    blocks = set()
+    for name in names:
+        number = re.search(r"(?:^|\.)(\d+)\.", name)
+        if number:
+            blocks.add(int(number[1]))
+        groups[int(number[1]) % fragments if number else fragments].append(name)
+    if len(blocks) < fragments:
+        raise ConfigError(
+            f"fragments = {fragments}, but the model has {len(blocks)} numbered blocks: "
+            f"use at most {max(1, len(blocks))} fragments"
+        )
+    return [group for group in groups if group]
+
+
+def build_fragments(
+    parameters: Mapping[str, Tensor], groups: Sequence[Sequence[str]], outer_opt: OuterOptimizer
+) -> list[Fragment]:
+    """One fragment for each group of names; every parameter must be in exactly one group."""
+    named = [name for group in groups for name in group]
+    missing, unknown = parameters.keys() - set(named), set(named) - parameters.keys()
+    doubled = {name for name in named if named.count(name) > 1} if len(set(named)) < len(named) else set()
+    if missing or unknown or doubled:
+        raise ConfigError(
+            "every parameter must be in exactly one fragment; "
+            f"in none: {sorted(missing)}, in several: {sorted(doubled)}, not in the model: {sorted(unknown)}"
+        )
+    for name, tensor in parameters.items():
+        _check_averageable(name, tensor)
+    return [Fragment(tuple(group), tuple(parameters[name] for name in group), outer_opt) for group in groups if group]
+
+
+def _check_averageable(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ConfigError(f"parameter '{name}' has dtype {tensor.dtype}: only floating-point tensors can be averaged")
+    if tensor.numel() == 0:
+        raise ConfigError(f"parameter '{name}' is empty: freeze it (requires_grad_(False)) or remove it")
+    dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
+    if dense.stride() != tensor.stride():
+        raise ConfigError(
+            f"parameter '{name}' with strides {tensor.stride()} shares or skips memory: make it contiguous first"
+        )
+
+
+def layout_digest(fragments: Sequence[Fragment], *more: object) -> str:
+    """A fingerprint of what workers must have in common: names, shapes, memory order, and whatever else is given."""
+    description = [
+        [(name, tuple(t.shape), t.stride()) for name, t in zip(f.names, f.tensors, strict=True)] for f in fragments
+    ]
+    return hashlib.sha256(repr((description, more)).encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""Which contributions are in the mean, and the weighted mean itself (line 12 of Algorithm 1).
+
+`admit` is a pure decision: from what each worker claims of its contribution it says who is in and, for everyone else,
+why not. All workers decide on the same claims and so come to the same answer. The divisor is the weight of those
+who are in: never the number of workers that were expected.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a worker says of its contribution, before any of it is averaged."""
+
+    weight: float
+    norm: float
+    """L2 norm of the outer gradient; not finite if any element is not finite."""
+    anchor_digest: str = ""
+    """Digest of the anchor that the outer gradient was taken from."""
+
+
+def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | None]:
+    """For each claim: None if the contribution is in the mean, else the reason why it is not.
+
+    A norm above `max_norm_ratio` times the (lower) median of the round is absurd; None accepts any finite norm.
+
+    A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
+    """
+    reference = _majority([claim.anchor_digest for claim in claims])
+    reasons = [_own_fault(claim, reference) for claim in claims]
+    norms = sorted(
+        claim.norm for claim, reason in zip(claims, reasons, strict=True) if reason is None and claim.weight > 0
+    )
+    median = norms[(len(norms) - 1) // 2] if norms else 0.0
+    if max_norm_ratio is not None and median > 0:
+        for index, claim in enumerate(claims):
+            if reasons[index] is None and claim.norm > max_norm_ratio * median:
+                reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {median:.3g}"
+    return reasons
+
+
+def _own_fault(claim: Claim, reference_digest: str) -> str | None:
+    if not math.isfinite(claim.weight) or claim.weight < 0:
+        return f"weight {claim.weight} is not a finite number of at least 0"
+    if not math.isfinite(claim.norm):
+        return "the outer gradient is not finite"
+    if claim.anchor_digest != reference_digest:
+        return f"its anchor {claim.anchor_digest} is not the others' {reference_digest}"
+    return None
+
+
+def diverged(digests: Sequence[str]) -> tuple[int, ...]:
+    """The positions whose anchor is not the majority's (ties go to the digest that comes first)."""
+    reference = _majority(digests)
+    return tuple(index for index, digest in enumerate(digests) if digest != reference)
+
+
+def _majority(digests: Sequence[str]) -> str:
+    return max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Weights relative to the largest: equal weights become exactly 1, and their mean a plain mean."""
+    largest = max(weights, default=0.0)
+    return [weight / largest for weight in weights] if largest > 0 else [0.0] * len(weights)
+
+
+def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
+    """Σ w_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
+
+    `values` may all be the same scratch memory, filled anew each time; `out` may not be. The total weight must be
+    positive.
+    """
+    factors = shares(weights)
+    assert sum(factors) > 0
+    out.zero_()
+    for value, factor in zip(values, factors, strict=True):
+        out.add_(value, alpha=factor)
+    return out.div_(sum(factors))

@@ -1,0 +1,132 @@
+"""OuterOpt of Algorithm 1, line 14: what turns a mean outer gradient into a new anchor.
+
+Each class is a frozen set of numbers. Its state (momentum and the like) belongs to a fragment and is passed in, so that
+one fragment's step cannot move another's parameters. Every update is elementwise and in place: it may be given the
+whole fragment or any part of it. To add one: a class here, a line in OUTER_OPTIMIZERS, a row in docs/configuration.md.
+
+The paper (Figure 6) finds Nesterov best; SGD with lr 1 is federated averaging, Adam is FedOpt and needs ε = 0.1.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.config import OuterConfig
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OuterOptimizer(ABC):
+    """θ ← OuterOpt(θ, Δ), in place, on any slice of a fragment."""
+
+    name: ClassVar[str]
+    state_names: ClassVar[tuple[str, ...]]
+    """One flat fp32 buffer of the fragment's size for each name, zero at the start."""
+
+    @abstractmethod
+    def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
+        """Move `theta` by one step along `delta`; `round_number` counts this fragment's steps from 1."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_number(f"outer.{field.name}", getattr(self, field.name), self.name)
+
+
+def check_number(name: str, value: float, optimizer: str) -> None:
+    """Each number of an outer optimizer has one rule, whatever optimizer it belongs to."""
+    below_one = name != "outer.lr" and name != "outer.epsilon"
+    if not math.isfinite(value) or value < 0 or (below_one and value >= 1) or (not below_one and value == 0):
+        rule = "at least 0 and below 1" if below_one else "finite and above 0"
+        raise ConfigError(f"{name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
+
+
+@dataclass(frozen=True)
+class Nesterov(OuterOptimizer):
+    """b ← μ b + Δ;  θ ← θ − η (Δ + μ b). The paper's default: η = 0.7, μ = 0.9."""
+
+    name = "nesterov"
+    state_names = ("momentum",)
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
+        del round_number
+        b = state["momentum"]
+        b.mul_(self.momentum).add_(delta)
+        theta.sub_(torch.add(delta, b, alpha=self.momentum), alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class SGD(OuterOptimizer):
+    """θ ← θ − η Δ. With η = 1 this is federated averaging: the mean of the workers' parameters."""
+
+    name = "sgd"
+    state_names = ()
+    lr: float = 1.0
+
+    def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
+        del state, round_number
+        theta.sub_(delta, alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class SGDMomentum(OuterOptimizer):
+    """b ← μ b + Δ;  θ ← θ − η b. Heavy ball, the paper's SGDM."""
+
+    name = "sgdm"
+    state_names = ("momentum",)
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
+        del round_number
+        b = state["momentum"]
+        b.mul_(self.momentum).add_(delta)
+        theta.sub_(b, alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class Adam(OuterOptimizer):
+    """FedOpt: bias-corrected Adam on Δ. The paper found it unstable below ε = 0.1 (§3.1, Outer Optimizers)."""
+
+    name = "adam"
+    state_names = ("first_moment", "second_moment")
+    lr: float = 0.3
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 0.1
+
+    def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
+        m, v = state["first_moment"], state["second_moment"]
+        m.lerp_(delta, 1 - self.beta1)
+        v.mul_(self.beta2).addcmul_(delta, delta, value=1 - self.beta2)
+        m_scale = 1 - self.beta1**round_number
+        v_scale = 1 - self.beta2**round_number
+        denominator = v.div(v_scale).sqrt_().add_(self.epsilon)
+        theta.addcdiv_(m, denominator, value=-self.lr / m_scale)
+
+
+OUTER_OPTIMIZERS: dict[str, type[OuterOptimizer]] = {
+    "nesterov": Nesterov,
+    "sgd": SGD,
+    "sgdm": SGDMomentum,
+    "adam": Adam,
+}
+
+
+def outer_optimizer(config: OuterConfig) -> OuterOptimizer:
+    """The optimizer a configuration names; a number that it has no use for is refused."""
+    kind = OUTER_OPTIMIZERS[config.optimizer]
+    given = {key: value for key, value in asdict(config).items() if key != "optimizer" and value is not None}
+    useless = given.keys() - {field.name for field in fields(kind)}
+    if useless:
+        raise ConfigError(
+            f"outer.{min(useless)} = {given[min(useless)]} has no effect on the outer optimizer '{config.optimizer}': "
+            f"leave it out (it takes {', '.join(field.name for field in fields(kind))})"
+        )
+    return kind(**given)

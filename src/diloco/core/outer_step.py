@@ -1,0 +1,55 @@
+"""One outer step: Algorithm 1 of DiLoCo (arXiv 2311.08105), on one screen.
+
+     1: for outer step t = 1…T                              core/schedule.py says when
+     2:   for worker i = 1…k                                every worker runs this same code
+     3:     θ_i ← θ^(t-1)                                   outer_step, last line
+     4:     for inner step h = 1…H
+     5-8:     θ_i ← InnerOpt(θ_i, ∇L)                       optimizer.py, DiLoCo.inner_step
+    12:   Δ ← Σ w_i (θ^(t-1) − θ_i) / Σ w_i                 outer_gradient here; the mean is an engine's work
+    14:   θ^(t) ← OuterOpt(θ^(t-1), Δ)                      outer_step here
+
+With one fragment and no overlap this is DiLoCo. With several fragments, each with its own anchor, momentum and
+offset, and a merge that comes later than the post, it is Streaming DiLoCo (arXiv 2501.18512); `mixing` is its α.
+
+Both functions go through a fragment span by span, so neither needs a second copy of the model, and every operation
+is elementwise, so the size of a span never changes a bit. Nothing here waits, travels or can fail.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from diloco.core.fragments import Fragment, Span
+
+
+@torch.no_grad()
+def outer_gradient(fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
+    """Line 12 inside the sum: Δ_i = θ^(t-1) − θ_i in fp32, as (span, [elements of the span]).
+
+    The tensor is scratch memory: use it before asking for the next one.
+    """
+    for span in fragment.spans():
+        theta_i = fragment.read(span)
+        yield span, torch.sub(fragment.anchor[span.slice], theta_i, out=theta_i)
+
+
+@torch.no_grad()
+def outer_step(
+    fragment: Fragment,
+    mean_outer_gradient: Callable[[Span], Tensor],
+    mixing: float = 0.0,
+) -> None:
+    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
+
+    `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker.
+    `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does.
+    """
+    fragment.rounds += 1
+    for span in fragment.spans():
+        theta = fragment.anchor[span.slice]
+        delta = mean_outer_gradient(span)
+        fragment.outer_opt.update(theta, delta, fragment.state_of(span), fragment.rounds)  # line 14
+        if mixing:
+            theta = fragment.read(span).lerp_(theta, 1.0 - mixing)
+        fragment.write(span, theta)  # line 3

@@ -1,0 +1,55 @@
+"""When each fragment is posted and merged: lines 1 and 4 of Algorithm 1, and §2 of Streaming DiLoCo (arXiv 2501.18512).
+
+Inner steps are counted from 1. After inner step t, fragment p is posted if (t − offset_p) mod H = 0, and what was
+posted is merged `overlap_steps` inner steps later (τ of the paper; 0 merges within the same step). So with one
+fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
+
+A pure function of the step: two workers with the same numbers post the same fragments in the same order, which is
+what lets an engine pair their contributions. `rotation` is that order from any step on; it is also the order in
+which a worker that ends early posts what it still has.
+"""
+
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """H, the fragments' offsets within H, and τ."""
+
+    num_inner_steps: int
+    offsets: tuple[int, ...] = (0,)
+    overlap_steps: int = 0
+
+    def __post_init__(self) -> None:
+        H = self.num_inner_steps
+        if H < 1:
+            raise ConfigError(f"num_inner_steps = {H} must be at least 1: a round needs an inner step behind it")
+        if not 0 <= self.overlap_steps < H:
+            raise ConfigError(
+                f"overlap_steps = {self.overlap_steps} must be at least 0 and below num_inner_steps = {H}: "
+                "a fragment is merged before it is posted again; lower overlap_steps or raise num_inner_steps"
+            )
+        if not self.offsets or any(not 0 <= offset < H for offset in self.offsets):
+            raise ConfigError(f"offsets = {self.offsets} must be one number in [0, {H}) for each fragment")
+
+    @classmethod
+    def spread(cls, num_inner_steps: int, fragments: int, overlap_steps: int = 0) -> "Schedule":
+        """Fragments at even distances within H, so that the network is used evenly."""
+        if num_inner_steps >= 1 and fragments > num_inner_steps:
+            raise ConfigError(
+                f"{fragments} fragments do not fit into num_inner_steps = {num_inner_steps}: "
+                "each needs an inner step of its own; use fewer fragments or more inner steps"
+            )
+        offsets = tuple(p * num_inner_steps // fragments for p in range(fragments))
+        return cls(num_inner_steps, offsets, overlap_steps)
+
+    def posts_at(self, step: int) -> tuple[int, ...]:
+        """The fragments whose outer gradient is taken and sent after inner step `step`."""
+        return tuple(p for p, offset in enumerate(self.offsets) if (step - offset) % self.num_inner_steps == 0)
+
+    def rotation(self, step: int) -> tuple[int, ...]:
+        """All fragments in the order in which they are posted next, after inner step `step`."""
+        H = self.num_inner_steps
+        return tuple(sorted(range(len(self.offsets)), key=lambda p: ((self.offsets[p] - step - 1) % H, p)))

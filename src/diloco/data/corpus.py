@@ -1,0 +1,152 @@
+"""A prepared corpus: a folder of flat, memory-mapped token files, and what was counted when they were
+written.
+
+    tokenizer.json   the tokenizer
+    train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text after each
+    passage validation.bin   the held-out passages
+    meta.json        sizes, counts, digest; written last
+
+`Corpus` itself holds numbers and a path only: it is cheap to open and to send to another process; the arrays
+are mapped when they are asked for. A folder whose files do not fit its meta.json is refused, never used in
+part.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import DataError
+
+FORMAT_VERSION = 1
+"""Part of every cache key: raise it when the same settings would give other files."""
+
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
+VALIDATION = "validation.bin"
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+def shard_name(shard: int) -> str:
+    return f"train-{shard:05d}.bin"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type for token numbers, in a fixed byte order: a folder may be copied between machines."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@final
+@dataclass(frozen=True)
+class CorpusMeta:
+    """What meta.json holds."""
+
+    vocab_size: int
+    """Rows of the model's embedding; less than was asked for where the text has no more pairs to merge."""
+    end_of_text: int
+    shard_tokens: tuple[int, ...]
+    validation_tokens: int
+    documents: int
+    """Documents of the source that were used; duplicates and empty ones are in `skipped`."""
+    characters: int
+    train_bytes: int
+    """UTF-8 bytes of the training text: with the number of tokens, what a token is worth."""
+    validation_bytes: int
+    unigram_perplexity: float
+    """Validation perplexity of the training text's token frequencies (add-one): what a model must beat."""
+    tokenizer_bytes: int
+    digest: str
+    """Of the tokenizer and all tokens: equal on two machines if and only if they prepared the same corpus."""
+    skipped: dict[str, int]
+    """Files and documents left out, by reason."""
+    version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CorpusMeta":
+        fields = json.loads(text)
+        return cls(**{**fields, "shard_tokens": tuple(fields["shard_tokens"])})
+
+
+@final
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus on disk. Open it with `Corpus.open`, make it with `shards.prepare`."""
+
+    folder: Path
+    meta: CorpusMeta
+
+    @classmethod
+    def open(cls, folder: Path) -> "Corpus":
+        """The corpus in `folder`; DataError where it is missing, unfinished or not as its meta.json says."""
+        try:
+            meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{folder} holds no usable {META}: {error!r}; delete the folder to rebuild it") from error
+        if meta.version != FORMAT_VERSION:
+            raise DataError(f"{folder} has format {meta.version}, not {FORMAT_VERSION}; delete it to rebuild it")
+        corpus = cls(folder, meta)
+        for name, expected in corpus._file_sizes().items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != expected:
+                state = "is missing" if found is None else f"has {found} bytes"
+                raise DataError(f"{path} {state}, but {META} says {expected} bytes; delete the folder to rebuild it")
+        return corpus
+
+    def _file_sizes(self) -> dict[str, int]:
+        width = token_dtype(self.vocab_size).itemsize
+        sizes = {shard_name(i): width * tokens for i, tokens in enumerate(self.meta.shard_tokens)}
+        return {
+            TOKENIZER: self.meta.tokenizer_bytes,
+            VALIDATION: width * self.meta.validation_tokens,
+            **sizes,
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        return self.meta.vocab_size
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
+
+    @property
+    def shards(self) -> int:
+        return len(self.meta.shard_tokens)
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(self.meta.shard_tokens)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.meta.train_bytes / max(1, self.train_tokens)
+
+    @property
+    def unigram_perplexity(self) -> float:
+        return self.meta.unigram_perplexity
+
+    @property
+    def digest(self) -> str:
+        return self.meta.digest
+
+    def shard(self, shard: int) -> Tokens:
+        """The tokens of one training shard, mapped from disk."""
+        return self._map(shard_name(shard), self.meta.shard_tokens[shard])
+
+    def validation(self) -> Tokens:
+        """The held-out tokens, mapped from disk."""
+        return self._map(VALIDATION, self.meta.validation_tokens)
+
+    def _map(self, name: str, tokens: int) -> Tokens:
+        dtype = token_dtype(self.vocab_size)
+        if tokens == 0:
+            return np.empty(0, dtype)  # an empty file cannot be mapped
+        return np.memmap(self.folder / name, dtype, mode="r", shape=(tokens,))

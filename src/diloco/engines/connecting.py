@@ -1,0 +1,57 @@
+"""How a worker finds the others: the environment that torchrun sets, or a file that local workers share."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.errors import ConfigError, RendezvousError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def connect(
+    *, backend: str = "gloo", timeout_seconds: float = 600.0, start_seconds: float = 120.0
+) -> TorchDistributedEngine:
+    """The engine of this process's place in a torch.distributed world; one worker a rank.
+
+    Uses the world that is already there, or joins the one that torchrun's environment variables name. All must arrive
+    within
+    `start_seconds`; a round may take `timeout_seconds`.
+    """
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        missing = [name for name in _VARIABLES if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"this process does not know its place among the workers: {', '.join(missing)} not set. Start it with "
+                "torchrun (torchrun --nproc-per-node 2 your_script.py), or train alone with engine=diloco.alone()"
+            )
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        join(place, None, rank, workers, start_seconds)
+    return TorchDistributedEngine(backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
+
+
+def join(place: str, store: Store | None, rank: int, workers: int, start_seconds: float) -> None:
+    """Initialise torch.distributed, over `store` or the environment's address; says what is wrong if that fails."""
+    limit = timedelta(seconds=start_seconds)
+    try:
+        if store is None:
+            dist.init_process_group("gloo", rank=rank, world_size=workers, timeout=limit)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=limit)
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise rendezvous_error(place, rank, workers, start_seconds, error) from error
+
+
+def rendezvous_error(place: str, rank: int, workers: int, seconds: float, error: Exception) -> RendezvousError:
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return RendezvousError(f"the rendezvous address {place} is in use by another program: choose another port")
+    return RendezvousError(
+        f"worker {rank} did not meet all {workers} workers at {place} within {seconds:g} s: check that every worker "
+        f"was started and can reach this address ({text.splitlines()[0] if text else error!r})"
+    )

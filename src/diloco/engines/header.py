@@ -1,0 +1,59 @@
+"""What is said of a contribution before it is sent, as a fixed number of bytes: no pickle, no varying length."""
+
+import struct
+from dataclasses import astuple
+
+from diloco.core.merging import Claim
+from diloco.engines.rounds import Contribution, Member, Report, RoundKey
+from diloco.errors import EngineError
+
+_MAGIC = b"dlc1"
+_FORMAT = struct.Struct("<4s qq dd 16s16s qqqddddq?")
+HEADER_BYTES = _FORMAT.size
+
+
+def pack(key: RoundKey, contribution: Contribution) -> bytes:
+    return _FORMAT.pack(
+        _MAGIC,
+        key.sequence,
+        key.fragment,
+        contribution.weight,
+        contribution.norm,
+        contribution.anchor_digest.encode(),
+        contribution.layout_digest.encode(),
+        *astuple(contribution.report),
+    )
+
+
+class Header:
+    """A received header; refuses bytes that another version wrote."""
+
+    def __init__(self, worker: int, data: bytes) -> None:
+        magic, sequence, fragment, weight, norm, anchor, layout, *report = _FORMAT.unpack(data)
+        if magic != _MAGIC:
+            raise EngineError(
+                f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
+                "run the same version of diloco everywhere"
+            )
+        self.worker = worker
+        self.key = RoundKey(sequence, fragment)
+        self.claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"))
+        self.layout_digest: str = layout.rstrip(b"\0").decode("ascii", "replace")
+        self.member = Member(worker, self.claim.anchor_digest, Report(*report))
+
+
+def check_same_round(headers: list[Header], mine: Header) -> None:
+    """All must run the same model and settings, and be in the same round; else their parts must not be mixed."""
+    for other in headers:
+        if other.layout_digest != mine.layout_digest:
+            raise EngineError(
+                f"worker {other.worker} trains something else than worker {mine.worker} (layout "
+                f"{other.layout_digest} against {mine.layout_digest}): model, codec, schedule and outer optimizer must "
+                "be the same everywhere; compare the workers' config.toml"
+            )
+        if other.key != mine.key:
+            raise EngineError(
+                f"worker {other.worker} is in round {other.key.sequence} (fragment {other.key.fragment}), worker "
+                f"{mine.worker} in round {mine.key.sequence} (fragment {mine.key.fragment}): all must take "
+                "the same steps"
+            )

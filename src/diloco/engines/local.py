@@ -1,0 +1,192 @@
+"""k workers in one process: the reference that every other engine must equal bit for bit, and the laboratory's engine.
+
+The workers may be threads, each with its own loop, or one loop that takes them in turn (`inner_step` and `post` for
+all, then `merge` for all). A round is reduced when the last member has posted; nothing depends on who came first.
+Bytes are those that the workers would have sent over a network. `fail_at` drops a worker's contribution on purpose.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.engines.base import Engine, PendingRound
+from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack
+from diloco.engines.reducing import Decision, decide, reduce_parts
+from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.waves import traffic
+from diloco.errors import ConfigError, EngineError, RoundFailed
+
+_START_SECONDS = 60.0
+
+
+class LocalSwarm:
+    """The meeting place of `workers` local engines."""
+
+    def __init__(self, workers: int, *, fail_at: Collection[tuple[int, int]] = ()) -> None:
+        """`fail_at`: pairs (worker, sequence) whose contribution is lost on the way."""
+        if workers < 1:
+            raise ConfigError(f"workers = {workers} must be at least 1")
+        self.workers = workers
+        self.fail_at = frozenset(fail_at)
+        self.changed = threading.Condition()
+        self.rounds: dict[int, _Round] = {}
+        self.providers: dict[int, Callable[[], GlobalState]] = {}
+
+    def engines(self) -> list["LocalEngine"]:
+        return [LocalEngine(self, worker) for worker in range(self.workers)]
+
+
+def alone() -> "LocalEngine":
+    """The engine of a single worker that averages with nobody: DiLoCo with k = 1."""
+    return LocalSwarm(1).engines()[0]
+
+
+class LocalEngine(Engine):
+    """One worker's end of a LocalSwarm."""
+
+    def __init__(self, swarm: LocalSwarm, worker: int) -> None:
+        self.swarm = swarm
+        self.worker = worker
+        self.workers = swarm.workers
+        self._members: tuple[Member, ...] = ()
+        self._source: int | None = 0 if worker else None  # whose state to take over at the next fetch
+
+    def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
+        with self.swarm.changed:
+            round_ = self.swarm.rounds.setdefault(key.sequence, _Round(self.swarm, key.sequence))
+            round_.post(self.worker, key, contribution)
+            self.swarm.changed.notify_all()
+        return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds)
+
+    def heard(self, members: tuple[Member, ...], decision: Decision) -> None:
+        """What a finished round taught this worker of the others."""
+        self._members = members
+        if decision.resync and self.worker in decision.refused and decision.contributors:
+            self._source = decision.contributors[0]
+
+    def members(self) -> tuple[Member, ...]:
+        return self._members
+
+    def serve_state(self, provider: Callable[[], GlobalState]) -> None:
+        with self.swarm.changed:
+            self.swarm.providers[self.worker] = provider
+            self.swarm.changed.notify_all()
+
+    def fetch_state(self) -> GlobalState | None:
+        """At the start worker 0's state; later that of whoever has merged more rounds, or of a worker that agrees."""
+        source, self._source = self._source, None
+        providers = self.swarm.providers
+        with self.swarm.changed:
+            self.swarm.changed.wait_for(lambda: source is None or source in providers, _START_SECONDS)
+        if source is not None:
+            if source not in providers:
+                raise EngineError(
+                    f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first"
+                )
+            return _at_its_start(providers[source]()) if self._members == () else providers[source]()
+        states = [provider() for _, provider in sorted(providers.items())]
+        ahead = max(states, key=lambda state: state.numbers["merged"])
+        mine = providers[self.worker]()
+        return ahead if ahead.numbers["merged"] > mine.numbers["merged"] else None
+
+    def close(self) -> None:
+        self.swarm.providers.pop(self.worker, None)
+
+
+def _at_its_start(state: GlobalState) -> GlobalState:
+    """A source that is a thread may have run ahead; its anchors have not, since the first merge needs everyone."""
+    return GlobalState(state.tensors, {**state.numbers, "inner_steps": 0, "sequence": 0})
+
+
+class _Round:
+    """The contributions of one round, and the result once all are there."""
+
+    def __init__(self, swarm: LocalSwarm, sequence: int) -> None:
+        self.swarm = swarm
+        self.contributions: dict[int, Contribution] = {}
+        self.headers: dict[int, Header] = {}
+        self.lost = {worker for worker, lost_at in swarm.fail_at if lost_at == sequence}
+        self.started = time.monotonic()
+        self.mean: EncodedVector | None = None
+        self.decision: Decision | None = None
+        self.error: EngineError | None = None
+        self.collected = 0
+
+    def post(self, worker: int, key: RoundKey, contribution: Contribution) -> None:
+        if worker in self.headers:
+            raise EngineError(f"worker {worker} posted round {key.sequence} twice")
+        self.headers[worker] = Header(worker, pack(key, contribution))
+        if worker not in self.lost:
+            self.contributions[worker] = contribution
+        if len(self.headers) == self.swarm.workers:
+            self._reduce()
+
+    @property
+    def complete(self) -> bool:
+        return self.decision is not None or self.error is not None
+
+    def _reduce(self) -> None:
+        present = sorted(self.contributions)
+        try:
+            for worker in present:
+                check_same_round(list(self.headers.values()), self.headers[worker])
+        except EngineError as error:
+            self.error = error
+            return
+        if not present:
+            self.decision = Decision((), (), {}, resync=False)
+            return
+        first = self.contributions[present[0]]
+        self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
+        vector = first.vector
+        self.mean = EncodedVector(vector.codec, vector.layout, vector.data.device)
+        if self.decision.total_weight > 0:
+            reduce_parts(
+                vector.codec,
+                [self.contributions[worker].vector.data for worker in self.decision.contributors],
+                self.decision.weights,
+                vector.layout.part_elements,
+                self.mean.data,
+            )
+
+
+class _LocalPending(PendingRound):
+    def __init__(self, engine: LocalEngine, round_: _Round, key: RoundKey, deadline: float) -> None:
+        self.engine, self.round, self.key, self.deadline = engine, round_, key, deadline
+
+    def wait(self) -> RoundResult:
+        round_, swarm, worker = self.round, self.engine.swarm, self.engine.worker
+        with swarm.changed:
+            if not swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic()):
+                missing = sorted(set(range(swarm.workers)) - round_.headers.keys())
+                raise RoundFailed(f"round {self.key.sequence}: nothing from workers {missing} before the deadline")
+            round_.collected += 1
+            if round_.collected == swarm.workers:
+                swarm.rounds.pop(self.key.sequence, None)
+        if round_.error is not None:
+            raise round_.error
+        if worker in round_.lost:
+            raise RoundFailed(f"round {self.key.sequence}: the contribution of worker {worker} was dropped on purpose")
+        assert round_.decision is not None and round_.mean is not None
+        return self._result(round_.decision, round_.mean)
+
+    def _result(self, decision: Decision, mean: EncodedVector) -> RoundResult:
+        worker, workers = self.engine.worker, self.engine.workers
+        members = tuple(self.round.headers[w].member for w in sorted(self.round.contributions))
+        self.engine.heard(members, decision)
+        if not decision.contributors and decision.refused:
+            raise RoundFailed(f"round {self.key.sequence}: every contribution was refused: {decision.refused}")
+        sent, received = traffic(mean, workers, worker) if decision.total_weight > 0 else (0, 0)
+        overhead = HEADER_BYTES * (workers - 1)
+        return RoundResult(
+            mean=mean,
+            contributors=decision.contributors,
+            refused=decision.refused,
+            total_weight=decision.total_weight,
+            bytes_sent=sent + overhead,
+            bytes_received=received + overhead,
+            seconds=time.monotonic() - self.round.started,
+            members=members,
+            resync=decision.resync and worker in decision.refused,
+        )

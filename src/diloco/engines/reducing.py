@@ -1,0 +1,56 @@
+"""The reduction every engine shares: headers to a decision, encoded contributions to an encoded mean."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.base import Codec
+from diloco.core.merging import Claim, admit, diverged, weighted_mean
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who is in the mean, with which weight, and who is not and why."""
+
+    contributors: tuple[int, ...]
+    weights: tuple[float, ...]
+    refused: dict[int, str]
+    resync: bool
+
+    @property
+    def total_weight(self) -> float:
+        return sum(self.weights)
+
+
+def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None) -> Decision:
+    """The same claims give the same decision on every worker."""
+    reasons = admit(claims, max_norm_ratio)
+    accepted = [
+        (worker, claim.weight)
+        for worker, claim, reason in zip(workers, claims, reasons, strict=True)
+        if reason is None and claim.weight > 0
+    ]
+    return Decision(
+        contributors=tuple(worker for worker, _ in accepted),
+        weights=tuple(weight for _, weight in accepted),
+        refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
+        resync=bool(diverged([claim.anchor_digest for claim in claims])),
+    )
+
+
+def reduce_parts(codec: Codec, encoded: Iterable[Tensor], weights: Sequence[float], part: int, out: Tensor) -> None:
+    """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
+
+    Accumulated in fp32 in the order given. `out` may be one of `encoded`.
+    """
+    scratch = torch.empty(out.shape[0], part, device=out.device)
+    mean = torch.empty_like(scratch)
+
+    def decoded() -> Iterator[Tensor]:
+        for data in encoded:
+            codec.decode(data, scratch)
+            yield scratch
+
+    codec.encode(weighted_mean(decoded(), weights, mean), out)

@@ -1,0 +1,83 @@
+"""What goes into a round and what comes out of it: the vocabulary of the engine contract."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import nan
+
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+
+
+@dataclass(frozen=True)
+class RoundKey:
+    """Which round this is: its place in the worker's sequence of rounds, and what it averages."""
+
+    sequence: int
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker tells the others of itself with every round; nan where there is nothing to tell."""
+
+    inner_steps: int = 0
+    tokens: int = 0
+    bytes_sent: int = 0
+    elapsed_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    loss: float = nan
+    validation_loss: float = nan
+    validation_tokens: int = 0
+    stopping: bool = False
+    """This worker ends after this round's rotation; with a fixed membership so does everyone."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An encoded outer gradient with its weight, and what is claimed of it. The engine may overwrite `vector`."""
+
+    vector: EncodedVector
+    weight: float
+    norm: float
+    anchor_digest: str
+    layout_digest: str
+    max_norm_ratio: float | None = None
+    report: Report = field(default_factory=Report)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the others last heard of it."""
+
+    worker: int
+    anchor_digest: str
+    report: Report
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A mean, and how it came about. `total_weight` 0 means that nobody had done any work: there is no mean."""
+
+    mean: EncodedVector
+    contributors: tuple[int, ...]
+    refused: Mapping[int, str]
+    total_weight: float
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    members: tuple[Member, ...]
+    resync: bool = False
+    """Someone's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
+
+    @property
+    def stopping(self) -> bool:
+        return any(member.report.stopping for member in self.members)
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """What a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, int]

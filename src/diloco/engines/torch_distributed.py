@@ -1,0 +1,239 @@
+"""Averaging over torch.distributed (gloo or nccl) among a fixed set of workers.
+
+A round is a gather of headers, then, wave by wave, a reduce-scatter of encoded parts (as one all-to-all), fp32
+accumulation, and an all-gather of the encoded means. It moves encoded bytes only: 2 (k − 1) / k of a vector each way.
+Rounds run one after another in a thread that sits in C++ most of the time, so training goes on beside them.
+
+The membership is fixed: when a worker dies or stays silent beyond the deadline, no later round is possible, `wait`
+raises EngineError, and the run must end (the swarm engine is for workers that come and go). No wait is without a bound.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.engines.base import Engine, PendingRound
+from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack
+from diloco.engines.reducing import Decision, decide, reduce_parts
+from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.waves import Wave, traffic, waves
+from diloco.errors import EngineError, RoundFailed
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 5.0
+
+
+class TorchDistributedEngine(Engine):
+    """The workers of an initialised torch.distributed world, one worker a rank."""
+
+    def __init__(self, *, backend: str = "gloo", timeout_seconds: float = 600.0, owns_world: bool = False) -> None:
+        """Collective: every rank builds it at the same point. `backend` is for the payload, headers go over gloo.
+
+        `owns_world`: close() also ends torch.distributed, which was initialised for this engine alone.
+        """
+        if not dist.is_initialized():
+            raise EngineError("torch.distributed is not initialised: use diloco.connect(), which does it")
+        self.worker = dist.get_rank()
+        self.workers = dist.get_world_size()
+        self.backend = backend
+        self._owns_world = owns_world
+        limit = timedelta(seconds=timeout_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._control = dist.new_group(backend="gloo", timeout=limit)
+        self._payload = self._control if backend == "gloo" else dist.new_group(backend=backend, timeout=limit)
+        self._members: tuple[Member, ...] = ()
+        self._provider: Callable[[], GlobalState] | None = None
+        self._source = 0  # whose state counts, at the start and after a divergence
+        self._broken: EngineError | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
+        self._thread.start()
+
+    # The contract
+
+    def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
+        deadline = time.monotonic() + min(deadline_seconds, self._timeout_seconds)
+        encoded = _mark(contribution.vector.data)
+        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, deadline)))
+
+    def members(self) -> tuple[Member, ...]:
+        return self._members
+
+    def serve_state(self, provider: Callable[[], GlobalState]) -> None:
+        self._provider = provider
+
+    def fetch_state(self) -> GlobalState | None:
+        """Collective: everyone's state becomes that of the source, in place. The source gets None."""
+        return self._submit(self._broadcast_state).result()
+
+    def close(self) -> None:
+        """Leave. After a lost peer the thread may still sit in C++ and is left behind; it cannot hold up the exit."""
+        self._jobs.put(None)
+        if self._broken is None:
+            self._thread.join(_CLOSE_SECONDS)
+            if self._owns_world and dist.is_initialized():
+                dist.destroy_process_group()
+
+    # The thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+        if self._broken is not None:
+            raise self._broken
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                future.set_result(work())
+            except RoundFailed as failure:
+                future.set_exception(failure)
+            except EngineError as error:
+                self._broken = error
+                future.set_exception(error)
+            except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
+                self._broken = EngineError(
+                    f"worker {self.worker} lost the others: one of {self.workers} workers died or did not answer "
+                    f"within {self._timeout_seconds:g} s ({_first_line(error)}). torch.distributed cannot go on "
+                    "without it; start the run again"
+                )
+                future.set_exception(self._broken)
+
+        self._jobs.put(job)
+        return future
+
+    def _round(
+        self, key: RoundKey, contribution: Contribution, encoded: "torch.cuda.Event | None", deadline: float
+    ) -> RoundResult:
+        started = time.monotonic()
+        headers = self._exchange_headers(pack(key, contribution), deadline)
+        check_same_round(headers, headers[self.worker])
+        decision = decide(range(self.workers), [header.claim for header in headers], contribution.max_norm_ratio)
+        self._members = tuple(header.member for header in headers)
+        if decision.resync and decision.contributors:
+            self._source = decision.contributors[0]
+        if not decision.contributors and decision.refused:
+            raise RoundFailed(f"round {key.sequence}: every contribution was refused: {decision.refused}")
+        sent = received = 0
+        if decision.total_weight > 0:
+            with _own_stream(encoded):
+                self._average(contribution.vector, decision, deadline)
+            sent, received = traffic(contribution.vector, self.workers, self.worker)
+        overhead = HEADER_BYTES * (self.workers - 1)
+        return RoundResult(
+            mean=contribution.vector,
+            contributors=decision.contributors,
+            refused=decision.refused,
+            total_weight=decision.total_weight,
+            bytes_sent=sent + overhead,
+            bytes_received=received + overhead,
+            seconds=time.monotonic() - started,
+            members=self._members,
+            resync=decision.resync,
+        )
+
+    def _exchange_headers(self, mine: bytes, deadline: float) -> list[Header]:
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.workers)]
+        _finish(dist.all_gather(rows, own, group=self._control, async_op=True), deadline)
+        return [Header(worker, bytes(row.tolist())) for worker, row in enumerate(rows)]
+
+    def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
+        """Put the encoded mean into `vector`, in place of this worker's own contribution."""
+        staged = vector.data if self._payload_device(vector.data.device) else vector.data.cpu()
+        for wave in waves(vector, self.workers):
+            self._reduce_wave(staged, vector, wave, decision, deadline)
+        if staged is not vector.data:
+            vector.data.copy_(staged)
+
+    def _payload_device(self, device: torch.device) -> bool:
+        """Whether the backend can send from where the vector lies; gloo sends from the CPU."""
+        return device.type == ("cpu" if self.backend == "gloo" else "cuda")
+
+    def _reduce_wave(
+        self, data: Tensor, vector: EncodedVector, wave: Wave, decision: Decision, deadline: float
+    ) -> None:
+        own, k = wave.counts[self.worker], self.workers
+        outgoing = data[wave.first : wave.first + wave.num_parts]
+        incoming = data.new_empty(k * own, data.shape[1])
+        self._all_to_all(incoming, outgoing, [own] * k, list(wave.counts), deadline)
+        start = wave.start_of(self.worker)
+        mean = data[start : start + own]
+        if own:
+            parts = incoming.view(k, own, -1)
+            encoded = [parts[worker] for worker in decision.contributors]
+            reduce_parts(vector.codec, encoded, decision.weights, vector.layout.part_elements, mean)
+        copies = mean.repeat(k, 1)  # an all-gather whose pieces may differ in size
+        self._all_to_all(outgoing, copies, list(wave.counts), [own] * k, deadline)
+
+    def _all_to_all(self, out: Tensor, data: Tensor, got: list[int], given: list[int], deadline: float) -> None:
+        work = dist.all_to_all_single(out, data, got, given, group=self._payload, async_op=True)
+        _finish(work, deadline)
+
+    def _broadcast_state(self) -> GlobalState | None:
+        assert self._provider is not None
+        state = self._provider()
+        deadline = time.monotonic() + self._timeout_seconds
+        numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
+        _finish(dist.broadcast(numbers, self._source, group=self._control, async_op=True), deadline)
+        for tensor in state.tensors.values():
+            staged = tensor.cpu()
+            _finish(dist.broadcast(staged, self._source, group=self._control, async_op=True), deadline)
+            if staged is not tensor:
+                tensor.copy_(staged)
+        if self.worker == self._source:
+            return None
+        return GlobalState(state.tensors, dict(zip(state.numbers, numbers.tolist(), strict=True)))
+
+
+class _Pending(PendingRound):
+    def __init__(self, future: "Future[RoundResult]") -> None:
+        self._future = future
+
+    def wait(self) -> RoundResult:
+        return self._future.result()  # bounded: every collective behind it has the round's deadline
+
+
+def _finish(work: "dist.Work | None", deadline: float) -> None:
+    assert work is not None
+    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
+def _mark(data: Tensor) -> "torch.cuda.Event | None":
+    """On a GPU: the moment at which the trainer's stream has written `data`."""
+    if data.device.type != "cuda":
+        return None
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@contextmanager
+def _own_stream(after: "torch.cuda.Event | None") -> Iterator[None]:
+    """On a GPU: a stream beside the trainer's, entered once `after` has happened and drained on leaving."""
+    if after is None:
+        yield
+        return
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(after)
+        yield
+    stream.synchronize()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,48 @@
+"""Every error that diloco raises on purpose.
+
+    DiLoCoError
+    ├── ConfigError          the user asked for something impossible (also a ValueError); exit code 2
+    │   └── DataError        a corpus, tokenizer or shard that cannot be used as asked
+    ├── EngineError          averaging with the others is impossible from here on
+    │   └── RendezvousError  the workers could not find each other at the start
+    ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
+    └── WorkerFailed         a worker process died; carries its own traceback
+
+A message names the thing, the value given, the rule, and the remedy. `assert` is for our own mistakes.
+"""
+
+
+class DiLoCoError(Exception):
+    """The root: `except DiLoCoError` catches all of the above and nothing else."""
+
+
+class ConfigError(DiLoCoError, ValueError):
+    """A value the user gave breaks a rule; nothing has been started or written."""
+
+
+class DataError(ConfigError):
+    """The data cannot be used as asked: missing, unreadable, too small, shared between workers."""
+
+
+class EngineError(DiLoCoError):
+    """The engine cannot go on: a member is gone for good, or the members do not belong together."""
+
+
+class RendezvousError(EngineError):
+    """The workers did not find each other: a port in use, a wrong address, a worker that never came."""
+
+
+class RoundFailed(DiLoCoError):
+    """This round gave no mean. The worker keeps its anchor and its own parameters and may train on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class WorkerFailed(DiLoCoError):
+    """A worker process ended early; the message says which one and how, `output` is what it last wrote."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output

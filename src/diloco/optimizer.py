@@ -1,0 +1,161 @@
+"""DiLoCo as a torch.optim.Optimizer: the inner optimizer at every step, and a round when the schedule says so.
+
+`step()` is three things in order, and a loop that drives several workers in one thread may call them itself:
+
+    inner_step()   lines 5-8 of Algorithm 1: the inner optimizer moves θ_i
+    post()         Δ_i = anchor − θ_i of the fragments that are due, encoded and given to the engine
+    merge()        the mean of the fragments whose time has come, through the outer optimizer, back into θ_i
+
+The inner optimizer stays the user's: learning-rate schedulers, hooks, parameter groups and GradScaler work as before.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.core.config import SyncConfig
+from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
+from diloco.engines.base import Engine
+from diloco.engines.rounds import GlobalState
+from diloco.errors import ConfigError
+from diloco.outer_loop import OuterLoop
+from diloco.parameters import model_tensors
+
+
+class DiLoCo(torch.optim.Optimizer):
+    """Wraps an inner optimizer; every H of its steps, one outer step together with the other workers."""
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step() even when it skips: the schedule stays in step
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        *,
+        sync: SyncConfig | None = None,
+        outer: OuterOptimizer | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Collective: every worker builds it at the same point; all then have worker 0's parameters.
+
+        `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
+        """
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"weight = {weight} must be a finite number above 0")
+        self.inner = inner
+        self.skipped_steps = 0
+        super().__init__(inner.param_groups, inner.defaults)
+        self.outer = OuterLoop(model_tensors(model, inner), engine, sync or SyncConfig(), outer or Nesterov(), weight)
+
+    # The three parts of a step, and the end
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = self.inner_step(closure)
+        self.post()
+        self.merge()
+        return loss
+
+    def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
+        self.outer.refuse_inside_evaluation()
+        loss: float | None = None
+        if self._unscaled():
+            loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        else:
+            self.skipped_steps += 1
+        self.outer.inner_steps += 1
+        return loss
+
+    def _unscaled(self) -> bool:
+        """Apply what GradScaler left for this step, if anything; False if the step must be skipped."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return True
+        if found_inf.item():
+            return False
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:  # None: the loop has called unscale_ itself, to clip
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale.to(parameter.grad.device))
+        return True
+
+    def post(self) -> None:
+        """Give the engine the outer gradients that are due; returns at once."""
+        self.outer.post()
+
+    def merge(self) -> None:
+        """Take back the rounds whose time has come; waits for them if the network is behind."""
+        self.outer.merge()
+
+    def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
+        """Average what is left, leave the outer parameters in the model, and confirm that all have the same.
+
+        `early` says that this worker ends before the others expect it: they then end after the same round.
+        `before_confirming` runs with the final parameters in the model; all learn what it puts into `outer.report`.
+        """
+        self.outer.finish(early=early, before_confirming=before_confirming)
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""
+        return self.outer.outer_parameters()
+
+    def anchor_digest(self) -> str:
+        """Sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
+        return self.outer.anchor_digest()
+
+    # The optimizer that torch knows: groups and state are the inner optimizer's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Only torch.optim.Optimizer's constructor sets it; the inner optimizer keeps its own."""
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Only torch.optim.Optimizer's constructor sets it; the inner optimizer keeps its own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if any(param_group is group for group in self.inner.param_groups):
+            return  # torch.optim.Optimizer's constructor, with the groups that the inner optimizer already has
+        raise ConfigError(
+            "parameters cannot be added after DiLoCo was built: they would not be averaged. "
+            "Add them to the inner optimizer first, then build DiLoCo"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, with one more entry, "diloco", for the outer loop."""
+        if self.outer.in_flight:
+            raise ConfigError(
+                f"{self.outer.in_flight} round(s) are in flight: call outer.merge_pending() before state_dict(), on "
+                "every worker at the same step"
+            )
+        state = super().state_dict()
+        tensors = {name: tensor.clone() for name, tensor in self.outer.outer_tensors().items()}
+        state["diloco"] = {"tensors": tensors, "numbers": self.outer.numbers() | {"skipped": self.skipped_steps}}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where state_dict() was taken; load the model's own state dict too."""
+        if "diloco" not in state_dict:
+            raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
+        saved = state_dict["diloco"]
+        self.outer.load(GlobalState(saved["tensors"], saved["numbers"]))
+        self.skipped_steps = saved["numbers"]["skipped"]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.inner.__setstate__(state)

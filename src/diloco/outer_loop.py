@@ -1,0 +1,323 @@
+"""The outer loop of one worker: which fragment is posted and merged when, and everything that may go wrong with it.
+
+    post    Δ_i = anchor − θ_i of the fragments that are due, encoded and given to the engine   (core/outer_step.py)
+    merge   the mean of the fragments whose time has come, through OuterOpt, back into θ_i      (core/outer_step.py)
+
+A failed round changes nothing but a counter: the worker trains on from its own parameters, and its next outer gradient
+carries that work, taken from the others' anchor if they went on. No wait is longer than `sync.timeout_seconds`.
+
+Rounds are numbered in the order in which they are posted, which is the same on every worker. That makes an early
+end safe: a worker that stops says so in its header, and all end after the same full turn through the fragments.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.config import SyncConfig
+from diloco.core.digest import digest
+from diloco.core.fragments import Fragment, PartLayout, assign, build_fragments, layout_digest
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
+from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.core.schedule import Schedule
+from diloco.engines.base import Engine, PendingRound
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.errors import ConfigError, RoundFailed
+from diloco.parameters import ModelTensors
+
+logger = logging.getLogger(__name__)
+
+_CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """One round as this worker saw it: either a result, or the reason why there is none."""
+
+    key: RoundKey
+    inner_step: int
+    waited_seconds: float
+    norm: float
+    result: RoundResult | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A round in flight."""
+
+    key: RoundKey
+    at_step: int
+    norm: float
+    pending: PendingRound
+
+
+class OuterLoop:
+    """Owns the fragments. `inner_steps` is counted by whoever takes them; then `post`, then `merge`."""
+
+    def __init__(
+        self, tensors: ModelTensors, engine: Engine, sync: SyncConfig, outer: OuterOptimizer, weight: float
+    ) -> None:
+        self.tensors, self.engine, self.sync, self.weight = tensors, engine, sync, weight
+        self.on_round: Callable[[RoundEvent], None] | None = None
+        self.report = Report()
+        self.inner_steps = 0
+        self.rounds = 0
+        self.rounds_failed = 0
+        self.bytes_sent = 0
+        self.waited_seconds = 0.0
+        self._lay_out(outer)
+        self._sequence = 0
+        self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
+        self._posted: list[_Posted] = []
+        self._resync = False
+        self._exchanged = False
+        self._lock = threading.Lock()  # held while anchors change, so that a served state is never half merged
+        engine.serve_state(self.global_state)
+        self._join(engine.fetch_state())
+
+    def _lay_out(self, outer: OuterOptimizer) -> None:
+        """Fragments, their schedule, and the memory that travels."""
+        groups = assign(list(self.tensors.averaged), self.sync.fragments)
+        self.fragments = build_fragments(self.tensors.averaged, groups, outer)
+        offsets = Schedule.spread(self.sync.num_inner_steps, len(self.fragments)).offsets
+        buffers = self.tensors.averaged_buffers
+        if buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
+            self.fragments += build_fragments(buffers, [list(buffers)], SGD(lr=1.0))
+            offsets = (*offsets, offsets[-1])
+        self.schedule = Schedule(self.sync.num_inner_steps, offsets, self.sync.overlap_steps)
+        self._merged_at = [0] * len(self.fragments)  # the step at which each fragment's last merged round was posted
+        self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in self.fragments]
+        self._digests = [digest(fragment.anchor) for fragment in self.fragments]
+        others = sorted(self.tensors.equal_at_start)
+        self._layout_digest = layout_digest(self.fragments, others, self.schedule, outer, self.sync)
+
+    def _vector(self, layout: PartLayout, device: torch.device) -> EncodedVector:
+        return EncodedVector(codec(self.sync.codec), layout, device)
+
+    # Posting and merging by the schedule
+
+    def post(self) -> None:
+        """Give the engine the outer gradients that are due after the inner steps taken so far."""
+        for index in self.schedule.posts_at(self.inner_steps):
+            self._post(index)
+
+    def merge(self) -> None:
+        """Take back the rounds whose time has come; waits for them if the network is behind."""
+        due = self.inner_steps - self.schedule.overlap_steps
+        while self._posted and self._posted[0].at_step <= due:
+            self._merge(self._posted.pop(0))
+
+    def merge_pending(self) -> None:
+        """Take back all rounds in flight now; every worker must do so at the same step."""
+        self.refuse_inside_evaluation()
+        while self._posted:
+            self._merge(self._posted.pop(0))
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._posted)
+
+    # The end
+
+    @property
+    def stopping(self) -> bool:
+        """A worker has asked for the end (`report.stopping`): leave the loop and call `finish`."""
+        return self._last_sequence is not None
+
+    def finish(self, *, early: bool, before_confirming: Callable[[], None] | None) -> None:
+        """See DiLoCo.finish."""
+        self.report = replace(self.report, stopping=self.report.stopping or early)
+        self.merge_pending()
+        count = len(self.fragments)
+        unmerged = count > 1 or self._work_behind(0) > 0
+        if self._last_sequence is None and (unmerged or early):
+            self._last_sequence = self._sequence + count - 1
+        order = self.schedule.rotation(self.inner_steps)
+        turn = 0
+        while self._last_sequence is not None and self._sequence <= self._last_sequence:
+            self._post(order[turn % count])
+            self.merge_pending()
+            turn += 1
+        for fragment in self.fragments:
+            fragment.adopt_anchor()
+        if before_confirming is not None:
+            before_confirming()
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """A last round without payload: everyone learns everyone's final digest and report."""
+        vector = self._vector(PartLayout(0), torch.device("cpu"))
+        contribution = Contribution(vector, 0.0, 0.0, self.anchor_digest(), self._layout_digest, report=self._report())
+        self._start(_CONFIRMATION, contribution)
+        self.bytes_sent += self._posted.pop().pending.wait().bytes_sent
+
+    # One round
+
+    def _work_behind(self, index: int) -> int:
+        return self.inner_steps - self._merged_at[index]
+
+    def _post(self, index: int) -> None:
+        self.tensors.check_still_frozen()
+        if self._resync:
+            self._resync = False
+            self._catch_up(self.engine.fetch_state())
+        fragment, vector = self.fragments[index], self._vectors[index]
+        norms = []
+        for span, delta in outer_gradient(fragment):
+            norms.append(torch.linalg.vector_norm(delta))
+            vector.encode(span.first_part, delta)
+        contribution = Contribution(
+            vector=vector,
+            weight=self.weight * self._work_behind(index),
+            norm=float(torch.linalg.vector_norm(torch.stack(norms))),
+            anchor_digest=self._digests[index],
+            layout_digest=self._layout_digest,
+            max_norm_ratio=self.sync.max_norm_ratio,
+            report=self._report(),
+        )
+        self._start(index, contribution)
+
+    def _report(self) -> Report:
+        return replace(
+            self.report,
+            inner_steps=self.inner_steps,
+            bytes_sent=self.bytes_sent,
+            waited_seconds=self.waited_seconds,
+        )
+
+    def _start(self, index: int, contribution: Contribution) -> None:
+        key = RoundKey(self._sequence, index)
+        pending = self.engine.start_round(key, contribution, self.sync.timeout_seconds)
+        self._posted.append(_Posted(key, self.inner_steps, contribution.norm, pending))
+        self._sequence += 1
+
+    def _merge(self, posted: _Posted) -> None:
+        started = time.monotonic()
+        result, failure = None, None
+        try:
+            result = posted.pending.wait()
+        except RoundFailed as error:
+            failure = error.reason
+        waited = time.monotonic() - started
+        self.waited_seconds += waited
+        if result is None:
+            self.rounds_failed += 1
+            self._resync = True
+            logger.warning("%s; training goes on from this worker's parameters", failure)
+        else:
+            self._take_in(posted, result)
+        if self.on_round is not None:
+            self.on_round(RoundEvent(posted.key, self.inner_steps, waited, posted.norm, result, failure))
+
+    def _take_in(self, posted: _Posted, result: RoundResult) -> None:
+        sequence, index = posted.key.sequence, posted.key.fragment
+        self.bytes_sent += result.bytes_sent
+        self._resync = self._resync or result.resync
+        for worker, reason in result.refused.items():
+            logger.warning("round %d: the contribution of worker %d was refused: %s", sequence, worker, reason)
+        if result.stopping:
+            last = sequence + len(self.fragments) - 1
+            self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
+        if result.total_weight == 0:
+            return
+        fragment: Fragment = self.fragments[index]
+        with self._lock:
+            outer_step(fragment, lambda span: result.mean.decode(span.first_part, span.num_parts), self.sync.mixing)
+            self._digests[index] = digest(fragment.anchor)
+            self._merged_at[index] = posted.at_step
+            self.rounds += 1
+
+    # Evaluation
+
+    def refuse_inside_evaluation(self) -> None:
+        if self._exchanged:
+            raise ConfigError("inside outer_parameters(): leave the evaluation before training on")
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """See DiLoCo.outer_parameters. Needs no memory: parameters and anchors change places."""
+        self.refuse_inside_evaluation()
+        with self._lock:
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+
+    def _exchange(self) -> None:
+        for fragment in self.fragments:
+            fragment.exchange()
+        self._exchanged = not self._exchanged
+
+    def anchor_digest(self) -> str:
+        return hashlib.sha256("".join(self._digests).encode()).hexdigest()[:16]
+
+    # The global state, for joiners, for a worker that fell behind, and for checkpoints
+
+    def outer_tensors(self) -> dict[str, Tensor]:
+        tensors = {}
+        for index, fragment in enumerate(self.fragments):
+            tensors[f"{index}.anchor"] = fragment.anchor
+            tensors |= {f"{index}.{name}": buffer for name, buffer in fragment.state.items()}
+        return tensors
+
+    def _start_tensors(self) -> dict[str, Tensor]:
+        return {f"start.{name}": tensor.detach() for name, tensor in self.tensors.equal_at_start.items()}
+
+    def numbers(self) -> dict[str, int]:
+        numbers = {"inner_steps": self.inner_steps, "sequence": self._sequence, "merged": self.rounds}
+        for index, fragment in enumerate(self.fragments):
+            numbers[f"{index}.rounds"] = fragment.rounds
+            numbers[f"{index}.merged_at"] = self._merged_at[index]
+        return numbers
+
+    def global_state(self) -> GlobalState:
+        with self._lock:
+            return GlobalState(self.outer_tensors() | self._start_tensors(), self.numbers())
+
+    def _join(self, state: GlobalState | None) -> None:
+        """Before the first inner step: everything is the others', the parameters too."""
+        if state is None:
+            return
+        self._copy(state, self.outer_tensors() | self._start_tensors())
+        self._set_position(state.numbers)
+        for fragment in self.fragments:
+            fragment.adopt_anchor()
+
+    def _catch_up(self, state: GlobalState | None) -> None:
+        """After a missed round: the others' anchors, but this worker's own parameters, whose work comes next."""
+        if state is None:
+            return
+        self._copy(state, self.outer_tensors())
+        self.rounds = state.numbers["merged"]
+        logger.warning("worker %d took over the others' anchors after %d rounds", self.engine.worker, self.rounds)
+
+    def load(self, state: GlobalState) -> None:
+        """Go on where a saved worker was; the model's parameters are the caller's to load."""
+        self._copy(state, self.outer_tensors())
+        self._set_position(state.numbers)
+
+    def _set_position(self, numbers: Mapping[str, int]) -> None:
+        self.inner_steps, self._sequence = numbers["inner_steps"], numbers["sequence"]
+        self.rounds = numbers["merged"]
+        self._merged_at = [numbers[f"{index}.merged_at"] for index in range(len(self.fragments))]
+
+    @torch.no_grad()
+    def _copy(self, state: GlobalState, into: Mapping[str, Tensor]) -> None:
+        with self._lock:
+            for name, tensor in into.items():
+                if state.tensors[name].data_ptr() != tensor.data_ptr():
+                    tensor.copy_(state.tensors[name])
+            for index, fragment in enumerate(self.fragments):
+                fragment.rounds = state.numbers[f"{index}.rounds"]
+                self._digests[index] = digest(fragment.anchor)

@@ -1,0 +1,68 @@
+"""What of a model is averaged, what is only made equal at the start, and what stays a worker's own.
+
+- Averaged by the outer optimizer: every trainable parameter, once (tied weights are one tensor).
+- Averaged plainly: floating-point buffers that are saved with the model (batch-norm statistics).
+- Made equal at the start: frozen parameters and all other saved buffers. Unsaved buffers (rotary tables) are computed.
+- A worker's own: the inner optimizer's state.
+
+A trainable parameter that the inner optimizer does not know would never move, and one that only the inner optimizer
+knows would never be averaged: both are refused.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """A model's tensors by what happens to them; names are the model's own."""
+
+    averaged: dict[str, Tensor]
+    averaged_buffers: dict[str, Tensor]
+    equal_at_start: dict[str, Tensor]
+
+    def check_still_frozen(self) -> None:
+        """A parameter that is unfrozen later would train without being averaged."""
+        for name, tensor in self.equal_at_start.items():
+            if tensor.requires_grad:
+                raise ConfigError(
+                    f"parameter '{name}' was frozen when DiLoCo was built and is trainable now: it would not be "
+                    "averaged. Set requires_grad before building DiLoCo, and build it anew to change it"
+                )
+
+
+def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensors:
+    """Sort the model's tensors; refuses parameters that would be forgotten."""
+    parameters = dict(model.named_parameters())
+    optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    forgotten = [name for name, p in trainable.items() if id(p) not in optimized]
+    if forgotten:
+        raise ConfigError(
+            f"trainable parameters that the inner optimizer does not have: {', '.join(forgotten)}. "
+            "Give them to it, or freeze them with requires_grad_(False)"
+        )
+    known = {id(p) for p in parameters.values()}
+    foreign = [
+        tuple(p.shape)
+        for group in inner.param_groups
+        for p in group["params"]
+        if p.requires_grad and id(p) not in known
+    ]
+    if foreign:
+        raise ConfigError(
+            f"the inner optimizer has parameters that are not in the model (shapes {foreign}): they would never be "
+            "averaged. Register them in the model that is given to DiLoCo"
+        )
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter: nothing to train")
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    means = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
+    rest = {name: buffer for name, buffer in buffers.items() if name not in means}
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    return ModelTensors(dict(trainable), means, {**frozen, **rest})
