@@ -34,6 +34,7 @@ class DataParallel:
         *,
         sync: SyncConfig,
         weight: float = 1.0,
+        identity: str = "",
     ) -> None:
         self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
         tensors = model_tensors(model, inner)
@@ -43,12 +44,12 @@ class DataParallel:
         self._gradient = torch.zeros(numel, device=device)
         self._vector = EncodedVector(codec(sync.codec), PartLayout(numel), device)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
-        self._layout = hashlib.sha256(repr(("data-parallel", shapes, sync)).encode()).hexdigest()[:16]
+        self._layout = hashlib.sha256(repr(("data-parallel", shapes, sync, identity)).encode()).hexdigest()[:16]
         self._views = self._gradient_views()
         self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self.report = Report()
         self.inner_steps = self.rounds = self.rounds_failed = self.bytes_sent = self._sequence = 0
-        self.waited_seconds = 0.0
+        self.sync_seconds = 0.0
         self.stopping = False
         engine.serve_state(self._state)
         self._join(engine.fetch_state())
@@ -68,6 +69,7 @@ class DataParallel:
 
     def average_gradients(self) -> None:
         """Every worker's gradient becomes the mean; without a mean it raises, since nobody may step alone."""
+        started = time.monotonic()
         self._vector.encode(0, self._gradient)
         norm = float(torch.linalg.vector_norm(self._gradient))
         try:
@@ -86,14 +88,13 @@ class DataParallel:
             raise EngineError(f"data-parallel step {self.inner_steps + 1} has no mean gradient: {failure}") from failure
         self._gradient.copy_(result.mean.decode(0, self._vector.layout.num_parts))
         self.rounds += 1
+        self.sync_seconds += time.monotonic() - started
         self.stopping = self.stopping or result.stopping
 
     def _round(self, contribution: Contribution) -> RoundResult:
         key = RoundKey(self._sequence, 0)
         self._sequence += 1
-        started = time.monotonic()
         result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
-        self.waited_seconds += time.monotonic() - started
         self.bytes_sent += result.bytes_sent
         return result
 
@@ -102,7 +103,7 @@ class DataParallel:
             self.report,
             inner_steps=self.inner_steps,
             bytes_sent=self.bytes_sent,
-            waited_seconds=self.waited_seconds,
+            sync_seconds=self.sync_seconds,
         )
 
     def step(self) -> None:
@@ -124,7 +125,7 @@ class DataParallel:
 
     def _state(self) -> GlobalState:
         tensors = {name: tensor.detach() for name, tensor in self._start.items()}
-        return GlobalState(tensors, {"merged": self.rounds})
+        return GlobalState(tensors, {"merged": self.rounds, "inner_steps": 0, "sequence": 0}, self._layout)
 
     @torch.no_grad()
     def _join(self, state: GlobalState | None) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
 from diloco.engines.base import Engine
-from diloco.engines.rounds import GlobalState
 from diloco.errors import ConfigError
 from diloco.outer_loop import OuterLoop
 from diloco.parameters import model_tensors
@@ -40,17 +39,21 @@ class DiLoCo(torch.optim.Optimizer):
         sync: SyncConfig | None = None,
         outer: OuterOptimizer | None = None,
         weight: float = 1.0,
+        identity: str = "",
     ) -> None:
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
         `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
+        `identity` names what else must be the same on all workers (the data, say): they refuse each other if it is not.
         """
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"weight = {weight} must be a finite number above 0")
         self.inner = inner
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
-        self.outer = OuterLoop(model_tensors(model, inner), engine, sync or SyncConfig(), outer or Nesterov(), weight)
+        self.outer = OuterLoop(
+            model_tensors(model, inner), engine, sync or SyncConfig(), outer or Nesterov(), weight, identity
+        )
 
     # The three parts of a step, and the end
 
@@ -154,7 +157,7 @@ class DiLoCo(torch.optim.Optimizer):
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         saved = state_dict["diloco"]
-        self.outer.load(GlobalState(saved["tensors"], saved["numbers"]))
+        self.outer.load(saved["tensors"], saved["numbers"])
         self.skipped_steps = saved["numbers"]["skipped"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:

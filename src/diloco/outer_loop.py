@@ -25,7 +25,8 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
-from diloco.core.fragments import Fragment, PartLayout, assign, build_fragments, layout_digest
+from diloco.core.fragments import Fragment, PartLayout, Span, assign, build_fragments, layout_digest
+from diloco.core.merging import mean_cosine
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.schedule import Schedule
@@ -47,6 +48,10 @@ class RoundEvent:
     inner_step: int
     waited_seconds: float
     norm: float
+    """Of this worker's own outer gradient."""
+    mean_norm: float | None
+    similarity: float | None
+    """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
     result: RoundResult | None
     failure: str | None
 
@@ -65,7 +70,13 @@ class OuterLoop:
     """Owns the fragments. `inner_steps` is counted by whoever takes them; then `post`, then `merge`."""
 
     def __init__(
-        self, tensors: ModelTensors, engine: Engine, sync: SyncConfig, outer: OuterOptimizer, weight: float
+        self,
+        tensors: ModelTensors,
+        engine: Engine,
+        sync: SyncConfig,
+        outer: OuterOptimizer,
+        weight: float,
+        identity: str,
     ) -> None:
         self.tensors, self.engine, self.sync, self.weight = tensors, engine, sync, weight
         self.on_round: Callable[[RoundEvent], None] | None = None
@@ -74,8 +85,8 @@ class OuterLoop:
         self.rounds = 0
         self.rounds_failed = 0
         self.bytes_sent = 0
-        self.waited_seconds = 0.0
-        self._lay_out(outer)
+        self.sync_seconds = 0.0
+        self._lay_out(outer, identity)
         self._sequence = 0
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
         self._posted: list[_Posted] = []
@@ -85,7 +96,7 @@ class OuterLoop:
         engine.serve_state(self.global_state)
         self._join(engine.fetch_state())
 
-    def _lay_out(self, outer: OuterOptimizer) -> None:
+    def _lay_out(self, outer: OuterOptimizer, identity: str) -> None:
         """Fragments, their schedule, and the memory that travels."""
         groups = assign(list(self.tensors.averaged), self.sync.fragments)
         self.fragments = build_fragments(self.tensors.averaged, groups, outer)
@@ -99,7 +110,7 @@ class OuterLoop:
         self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in self.fragments]
         self._digests = [digest(fragment.anchor) for fragment in self.fragments]
         others = sorted(self.tensors.equal_at_start)
-        self._layout_digest = layout_digest(self.fragments, others, self.schedule, outer, self.sync)
+        self._layout_digest = layout_digest(self.fragments, others, self.schedule, outer, self.sync, identity)
 
     def _vector(self, layout: PartLayout, device: torch.device) -> EncodedVector:
         return EncodedVector(codec(self.sync.codec), layout, device)
@@ -167,6 +178,7 @@ class OuterLoop:
         return self.inner_steps - self._merged_at[index]
 
     def _post(self, index: int) -> None:
+        started = time.monotonic()
         self.tensors.check_still_frozen()
         if self._resync:
             self._resync = False
@@ -179,20 +191,21 @@ class OuterLoop:
         contribution = Contribution(
             vector=vector,
             weight=self.weight * self._work_behind(index),
-            norm=float(torch.linalg.vector_norm(torch.stack(norms))),
+            norm=_total_norm(norms),
             anchor_digest=self._digests[index],
             layout_digest=self._layout_digest,
             max_norm_ratio=self.sync.max_norm_ratio,
             report=self._report(),
         )
         self._start(index, contribution)
+        self.sync_seconds += time.monotonic() - started
 
     def _report(self) -> Report:
         return replace(
             self.report,
             inner_steps=self.inner_steps,
             bytes_sent=self.bytes_sent,
-            waited_seconds=self.waited_seconds,
+            sync_seconds=self.sync_seconds,
         )
 
     def _start(self, index: int, contribution: Contribution) -> None:
@@ -203,23 +216,27 @@ class OuterLoop:
 
     def _merge(self, posted: _Posted) -> None:
         started = time.monotonic()
-        result, failure = None, None
+        result, failure, mean_norm = None, None, None
         try:
             result = posted.pending.wait()
         except RoundFailed as error:
             failure = error.reason
         waited = time.monotonic() - started
-        self.waited_seconds += waited
         if result is None:
             self.rounds_failed += 1
             self._resync = True
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
-            self._take_in(posted, result)
+            mean_norm = self._take_in(posted, result)
+        self.sync_seconds += time.monotonic() - started
         if self.on_round is not None:
-            self.on_round(RoundEvent(posted.key, self.inner_steps, waited, posted.norm, result, failure))
+            similarity = _similarity(result, mean_norm) if result is not None and mean_norm is not None else None
+            self.on_round(
+                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, similarity, result, failure)
+            )
 
-    def _take_in(self, posted: _Posted, result: RoundResult) -> None:
+    def _take_in(self, posted: _Posted, result: RoundResult) -> float | None:
+        """Merge a round's mean, if it has one; its norm."""
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
         self._resync = self._resync or result.resync
@@ -229,13 +246,21 @@ class OuterLoop:
             last = sequence + len(self.fragments) - 1
             self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
         if result.total_weight == 0:
-            return
+            return None
         fragment: Fragment = self.fragments[index]
+        norms: list[Tensor] = []
+
+        def mean(span: Span) -> Tensor:
+            delta = result.mean.decode(span.first_part, span.num_parts)
+            norms.append(torch.linalg.vector_norm(delta))
+            return delta
+
         with self._lock:
-            outer_step(fragment, lambda span: result.mean.decode(span.first_part, span.num_parts), self.sync.mixing)
+            outer_step(fragment, mean, self.sync.mixing)
             self._digests[index] = digest(fragment.anchor)
             self._merged_at[index] = posted.at_step
             self.rounds += 1
+        return _total_norm(norms)
 
     # Evaluation
 
@@ -283,7 +308,7 @@ class OuterLoop:
 
     def global_state(self) -> GlobalState:
         with self._lock:
-            return GlobalState(self.outer_tensors() | self._start_tensors(), self.numbers())
+            return GlobalState(self.outer_tensors() | self._start_tensors(), self.numbers(), self._layout_digest)
 
     def _join(self, state: GlobalState | None) -> None:
         """Before the first inner step: everything is the others', the parameters too."""
@@ -302,10 +327,10 @@ class OuterLoop:
         self.rounds = state.numbers["merged"]
         logger.warning("worker %d took over the others' anchors after %d rounds", self.engine.worker, self.rounds)
 
-    def load(self, state: GlobalState) -> None:
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
         """Go on where a saved worker was; the model's parameters are the caller's to load."""
-        self._copy(state, self.outer_tensors())
-        self._set_position(state.numbers)
+        self._copy(GlobalState(tensors, numbers, self._layout_digest), self.outer_tensors())
+        self._set_position(numbers)
 
     def _set_position(self, numbers: Mapping[str, int]) -> None:
         self.inner_steps, self._sequence = numbers["inner_steps"], numbers["sequence"]
@@ -321,3 +346,12 @@ class OuterLoop:
             for index, fragment in enumerate(self.fragments):
                 fragment.rounds = state.numbers[f"{index}.rounds"]
                 self._digests[index] = digest(fragment.anchor)
+
+
+def _total_norm(norms: list[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _similarity(result: RoundResult, mean_norm: float) -> float | None:
+    members = [member for member in result.members if member.worker in result.contributors]
+    return mean_cosine([member.weight for member in members], [member.norm for member in members], mean_norm)

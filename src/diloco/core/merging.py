@@ -81,3 +81,16 @@ def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tenso
     for value, factor in zip(values, factors, strict=True):
         out.add_(value, alpha=factor)
     return out.div_(sum(factors))
+
+
+def mean_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
+    """The weighted mean cosine between contributions, from their norms and that of their mean alone.
+
+    (Σ w_i)² |mean|² = Σ w_i² n_i² + Σ_{i≠j} w_i w_j n_i n_j cos_ij, hence the average of cos_ij. None if there is no pair.
+    """
+    sizes = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
+    squares = sum(size * size for size in sizes)
+    pairs = sum(sizes) ** 2 - squares
+    if len(sizes) < 2 or not pairs > 0:
+        return None
+    return ((sum(weights) * mean_norm) ** 2 - squares) / pairs

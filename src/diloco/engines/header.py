@@ -8,7 +8,7 @@ from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
 _MAGIC = b"dlc1"
-_FORMAT = struct.Struct("<4s qq dd 16s16s qqqddddq?")
+_FORMAT = struct.Struct("<4s qq dd 16s16s qqqddddqq?")
 HEADER_BYTES = _FORMAT.size
 
 
@@ -39,21 +39,27 @@ class Header:
         self.key = RoundKey(sequence, fragment)
         self.claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"))
         self.layout_digest: str = layout.rstrip(b"\0").decode("ascii", "replace")
-        self.member = Member(worker, self.claim.anchor_digest, Report(*report))
+        self.member = Member(worker, self.claim.anchor_digest, weight, norm, Report(*report))
 
 
 def check_same_round(headers: list[Header], mine: Header) -> None:
     """All must run the same model and settings, and be in the same round; else their parts must not be mixed."""
+    check_same_layout([header.layout_digest for header in headers], mine.worker)
     for other in headers:
-        if other.layout_digest != mine.layout_digest:
-            raise EngineError(
-                f"worker {other.worker} trains something else than worker {mine.worker} (layout "
-                f"{other.layout_digest} against {mine.layout_digest}): model, codec, schedule and outer optimizer must "
-                "be the same everywhere; compare the workers' config.toml"
-            )
         if other.key != mine.key:
             raise EngineError(
                 f"worker {other.worker} is in round {other.key.sequence} (fragment {other.key.fragment}), worker "
                 f"{mine.worker} in round {mine.key.sequence} (fragment {mine.key.fragment}): all must take "
                 "the same steps"
+            )
+
+
+def check_same_layout(digests: list[str], worker: int) -> None:
+    """`digests` of the workers in order; all must train the same thing."""
+    for other, digest in enumerate(digests):
+        if digest != digests[worker]:
+            raise EngineError(
+                f"worker {other} trains something else than worker {worker} (layout {digest} against "
+                f"{digests[worker]}): model, data, codec, schedule and outer optimizer must be the same everywhere; "
+                "compare the workers' config.toml and versions"
             )

@@ -8,10 +8,11 @@ Bytes are those that the workers would have sent over a network. `fail_at` drops
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack
+from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.waves import traffic
@@ -84,7 +85,9 @@ class LocalEngine(Engine):
                 raise EngineError(
                     f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first"
                 )
-            return _at_its_start(providers[source]()) if self._members == () else providers[source]()
+            state = providers[source]()
+            check_same_layout([state.layout_digest, providers[self.worker]().layout_digest], 1)
+            return _at_its_start(state) if self._members == () else state
         states = [provider() for _, provider in sorted(providers.items())]
         ahead = max(states, key=lambda state: state.numbers["merged"])
         mine = providers[self.worker]()
@@ -96,7 +99,7 @@ class LocalEngine(Engine):
 
 def _at_its_start(state: GlobalState) -> GlobalState:
     """A source that is a thread may have run ahead; its anchors have not, since the first merge needs everyone."""
-    return GlobalState(state.tensors, {**state.numbers, "inner_steps": 0, "sequence": 0})
+    return replace(state, numbers={**state.numbers, "inner_steps": 0, "sequence": 0})
 
 
 class _Round:

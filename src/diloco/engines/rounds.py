@@ -25,10 +25,13 @@ class Report:
     tokens: int = 0
     bytes_sent: int = 0
     elapsed_seconds: float = 0.0
-    waited_seconds: float = 0.0
+    """Training and rounds, without evaluations."""
+    sync_seconds: float = 0.0
+    """Of those, the time spent on rounds instead of training: encoding, waiting, merging."""
     loss: float = nan
     validation_loss: float = nan
     validation_tokens: int = 0
+    validation_step: int = 0
     stopping: bool = False
     """This worker ends after this round's rotation; with a fixed membership so does everyone."""
 
@@ -52,6 +55,8 @@ class Member:
 
     worker: int
     anchor_digest: str
+    weight: float
+    norm: float
     report: Report
 
 
@@ -81,3 +86,5 @@ class GlobalState:
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, int]
+    layout_digest: str
+    """Of everything that must be the same on all workers; an engine compares it before it hands tensors over."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack
+from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.waves import Wave, traffic, waves
@@ -120,7 +121,8 @@ class TorchDistributedEngine(Engine):
         self, key: RoundKey, contribution: Contribution, encoded: "torch.cuda.Event | None", deadline: float
     ) -> RoundResult:
         started = time.monotonic()
-        headers = self._exchange_headers(pack(key, contribution), deadline)
+        rows = self._gather(pack(key, contribution), deadline)
+        headers = [Header(worker, row) for worker, row in enumerate(rows)]
         check_same_round(headers, headers[self.worker])
         decision = decide(range(self.workers), [header.claim for header in headers], contribution.max_norm_ratio)
         self._members = tuple(header.member for header in headers)
@@ -146,11 +148,12 @@ class TorchDistributedEngine(Engine):
             resync=decision.resync,
         )
 
-    def _exchange_headers(self, mine: bytes, deadline: float) -> list[Header]:
+    def _gather(self, mine: bytes, deadline: float) -> list[bytes]:
+        """Everyone's bytes, in worker order; all must give the same number."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
         _finish(dist.all_gather(rows, own, group=self._control, async_op=True), deadline)
-        return [Header(worker, bytes(row.tolist())) for worker, row in enumerate(rows)]
+        return [bytes(row.tolist()) for row in rows]
 
     def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
         """Put the encoded mean into `vector`, in place of this worker's own contribution."""
@@ -188,6 +191,8 @@ class TorchDistributedEngine(Engine):
         assert self._provider is not None
         state = self._provider()
         deadline = time.monotonic() + self._timeout_seconds
+        digests = self._gather(state.layout_digest.encode().ljust(16), deadline)
+        check_same_layout([digest.decode("ascii", "replace") for digest in digests], self.worker)
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
         _finish(dist.broadcast(numbers, self._source, group=self._control, async_op=True), deadline)
         for tensor in state.tensors.values():
@@ -197,7 +202,7 @@ class TorchDistributedEngine(Engine):
                 tensor.copy_(staged)
         if self.worker == self._source:
             return None
-        return GlobalState(state.tensors, dict(zip(state.numbers, numbers.tolist(), strict=True)))
+        return replace(state, numbers=dict(zip(state.numbers, numbers.tolist(), strict=True)))
 
 
 class _Pending(PendingRound):

@@ -1,0 +1,168 @@
+"""What a run is: every option of `diloco train`, as frozen dataclasses. Torch-free, so that `--help` is quick.
+
+The defaults are the DiLoCo paper's. What must differ for a small model is in RECIPES, one for each model that needs it:
+defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from diloco.core.config import OuterConfig, SyncConfig
+from diloco.data.config import DataConfig
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class InnerConfig:
+    """The inner optimizer: AdamW with warm-up, cosine decay and clipping."""
+
+    lr: float = 4e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the matrices; norms have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    warmup_steps: int = 1000
+    """Inner steps over which the learning rate rises from 0."""
+    final_lr_ratio: float = 0.1
+    """The cosine ends at this share of the peak."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; None: never."""
+
+    def __post_init__(self) -> None:
+        _above_zero("inner.lr", self.lr)
+        _at_least("inner.weight_decay", self.weight_decay, 0)
+        _at_least("inner.warmup_steps", self.warmup_steps, 0)
+        for name in ("beta1", "beta2"):
+            _between("inner." + name, getattr(self, name), 0, 1)
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ConfigError(f"inner.final_lr_ratio = {self.final_lr_ratio} must be from 0 to 1")
+        if self.clip_norm is not None:
+            _above_zero("inner.clip_norm", self.clip_norm)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop around the optimizer: batches, evaluation, samples."""
+
+    batch_size: int = 512
+    """Sequences of one worker's inner step."""
+    accumulation: int = 1
+    """Split that batch into so many micro-batches, to save memory."""
+    eval_interval: int | None = None
+    """Inner steps between evaluations of the outer parameters; None: about ten in the run, at rounds."""
+    eval_windows: int = 256
+    """Validation sequences an evaluation uses, shared out among the workers."""
+    log_interval: int = 10
+    """Inner steps between two loss lines in events.jsonl."""
+    sample_prompt: str = "def "
+    """What the sample at the end starts with."""
+    sample_tokens: int = 80
+    """Length of that sample in tokens; 0: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "eval_windows", "log_interval"):
+            _at_least("training." + name, getattr(self, name), 1)
+        _at_least("training.sample_tokens", self.sample_tokens, 0)
+        if self.eval_interval is not None:
+            _at_least("training.eval_interval", self.eval_interval, 1)
+        if self.batch_size % self.accumulation:
+            raise ConfigError(
+                f"training.batch_size = {self.batch_size} is not a multiple of training.accumulation = "
+                f"{self.accumulation}: micro-batches must be equal"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    model: str = "tiny"
+    """Preset: tiny, 60m, 150m, 400m (the paper's), llama-150m, llama-1b (OpenDiLoCo's)."""
+    workers: int = 2
+    """Workers on this machine, a process each; under torchrun its world size counts instead."""
+    steps: int = 88_000
+    """Inner steps of each worker."""
+    mode: Literal["diloco", "data-parallel"] = "diloco"
+    """data-parallel averages gradients at every step: the baseline, with the same model, data and byte counting."""
+    engine: Literal["torch_distributed"] = "torch_distributed"
+    """Who averages with whom."""
+    seed: int = 0
+    """Of the initial parameters and the order of the data."""
+    out: str | None = None
+    """The run folder (default: runs/<date>-<model>)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the workers compute; auto takes CUDA devices in turn if there are any."""
+    threads: int | None = None
+    """CPU threads of each worker (default: the cores shared out among the local workers)."""
+    port: int | None = None
+    """TCP port on which local workers meet (default: none needed, they meet at a file)."""
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("workers", self.workers, 1)
+        _at_least("steps", self.steps, 1)
+        _at_least("seed", self.seed, 0)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port} must be from 1 to 65535")
+
+    @property
+    def eval_interval(self) -> int:
+        """Inner steps between evaluations: as given, or about ten in the run, at ends of rounds."""
+        if self.training.eval_interval is not None:
+            return self.training.eval_interval
+        H = self.sync.num_inner_steps
+        return max(H, round(self.steps / 10 / H) * H)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one worker."""
+        return self.training.batch_size * self.data.sequence_length
+
+
+RECIPES: dict[str, dict[str, object]] = {
+    "tiny": {
+        "steps": 600,
+        "inner.lr": 2e-3,
+        "inner.warmup_steps": 60,
+        "sync.num_inner_steps": 30,
+        "training.batch_size": 8,
+        "data.sequence_length": 128,
+    },
+    "60m": {"data.sequence_length": 1024},
+    "150m": {"data.sequence_length": 1024},
+    "400m": {"data.sequence_length": 1024},
+    "llama-150m": {"data.sequence_length": 1024},
+    "llama-1b": {"data.sequence_length": 1024, "sync.num_inner_steps": 125},
+}
+MODE_DEFAULTS: dict[str, dict[str, object]] = {
+    "diloco": {},
+    "data-parallel": {"sync.codec": "fp32"},  # the classical baseline averages gradients in full precision
+}
+WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
+    "diloco": (),
+    "data-parallel": ("outer.", "sync.num_inner_steps", "sync.fragments", "sync.overlap_steps", "sync.mixing"),
+}
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{name} = {value} must be at least {least}")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} = {value} must be a finite number above 0")
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise ConfigError(f"{name} = {value} must be at least {low} and below {high}")

@@ -1,0 +1,71 @@
+"""events.jsonl: what happened in a run, one JSON object a line, append-only.
+
+The single source for the terminal display, the summary, plots and sinks. Every line has `v` (the schema's version),
+`time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is written with one
+system call on a file opened for appending, so that all workers of a machine can share the file, and a reader never sees
+half a line that it takes for a whole one.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EVENTS_VERSION = 1
+EVENTS_FILE = "events.jsonl"
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """One worker's end of the log."""
+
+    def __init__(self, run_folder: Path, worker: int) -> None:
+        self.worker = worker
+        self._file = os.open(run_folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def emit(self, type_: str, **fields: object) -> None:
+        """Append one event. Numbers that JSON does not know (nan, inf) become null."""
+        event = {"v": EVENTS_VERSION, "time": round(time.time(), 4), "worker": self.worker, "type": type_}
+        line = json.dumps(event | {name: _plain(value) for name, value in fields.items()}, allow_nan=False) + "\n"
+        os.write(self._file, line.encode())
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+class EventReader:
+    """Reads what was appended since the last call; half a line at the end is left for the next one."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / EVENTS_FILE
+        self._offset = 0
+
+    def new_events(self) -> Iterator[Event]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        for line in data[:end].splitlines():
+            yield json.loads(line)
+
+
+def read_events(run_folder: Path) -> list[Event]:
+    """All events of a run so far."""
+    return list(EventReader(run_folder).new_events())
