@@ -79,6 +79,7 @@ class OuterLoop:
         identity: str,
     ) -> None:
         self.tensors, self.engine, self.sync, self.weight = tensors, engine, sync, weight
+        self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.report = Report()
         self.inner_steps = 0
@@ -198,6 +199,8 @@ class OuterLoop:
             report=self._report(),
         )
         self._start(index, contribution)
+        if self.on_post is not None:
+            self.on_post(self._posted[-1].key)
         self.sync_seconds += time.monotonic() - started
 
     def _report(self) -> Report:

@@ -11,6 +11,7 @@ from torch import Tensor
 from diloco.codecs.base import Codec
 
 _FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
+_FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
 
 
 class Float32(Codec):
@@ -62,11 +63,12 @@ class Float16(Codec):
         return 2 * elements + 4
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        low, high = torch.aminmax(values, dim=1, keepdim=True)
-        largest = torch.maximum(-low, high)
+        # Not aminmax and not an infinity norm: along a dimension both are ten times slower on the CPU.
+        largest = torch.maximum(values.amax(dim=1, keepdim=True), -values.amin(dim=1, keepdim=True))
         _, exponent = torch.frexp(largest)  # largest < 2^exponent
         exponent = (15 - exponent).clamp(-126, 126)  # 2^15 is within fp16's range, and 2^±126 within fp32's
-        out[:, :-4].view(torch.float16).copy_(values * torch.ldexp(torch.ones_like(largest), exponent))
+        scaled = values * torch.ldexp(torch.ones_like(largest), exponent)
+        out[:, :-4].view(torch.float16).copy_(scaled.clamp_(-_FP16_TOP, _FP16_TOP))
         out[:, -4:].view(torch.float32).copy_(torch.ldexp(torch.ones_like(largest), -exponent))
 
     def decode(self, data: Tensor, out: Tensor) -> None:

@@ -7,6 +7,7 @@ from diloco.codecs.base import Codec
 from diloco.core.fragments import PART_QUANTUM
 
 _BLOCK = 256
+_LARGEST_SCALE = (1 - 2.0**-23) * torch.finfo(torch.float32).max / 127  # 127 of them are still finite in fp32
 assert PART_QUANTUM % _BLOCK == 0
 
 
@@ -26,7 +27,7 @@ class Int8(Codec):
     def encode(self, values: Tensor, out: Tensor) -> None:
         rows, elements = values.shape
         blocks = values.view(rows, elements // _BLOCK, _BLOCK)
-        scales = blocks.abs().amax(dim=2, keepdim=True) / 127
+        scales = (blocks.abs().amax(dim=2, keepdim=True) / 127).clamp_(max=_LARGEST_SCALE)
         codes = (blocks / scales).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
         out[:, :elements].view(torch.int8).copy_(codes.view(rows, elements))
         out[:, elements:].view(torch.float32).copy_(scales.view(rows, -1))

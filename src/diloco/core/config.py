@@ -39,7 +39,7 @@ class SyncConfig:
     mixing: float = 0.0
     """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
     max_norm_ratio: float | None = 1000.0
-    """Refuse a contribution whose norm is above so many times the round's median."""
+    """Refuse a contribution whose norm is above so many times the round's median; none: never."""
     timeout_seconds: float = 600.0
     """A round that takes longer than this has failed."""
 

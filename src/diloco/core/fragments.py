@@ -14,6 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from diloco.errors import ConfigError
 PART_QUANTUM = 1024  # every part is a multiple of this, so that codecs can use blocks that divide it
 _MAX_PART_ELEMENTS = 64 * PART_QUANTUM
 _PARTS_WANTED = 64  # small fragments are still cut into enough parts to share the reducing evenly
-_SPAN_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+_SPAN_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}
+
+
+def span_elements(device: torch.device) -> int:
+    """How many elements to go through at a time: on a CPU few enough for its cache, elsewhere many."""
+    return _SPAN_ELEMENTS.get(device.type, 1 << 22)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class Fragment:
         ends = torch.tensor([tensor.numel() for tensor in self.tensors]).cumsum(0).tolist()
         self._starts: list[int] = [0, *ends[:-1]]
         self.layout = PartLayout(ends[-1])
-        self._span_parts = max(1, _SPAN_ELEMENTS.get(device.type, 1 << 22) // self.layout.part_elements)
+        self._span_parts = max(1, span_elements(device) // self.layout.part_elements)
+        self._kept: list[Tensor] | None = None
         self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
         self.anchor = torch.empty(self.numel, device=device)
         self.state = {name: torch.zeros(self.numel, device=device) for name in self.outer_opt.state_names}
@@ -128,11 +135,27 @@ class Fragment:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap θ_i and the anchor, in place: twice is nothing. For evaluation on the outer parameters."""
+        """θ_i ← anchor at the first call, θ_i and the anchor as they were at the second: to evaluate the anchor.
+
+        fp32 parameters change places with the anchor, which needs no memory. Other dtypes would round it, and a
+        forward pass in training mode would write into it through a buffer: those are kept aside meanwhile.
+        """
+        if not all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors):
+            self._keep_or_restore()
+            return
         for span in self.spans():
             theta_i = self.read(span)
             self.write(span, self.anchor[span.slice])
             self.anchor[span.slice].copy_(theta_i)
+
+    def _keep_or_restore(self) -> None:
+        if self._kept is None:
+            self._kept = [tensor.detach().clone() for tensor in self.tensors]
+            self.adopt_anchor()
+            return
+        for tensor, kept in zip(self.tensors, self._kept, strict=True):
+            tensor.copy_(kept)
+        self._kept = None
 
 
 def _flat_view(tensor: Tensor) -> Tensor:
@@ -182,6 +205,7 @@ def build_fragments(
         )
     for name, tensor in parameters.items():
         _check_averageable(name, tensor)
+    _check_disjoint(parameters)
     return [Fragment(tuple(group), tuple(parameters[name] for name in group), outer_opt) for group in groups if group]
 
 
@@ -195,6 +219,20 @@ def _check_averageable(name: str, tensor: Tensor) -> None:
         raise ConfigError(
             f"parameter '{name}' with strides {tensor.stride()} shares or skips memory: make it contiguous first"
         )
+
+
+def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
+    """Parameters over the same memory (tied through `.data`) would be averaged and stepped once for each name."""
+    by_address = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in parameters.items()
+    )
+    for (_, end, name), (start, _, other) in pairwise(by_address):
+        if start < end:
+            first, second = sorted((name, other))
+            raise ConfigError(
+                f"parameters '{first}' and '{second}' share memory: tie weights by making them one parameter "
+                "(model.head.weight = model.embedding.weight)"
+            )
 
 
 def layout_digest(fragments: Sequence[Fragment], *more: object) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -72,21 +73,23 @@ def shares(weights: Sequence[float]) -> list[float]:
 def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
     """Σ w_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
 
-    `values` may all be the same scratch memory, filled anew each time; `out` may not be. The total weight must be
-    positive.
+    The first of `values` may be `out` itself, and all others the same scratch memory, filled anew each time.
+    The total weight must be positive.
     """
     factors = shares(weights)
     assert sum(factors) > 0
-    out.zero_()
-    for value, factor in zip(values, factors, strict=True):
-        out.add_(value, alpha=factor)
+    for index, (value, factor) in enumerate(zip(values, factors, strict=True)):
+        if index:
+            out.add_(value, alpha=factor)
+        elif value is not out or factor != 1:
+            torch.mul(value, factor, out=out)
     return out.div_(sum(factors))
 
 
 def mean_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
     """The weighted mean cosine between contributions, from their norms and that of their mean alone.
 
-    (Σ w_i)² |mean|² = Σ w_i² n_i² + Σ_{i≠j} w_i w_j n_i n_j cos_ij, hence the average of cos_ij. None if there is no pair.
+    (Σ w_i)² |mean|² = Σ w_i² n_i² + Σ_{i≠j} w_i w_j n_i n_j cos_ij, hence the average of cos_ij. None without a pair.
     """
     sizes = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
     squares = sum(size * size for size in sizes)

@@ -23,16 +23,20 @@ def connect(
     """
     owns_world = not dist.is_initialized()
     if owns_world:
-        missing = [name for name in _VARIABLES if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"this process does not know its place among the workers: {', '.join(missing)} not set. Start it with "
-                "torchrun (torchrun --nproc-per-node 2 your_script.py), or train alone with engine=diloco.alone()"
-            )
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        join(place, None, rank, workers, start_seconds)
+        join_from_environment(start_seconds)
     return TorchDistributedEngine(backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
+
+
+def join_from_environment(start_seconds: float) -> None:
+    """Initialise torch.distributed as torchrun's environment variables say."""
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process does not know its place among the workers: {', '.join(missing)} not set. Start it with "
+            "torchrun (torchrun --nproc-per-node 2 your_script.py), or train alone with engine=diloco.alone()"
+        )
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    join(place, None, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), start_seconds)
 
 
 def join(place: str, store: Store | None, rank: int, workers: int, start_seconds: float) -> None:

@@ -1,12 +1,13 @@
 """The reduction every engine shares: headers to a decision, encoded contributions to an encoded mean."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.core.fragments import span_elements
 from diloco.core.merging import Claim, admit, diverged, weighted_mean
 
 
@@ -40,17 +41,22 @@ def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: floa
     )
 
 
-def reduce_parts(codec: Codec, encoded: Iterable[Tensor], weights: Sequence[float], part: int, out: Tensor) -> None:
+def reduce_parts(codec: Codec, encoded: Sequence[Tensor], weights: Sequence[float], part: int, out: Tensor) -> None:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
-    Accumulated in fp32 in the order given. `out` may be one of `encoded`.
+    Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`.
     """
-    scratch = torch.empty(out.shape[0], part, device=out.device)
-    mean = torch.empty_like(scratch)
+    batch = max(1, span_elements(out.device) // part)
+    mean = torch.empty(min(batch, out.shape[0]), part, device=out.device)
+    scratch = torch.empty_like(mean)
 
-    def decoded() -> Iterator[Tensor]:
-        for data in encoded:
-            codec.decode(data, scratch)
-            yield scratch
+    def decoded(rows: slice, count: int) -> Iterator[Tensor]:
+        for index, data in enumerate(encoded):
+            target = scratch[:count] if index else mean[:count]
+            codec.decode(data[rows], target)
+            yield target
 
-    codec.encode(weighted_mean(decoded(), weights, mean), out)
+    for first in range(0, out.shape[0], batch):
+        rows = slice(first, min(first + batch, out.shape[0]))
+        count = rows.stop - first
+        codec.encode(weighted_mean(decoded(rows, count), weights, mean[:count]), out[rows])

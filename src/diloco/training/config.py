@@ -29,7 +29,7 @@ class InnerConfig:
     final_lr_ratio: float = 0.1
     """The cosine ends at this share of the peak."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this norm; None: never."""
+    """Gradients are scaled down to this norm; none: never."""
 
     def __post_init__(self) -> None:
         _above_zero("inner.lr", self.lr)
@@ -52,7 +52,7 @@ class TrainingConfig:
     accumulation: int = 1
     """Split that batch into so many micro-batches, to save memory."""
     eval_interval: int | None = None
-    """Inner steps between evaluations of the outer parameters; None: about ten in the run, at rounds."""
+    """Inner steps between evaluations of the outer parameters (default: about ten in the run, at rounds)."""
     eval_windows: int = 256
     """Validation sequences an evaluation uses, shared out among the workers."""
     log_interval: int = 10

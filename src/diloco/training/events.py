@@ -1,9 +1,9 @@
 """events.jsonl: what happened in a run, one JSON object a line, append-only.
 
 The single source for the terminal display, the summary, plots and sinks. Every line has `v` (the schema's version),
-`time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is written with one
-system call on a file opened for appending, so that all workers of a machine can share the file, and a reader never sees
-half a line that it takes for a whole one.
+`time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is one system
+call on a file opened for appending, so that all workers of a machine can share the file, and a reader never takes half
+a line for a whole one.
 """
 
 import json

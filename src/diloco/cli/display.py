@@ -1,0 +1,163 @@
+"""The live display of a run: what the events say, as a picture in a terminal or as plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.view import RunView, WorkerView, duration
+from diloco.training.config import RunConfig
+from diloco.training.events import EventReader
+
+_REFRESH_SECONDS = 0.25
+_PLAIN_SECONDS = 10.0
+
+
+class Display:
+    """Shows a run from its preparation to its end; use it as a context."""
+
+    def __init__(self, console: Console, config: RunConfig) -> None:
+        self.console = console
+        self.view = RunView(config)
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._next = 0.0
+        self._stage = ""
+        self._validations_told = 0
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def preparing(self, stage: str, done: int, total: int) -> None:
+        """Progress of the data's preparation."""
+        if self._live is not None:
+            if self._due(_REFRESH_SECONDS) or done == total:
+                line = Table.grid(padding=(0, 1))
+                line.add_row(f"preparing the data: {stage}", ProgressBar(total, done, width=30))
+                self._live.update(line, refresh=True)
+        elif stage != self._stage:
+            self._stage = stage
+            self.console.print(f"preparing the data: {stage}", highlight=False)
+
+    def follow(self, folder: Path) -> Callable[[], None]:
+        """What to call several times a second while the run goes on."""
+        reader = EventReader(folder)
+        self.view.folder = folder
+        if self._live is None:
+            self.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+        def poll() -> None:
+            for event in reader.new_events():
+                self.view.update(event)
+            self._show()
+
+        return poll
+
+    def _due(self, interval: float) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + interval
+        return True
+
+    def _show(self) -> None:
+        if self._live is not None:
+            if self._due(_REFRESH_SECONDS):
+                self._live.update(picture(self.view), refresh=True)
+            return
+        for step, perplexity in self.view.validations[self._validations_told :]:
+            self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
+        self._validations_told = len(self.view.validations)
+        if self.view.workers and self._due(_PLAIN_SECONDS):
+            self.console.print(plain_line(self.view), highlight=False, soft_wrap=True)
+
+
+def plain_line(view: RunView) -> str:
+    loss = f"{view.loss:.3f}" if view.loss is not None else "-"
+    return (
+        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
+        f"rounds {view.rounds}  on rounds {view.sync_share:.1%}  members {view.members}  "
+        f"left {duration(view.seconds_left)}"
+    )
+
+
+def picture(view: RunView) -> RenderableType:
+    """The whole display."""
+    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view))
+
+
+def _title(view: RunView) -> Text:
+    config = view.config
+    size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
+    what = f"{config.model}{size} · {config.mode} · {view.expected_workers} workers"
+    if config.mode == "diloco":
+        what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
+    return Text.assemble(("diloco ", "bold cyan"), what)
+
+
+def _progress(view: RunView) -> RenderableType:
+    line = Table.grid(padding=(0, 1))
+    left = f"left {duration(view.seconds_left)}" if view.step else "starting the workers"
+    line.add_row(
+        ProgressBar(view.config.steps, view.step, width=40),
+        f"step {view.step}/{view.config.steps}",
+        f"{view.tokens_per_second:,.0f} tokens/s",
+        left,
+    )
+    return line
+
+
+def _workers(view: RunView) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("worker", "step", "loss", "tokens/s", "on rounds", "sent", ""):
+        table.add_column(name, justify="left" if name in ("worker", "") else "right")
+    for number, worker in sorted(view.workers.items()):
+        table.add_row(str(number), *_worker_cells(worker))
+    return table
+
+
+def _worker_cells(worker: WorkerView) -> list[str]:
+    return [
+        str(worker.step),
+        "-" if worker.loss is None else f"{worker.loss:.3f}",
+        f"{worker.tokens_per_second:,.0f}",
+        f"{worker.sync_share:.1%}",
+        f"{worker.bytes_sent / 1e6:.1f} MB",
+        worker.state,
+    ]
+
+
+def _round(view: RunView) -> Text:
+    if view.config.mode == "data-parallel":
+        return Text(f"averaging gradients at every step · {view.members} members", style="dim")
+    if view.round_in_progress is not None:
+        state = f"round {view.round_in_progress} in progress"
+    else:
+        H = view.config.sync.num_inner_steps
+        state = f"next round in {H - view.step % H} steps"
+    last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
+    alike = f" · similarity of outer gradients {view.similarity:.2f}" if view.similarity is not None else ""
+    trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
+    refused = f" · {view.refused} contributions refused" if view.refused else ""
+    return Text(f"{view.rounds} rounds{trouble}{refused} · {state}{last}{alike} · {view.members} members", style="dim")
+
+
+def _validation(view: RunView) -> Text:
+    if not view.validations:
+        return Text("validation perplexity: after the first round", style="dim")
+    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-6:])
+    unigram = f"   (unigram {view.unigram_perplexity:,.0f})" if view.unigram_perplexity else ""
+    return Text.assemble("validation perplexity  ", (points, "bold green"), (unigram, "dim"))

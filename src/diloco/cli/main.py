@@ -1,0 +1,68 @@
+"""`diloco`: parse, build, call. Verbs are imported when they are used, so that `diloco --help` is quick."""
+
+import sys
+from typing import NoReturn
+
+from cyclopts import App, Parameter
+from cyclopts.exceptions import CycloptsError
+from rich.console import Console
+
+from diloco import __version__
+from diloco.config import merge
+from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
+
+app = App(
+    name="diloco",
+    help="Train one language model together on machines that are far apart.",
+    help_epilogue="Example:  diloco train --workers 2",
+    version=__version__,
+    default_parameter=Parameter(name_transform=lambda name: name, negative=()),
+)
+app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
+app.command("diloco.cli.compare:compare", name="compare", help="Put runs side by side in one table.")
+
+
+def main() -> NoReturn:
+    """Exit code 0: done, 1: failed, 2: bad usage or configuration."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(tokens: list[str]) -> int:
+    console = Console(stderr=True)
+    try:
+        if tokens[:1] == ["train"]:
+            tokens = _train_tokens(tokens[1:], console)
+        app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, ConfigError) as error:
+        _complain(console, str(error))
+        return 2
+    except DiLoCoError as error:
+        if isinstance(error, WorkerFailed) and error.output:
+            console.print(error.output.rstrip(), markup=False, highlight=False, style="dim", soft_wrap=True)
+        _complain(console, str(error))
+        return 1
+    except KeyboardInterrupt:
+        _complain(console, "interrupted")
+        return 1
+    return 0
+
+
+def _train_tokens(tokens: list[str], console: Console) -> list[str]:
+    if "--help" in tokens or "-h" in tokens:
+        return ["train", "--help-train"]
+    merged, notes = merge(tokens)
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    return ["train", *merged]
+
+
+def _complain(console: Console, message: str) -> None:
+    console.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+if __name__ == "__main__":
+    main()

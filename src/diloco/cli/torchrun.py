@@ -1,0 +1,104 @@
+"""`diloco train` under torchrun: this process is one worker, on this machine or on one of several."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from diloco.cli.display import Display
+from diloco.cli.report import print_report
+from diloco.cli.train import check_data, new_run_folder
+from diloco.config import to_toml
+from diloco.data.corpus import Corpus
+from diloco.data.shards import prepare
+from diloco.engines.connecting import join_from_environment
+from diloco.errors import DiLoCoError
+from diloco.training.config import RunConfig
+from diloco.training.summary import write_summary
+from diloco.training.worker import START_SECONDS, train_here
+
+_POLL_SECONDS = 0.1
+_PREPARE_SECONDS = 3600.0
+_NAME_BYTES = 4096
+
+
+def train_as_rank(config: RunConfig, console: Console) -> None:
+    """This process's worker, from the rendezvous to the summary; the first worker shows the display."""
+    join_from_environment(START_SECONDS)
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    config = replace(config, workers=workers)
+    corpus = _prepared(config, leader)
+    check_data(config, corpus, workers)
+    folder = _agreed_folder(config, rank, leader)
+    error: DiLoCoError | None = None
+    with _shown(config, console, folder) if rank == 0 else nullcontext():
+        try:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+            train_here(config, corpus, folder, local_workers=local)
+        except DiLoCoError as failure:
+            error = failure
+    if leader:
+        summary = write_summary(folder, config, None if error is None else str(error))
+        if rank == 0:
+            print_report(console, folder, summary)
+    if error is not None:
+        raise error
+
+
+def _prepared(config: RunConfig, leader: bool) -> Corpus:
+    """Each machine tokenises once: its first worker, while the others wait."""
+    if not leader:
+        _meet()
+    corpus = prepare(config.data)
+    if leader:
+        _meet()
+    return corpus
+
+
+def _meet() -> None:
+    dist.monitored_barrier(timeout=timedelta(seconds=_PREPARE_SECONDS))
+
+
+def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
+    """Worker 0 chooses the run folder; every machine has one of that name."""
+    name = bytearray(_NAME_BYTES)
+    if rank == 0:
+        path = str(new_run_folder(config)).encode()
+        name[: len(path)] = path
+    shared = torch.frombuffer(name, dtype=torch.uint8)
+    dist.broadcast(shared, 0)
+    folder = Path(bytes(shared.tolist()).rstrip(b"\0").decode())
+    if leader and rank != 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+    _meet()
+    return folder
+
+
+@contextmanager
+def _shown(config: RunConfig, console: Console, folder: Path) -> Iterator[None]:
+    """The display in a thread of its own, while this one trains."""
+    ended = threading.Event()
+    with Display(console, config) as display:
+        poll = display.follow(folder)
+
+        def watch() -> None:
+            while not ended.wait(_POLL_SECONDS):
+                poll()
+
+        thread = threading.Thread(target=watch, name="diloco-display", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            poll()

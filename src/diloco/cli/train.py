@@ -1,0 +1,150 @@
+"""`diloco train`: a run on this machine's workers, or this process's part of a run under torchrun."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import docstring_parser
+from cyclopts import Parameter
+from rich.console import Console
+
+from diloco.cli.display import Display
+from diloco.cli.report import print_report
+from diloco.config import dotted, sections, to_toml
+from diloco.data.corpus import Corpus
+from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
+from diloco.data.shards import prepare
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.models.presets import preset
+from diloco.training.config import RunConfig
+from diloco.training.launcher import LocalWorkers
+from diloco.training.summary import write_summary
+
+_HELP = """\
+[bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
+
+Train a language model with DiLoCo: workers train apart, and average now and then.
+
+  --model PRESET        tiny (default), 60m, 150m, 400m, llama-150m, llama-1b
+  --workers N           workers on this machine, a process each (default 2)
+  --steps N             inner steps of each worker
+  --H N                 inner steps between two rounds (sync.num_inner_steps)
+  --codec C             how outer gradients travel: fp32, fp16, bf16, int8
+  --data.source X       stdlib (this Python's own library), a text file or a folder
+  --mode M              diloco (default), or data-parallel: the baseline
+  --engine E            torch_distributed
+  --seed N              of the initial parameters and the order of the data
+  --out RUNDIR          the run folder (default runs/<date>-<model>)
+  --device D            auto (default), cpu, cuda
+  --print-config        show every option with its value and meaning, and end
+
+Every key of a run file is an option too: lr under \\[outer] is --outer.lr.
+Under torchrun this process is one worker, and the environment says which.
+
+Example:  diloco train --workers 4 --H 50 --outer.lr 0.5
+          torchrun --nproc-per-node 2 -m diloco.cli.main train --steps 600"""
+
+
+def train(
+    file: Path | None = None,
+    /,
+    *,
+    config: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),  # noqa: B008 - frozen
+    print_config: Annotated[bool, Parameter(name="--print-config")] = False,
+    help_train: Annotated[bool, Parameter(name="--help-train")] = False,
+) -> None:
+    """Train a model with DiLoCo, or data-parallel as a baseline."""
+    console = Console()
+    if help_train:
+        console.print(_HELP, highlight=False)
+    elif file is not None:
+        raise ConfigError(f"the run file {file} must come first: diloco train {file} OPTIONS")
+    elif print_config:
+        console.print(to_toml(config, _comments(config)), highlight=False, markup=False, soft_wrap=True, end="")
+    elif "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        from diloco.cli.torchrun import train_as_rank
+
+        train_as_rank(config, console)
+    else:
+        _train_locally(config, console)
+
+
+def _train_locally(config: RunConfig, console: Console) -> None:
+    preset(config.model)  # an unknown name is refused before anything is prepared or written
+    worker_shards(config.data.shards, 0, config.workers)
+    with Display(console, config) as display:
+        corpus = prepare(config.data, display.preparing)
+        check_data(config, corpus, config.workers)
+        folder = new_run_folder(config)
+        workers = LocalWorkers(config, folder, corpus.folder)
+        with stop_on_signals(workers.stop):
+            error = _outcome(lambda: workers.run(display.follow(folder)))
+    summary = write_summary(folder, config, None if error is None else str(error))
+    print_report(console, folder, summary)
+    if error is not None:
+        raise error
+
+
+def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
+    try:
+        work()
+    except DiLoCoError as error:
+        return error
+    return None
+
+
+def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
+    """Refuse a corpus that is too small for these workers before any of them is started."""
+    check_disjoint(corpus, workers)
+    length, batch = config.data.sequence_length, config.training.batch_size
+    for worker in range(workers):
+        WorkerBatches(corpus, length, batch, worker, workers, config.seed)
+    validation_batches(corpus, length, batch)
+
+
+def new_run_folder(config: RunConfig) -> Path:
+    """Create the run folder with its config.toml; an existing folder with something in it is never written into."""
+    if config.out is not None:
+        folder = Path(config.out)
+    else:
+        folder = _unused(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{config.model}")
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"out = {folder} exists and is not an empty folder: choose another, or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be written ({error.strerror}): choose another --out"
+        ) from error
+    return folder
+
+
+def _unused(folder: Path) -> Path:
+    """Two runs started within a second get different folders."""
+    candidates = [folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 100))]
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run cleanly; the second time at once."""
+    previous = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _comments(config: RunConfig) -> dict[str, str]:
+    """The text under each field of the configuration's dataclasses, by dotted key."""
+    comments = {}
+    for table, section in sections(config).items():
+        for text in docstring_parser.parse_from_object(type(section)).params:
+            comments[dotted(table, text.arg_name)] = " ".join((text.description or "").split())
+    return comments

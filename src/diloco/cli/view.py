@@ -1,0 +1,128 @@
+"""What a run looks like at a moment, from its events: no terminal, no clock, no files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.training.config import RunConfig
+from diloco.training.events import Event
+
+
+@dataclass
+class WorkerView:
+    """A worker as its last events show it."""
+
+    step: int = 0
+    loss: float | None = None
+    tokens: int = 0
+    elapsed_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    bytes_sent: int = 0
+    state: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.elapsed_seconds if self.elapsed_seconds else 0.0
+
+    @property
+    def sync_share(self) -> float:
+        return self.sync_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
+
+
+class RunView:
+    """The sum of the events so far."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.folder: Path | None = None
+        self.expected_workers = config.workers
+        self.parameters = 0
+        self.unigram_perplexity: float | None = None
+        self.workers: dict[int, WorkerView] = {}
+        self.validations: list[tuple[int, float]] = []
+        self.rounds = 0
+        self.rounds_failed = 0
+        self.refused = 0
+        self.members = 0
+        self.round_in_progress: int | None = None
+        self.last_round_seconds: float | None = None
+        self.similarity: float | None = None
+
+    def update(self, event: Event) -> None:
+        worker = self.workers.setdefault(event["worker"], WorkerView())
+        handler = getattr(self, f"_on_{event['type']}", None)
+        if handler is not None:
+            handler(event, worker)
+
+    def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
+        worker.state = "training"
+        self.expected_workers = self.members = event["workers"]
+        self.parameters = event["parameters"]
+        self.unigram_perplexity = event["unigram_perplexity"]
+
+    def _on_step(self, event: Event, worker: WorkerView) -> None:
+        worker.step, worker.loss, worker.tokens = event["step"], event["loss"], event["tokens"]
+        worker.elapsed_seconds, worker.sync_seconds = event["elapsed_seconds"], event["sync_seconds"]
+        worker.bytes_sent, worker.state = event["bytes_sent"], "training"
+        if self.config.mode == "data-parallel":
+            self.rounds = event["rounds"]
+
+    def _on_round_posted(self, event: Event, worker: WorkerView) -> None:
+        worker.step, worker.state = event["step"], "in a round"
+        self.round_in_progress = event["sequence"]
+
+    def _on_round(self, event: Event, worker: WorkerView) -> None:
+        worker.state = "training"
+        worker.bytes_sent += event["bytes_sent"]
+        if event["failure"] is not None:
+            self.rounds_failed += 1
+            return
+        if self.round_in_progress == event["sequence"]:
+            self.round_in_progress = None
+        self.rounds = max(self.rounds, event["sequence"] + 1)
+        self.members = len(event["members"])
+        self.refused += len(event["refused"]) if event["worker"] == 0 else 0
+        self.last_round_seconds = event["seconds"]
+        self.similarity = event["similarity"]
+
+    def _on_validation(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self.validations.append((event["step"], event["perplexity"]))
+
+    def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
+        worker.step, worker.state = event["inner_steps"], "done"
+
+    def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:
+        worker.step, worker.state = event["inner_steps"], "failed"
+
+    @property
+    def step(self) -> int:
+        """Of the slowest worker."""
+        return min((worker.step for worker in self.workers.values()), default=0)
+
+    @property
+    def loss(self) -> float | None:
+        losses = [worker.loss for worker in self.workers.values() if worker.loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(worker.tokens_per_second for worker in self.workers.values())
+
+    @property
+    def sync_share(self) -> float:
+        shares = [worker.sync_share for worker in self.workers.values()]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        elapsed = max((worker.elapsed_seconds for worker in self.workers.values()), default=0.0)
+        return elapsed / self.step * (self.config.steps - self.step) if self.step and elapsed else None
+
+
+def duration(seconds: float | None) -> str:
+    """1:05, or 2:03:04 from an hour on."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

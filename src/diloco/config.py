@@ -1,0 +1,136 @@
+"""From a run file and a command line to one validated RunConfig, and back to a file.
+
+Raw values are merged first (recipe of the model and mode < run file < command line) and validated once, by the command
+line's parser and the dataclasses themselves; nothing is edited afterwards. A key of the file is an option of the
+command line: `lr` under `[outer]` is `--outer.lr`.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.training.config import MODE_DEFAULTS, RECIPES, WITHOUT_EFFECT, RunConfig
+
+ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
+
+
+def sections(config: RunConfig) -> dict[str, Any]:
+    """The dataclasses of a run by the name of their table in a run file; the run's own keys are under ""."""
+    inner = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {"": config, **{name: value for name, value in inner.items() if is_dataclass(value)}}
+
+
+def own_fields(section: Any) -> list[str]:
+    """The names of a section's values, without the sections inside it."""
+    return [field.name for field in fields(section) if not is_dataclass(getattr(section, field.name))]
+
+
+@cache
+def known_keys() -> list[str]:
+    """Every dotted key of a run, in order."""
+    tables = sections(RunConfig()).items()
+    return [dotted(table, name) for table, section in tables for name in own_fields(section)]
+
+
+def dotted(table: str, name: str) -> str:
+    return f"{table}.{name}" if table else name
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The dotted keys of a TOML file; unknown ones are refused with the nearest name."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"run file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"run file {path} cannot be read as TOML: {error}") from error
+    values = dict(_flatten(raw))
+    known = known_keys()
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else "`diloco train --print-config` lists all keys"
+            raise ConfigError(f"run file {path}: unknown key '{key}'; {hint}")
+    return values
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        items += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return items
+
+
+def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Command-line tokens of `train` with everything that the recipe and the run file add, and notes for the user.
+
+    The run file, if any, is the first token.
+    """
+    tokens = [_unalias(token) for token in tokens]
+    has_file = bool(tokens) and not tokens[0].startswith("-")
+    file = read_run_file(Path(tokens[0])) if has_file else {}
+    given = _given(tokens)
+    model = str(given.get("model", file.get("model", RunConfig.model)))
+    mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
+    notes = _check_effect(mode, file, given)
+    recipe = RECIPES.get(model, {}) | MODE_DEFAULTS.get(mode, {})
+    if "data.tokenizer" in given or "data.tokenizer" in file:
+        recipe.pop("data.vocab_size", None)  # a tokenizer brings its own
+    merged = {key: value for key, value in (recipe | file).items() if key not in given}
+    return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def _unalias(token: str) -> str:
+    """`--codec int8` is `--sync.codec int8`; dashes within a name are underscores."""
+    if not token.startswith("--"):
+        return token
+    name, equals, value = token[2:].partition("=")
+    name = ALIASES.get(name, name)
+    known = name.replace("-", "_")
+    return f"--{known if known in known_keys() else name}{equals}{value}"
+
+
+def _given(tokens: Sequence[str]) -> dict[str, str]:
+    """The options on the command line with their values, as text."""
+    given = {}
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            given[name] = value if equals else following
+    return given
+
+
+def _token(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_effect(mode: str, file: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """An option that the mode has no use for is refused on the command line, and noted if a shared run file has it."""
+    useless = WITHOUT_EFFECT.get(mode, ())
+    for key in given:
+        if key.startswith(useless) if useless else False:
+            raise ConfigError(f"--{key} has no effect in mode '{mode}': leave it out")
+    ignored = [key for key in file if useless and key.startswith(useless)]
+    return [f"mode '{mode}' has no use for {', '.join(ignored)} of the run file"] if ignored else []
+
+
+def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """A run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
+    lines: list[str] = []
+    for table, section in sections(config).items():
+        lines += ["", f"[{table}]"] if table else []
+        for name in own_fields(section):
+            value, default = getattr(section, name), getattr(type(section), name)
+            if value is None and default is not None:
+                value = "none"
+            if value is not None or comments:
+                line = f"{name} = {json.dumps(value)}" if value is not None else f"# {name} ="
+                comment = (comments or {}).get(dotted(table, name))
+                lines.append(line + (f"  # {comment}" if comment else ""))
+    return "\n".join(lines) + "\n"

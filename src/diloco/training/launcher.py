@@ -1,0 +1,108 @@
+"""Local workers as processes: starts them, passes a stop on to them, and never leaves one behind. Torch-free.
+
+A worker that dies takes the run with it (torch.distributed has a fixed membership), but not at once: the others are
+given their bounded wait to notice, to save what was agreed and to write how far they came.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from diloco.errors import ConfigError, WorkerFailed
+from diloco.training.config import RunConfig
+from diloco.training.events import read_events
+from diloco.training.spawn import Place, local_worker
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 15.0
+
+
+class LocalWorkers:
+    """The processes of one run. `stop()` may be called from a signal handler."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path) -> None:
+        self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
+        self.stop_requests = 0
+        self._processes: list[BaseProcess] = []
+        self._failed: tuple[int, int] | None = None  # the first worker that failed, and its exit code
+
+    def run(self, poll: Callable[[], None]) -> None:
+        """Start all workers and see them to their end; `poll` is called several times a second."""
+        (self.run_folder / "logs").mkdir()
+        try:
+            self._start()
+            self._supervise(poll)
+        finally:
+            self._kill_all()
+        if self._failed is not None:
+            raise self._failure(*self._failed)
+
+    def stop(self) -> None:
+        """First request: the workers end with a last round. Second: they are killed."""
+        self.stop_requests += 1
+        for process in self._alive():
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for worker in range(self.config.workers):
+            place = Place(worker, self.config.workers, self.run_folder, self.corpus_folder, os.getpid())
+            process = context.Process(
+                target=local_worker, args=(self.config, place), name=f"diloco-worker-{worker}", daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+
+    def _supervise(self, poll: Callable[[], None]) -> None:
+        deadline: float | None = None
+        while self._alive():
+            time.sleep(_POLL_SECONDS)
+            poll()
+            if self._failed is None and (failed := self._first_failure()) is not None:
+                self._failed = failed
+                deadline = time.monotonic() + self._grace_seconds()
+            if deadline is not None and time.monotonic() > deadline:
+                return
+        self._failed = self._failed or self._first_failure()
+        poll()
+
+    def _grace_seconds(self) -> float:
+        """How long the others may take to notice: nothing if they had not met yet."""
+        started = {event["worker"] for event in read_events(self.run_folder) if event["type"] == "worker_started"}
+        return self.config.sync.timeout_seconds + _GRACE_SECONDS if started else 2.0
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self._processes if process.is_alive()]
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        """Killed workers first, since the others only noticed."""
+        codes = [(worker, process.exitcode) for worker, process in enumerate(self._processes)]
+        failed = [(worker, code) for worker, code in codes if code not in (None, 0)]
+        return min(failed, key=lambda item: (item[1] > 0, item[0])) if failed else None
+
+    def _kill_all(self) -> None:
+        for process in self._alive():
+            process.kill()
+        for process in self._processes:
+            process.join(_GRACE_SECONDS)
+
+    def _failure(self, worker: int, code: int) -> Exception:
+        output = (self.run_folder / "logs" / f"worker-{worker}.log").read_text(errors="replace")
+        reason = _last_line(output)
+        if code < 0:
+            reason = f"killed by {signal.Signals(-code).name}"
+        elif code == 2:
+            return ConfigError(reason)
+        return WorkerFailed(f"worker {worker} of {self.config.workers} failed: {reason}", output)
+
+
+def _last_line(output: str) -> str:
+    """The message of the last traceback, without the exception's module."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it wrote nothing"
+    return last.split(": ", 1)[1] if last.startswith("diloco.errors.") and ": " in last else last

@@ -1,0 +1,272 @@
+"""One worker's training: batches in, inner steps, rounds, evaluations, events out.
+
+The same for a worker started by `diloco train` and for one started by torchrun; the mode decides what is averaged. It
+prints nothing: what happens is in events.jsonl. Inputs are a pure function of (seed, worker, position).
+"""
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco.data.corpus import Corpus
+from diloco.data.order import WorkerBatches, check_disjoint
+from diloco.data.tokenizer import Tokenizer
+from diloco.engines.base import Engine
+from diloco.engines.rounds import RoundKey
+from diloco.errors import EngineError
+from diloco.models.generation import generate
+from diloco.models.presets import preset
+from diloco.models.saving import save_model
+from diloco.models.transformer import Transformer
+from diloco.outer_loop import RoundEvent
+from diloco.training.config import RunConfig
+from diloco.training.evaluation import Evaluation, combine, evaluate
+from diloco.training.events import EventLog
+from diloco.training.inner import inner_optimizer, learning_rate_schedule
+from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+
+
+class Training:
+    """A worker from its first parameters to its last event."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        engine: Engine,
+        events: EventLog,
+        device: torch.device,
+        folder: Path,
+        *,
+        leader: bool,
+    ) -> None:
+        """`leader`: the first worker of its machine, which writes down what concerns the whole run."""
+        self.leader = leader
+        self.config, self.corpus, self.engine, self.events = config, corpus, engine, events
+        self.device, self.folder = device, folder
+        check_disjoint(corpus, engine.workers)
+        length = config.data.sequence_length
+        self.batches = WorkerBatches(
+            corpus, length, config.training.batch_size, engine.worker, engine.workers, config.seed
+        )
+        torch.manual_seed(config.seed)
+        self.model = Transformer(preset(config.model, vocab_size=corpus.vocab_size, max_sequence_length=length))
+        self.model.to(device)
+        self.inner = inner_optimizer(self.model, config.inner)
+        self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
+        self.mode = self._mode(f"{corpus.digest} {config.seed}")
+        self.stop_requested = False
+        self._evaluation_seconds = 0.0
+        self._announced_step = -1
+        self._loss = float("nan")
+        self._started = time.monotonic()
+
+    def _mode(self, identity: str) -> Mode:
+        if self.config.mode == "data-parallel":
+            return DataParallelMode(self.model, self.inner, self.engine, self.config, identity)
+        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity)
+        mode.state.on_post, mode.state.on_round = self._on_post, self._on_round
+        return mode
+
+    def run(self) -> None:
+        """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
+        config, state = self.config, self.mode.state
+        self.events.emit(
+            "worker_started",
+            workers=self.engine.workers,
+            device=str(self.device),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            threads=torch.get_num_threads(),
+            tokens_per_step=config.tokens_per_step,
+            unigram_perplexity=self.corpus.unigram_perplexity,
+        )
+        self._evaluate()
+        self._started, self._evaluation_seconds = time.monotonic(), 0.0
+        while state.inner_steps < config.steps:
+            if self.stop_requested:
+                self.mode.request_stop()
+            if self.mode.must_end:
+                break
+            self._step(state.inner_steps)
+            if state.inner_steps % config.eval_interval == 0 and state.inner_steps < config.steps:
+                self._evaluate()
+        self._finish()
+
+    def request_stop(self) -> None:
+        """End after this step; may be called from a signal handler."""
+        self.stop_requested = True
+
+    # One inner step
+
+    def _step(self, position: int) -> None:
+        batch = torch.from_numpy(self.batches.batch(position)).to(self.device)
+        self.mode.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        micro_batches = batch.chunk(self.config.training.accumulation)
+        for tokens in micro_batches:
+            part = self.model.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        self.mode.before_clipping()
+        norm = self._clip()
+        rate = self.inner.param_groups[0]["lr"]
+        if (position + 1) % self.config.training.log_interval == 0:
+            self._log_step(position + 1, loss, norm, rate)
+        self._update_report()
+        self.mode.step()
+        self.schedule.step()
+        self._announce_validation()
+
+    def _clip(self) -> Tensor | None:
+        limit = self.config.inner.clip_norm
+        return None if limit is None else torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def _log_step(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
+        self._loss = loss.item()
+        state = self.mode.state
+        self.events.emit(
+            "step",
+            step=step,
+            loss=self._loss,
+            learning_rate=rate,
+            gradient_norm=None if norm is None else norm.item(),
+            tokens=step * self.config.tokens_per_step,
+            elapsed_seconds=self._elapsed(),
+            sync_seconds=state.sync_seconds,
+            bytes_sent=state.bytes_sent,
+            rounds=state.rounds,
+        )
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started - self._evaluation_seconds
+
+    def _update_report(self) -> None:
+        state = self.mode.state
+        state.report = replace(
+            state.report,
+            tokens=(state.inner_steps + 1) * self.config.tokens_per_step,
+            elapsed_seconds=self._elapsed(),
+            loss=self._loss,
+        )
+
+    def _on_post(self, key: RoundKey) -> None:
+        step = self.mode.state.inner_steps
+        self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
+
+    def _on_round(self, event: RoundEvent) -> None:
+        result = event.result
+        self.events.emit(
+            "round",
+            sequence=event.key.sequence,
+            fragment=event.key.fragment,
+            step=event.inner_step,
+            norm=event.norm,
+            mean_norm=event.mean_norm,
+            similarity=event.similarity,
+            waited_seconds=event.waited_seconds,
+            failure=event.failure,
+            seconds=None if result is None else result.seconds,
+            contributors=[] if result is None else list(result.contributors),
+            refused={} if result is None else dict(result.refused),
+            bytes_sent=0 if result is None else result.bytes_sent,
+            members=[] if result is None else [asdict(member) for member in result.members],
+        )
+
+    # Evaluation
+
+    def _evaluate(self) -> None:
+        """This worker's share of the validation windows, on the outer parameters; the next round tells the others."""
+        started = time.monotonic()
+        state = self.mode.state
+        with self.mode.outer_parameters():
+            result = self._evaluation_here()
+        self.events.emit("evaluation", step=state.inner_steps, loss=result.loss, tokens=result.tokens)
+        state.report = replace(
+            state.report,
+            validation_loss=result.loss,
+            validation_tokens=result.tokens,
+            validation_step=state.inner_steps,
+        )
+        self._evaluation_seconds += time.monotonic() - started
+
+    def _evaluation_here(self) -> Evaluation:
+        config = self.config
+        share = (self.engine.worker, self.engine.workers, config.training.eval_windows)
+        batch = max(1, config.training.batch_size // config.training.accumulation)
+        return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share)
+
+    def _announce_validation(self) -> None:
+        """The leader writes down the loss of all shares together, once every worker has told its own."""
+        if not self.leader:
+            return
+        members = self.engine.members()
+        step = max((member.report.validation_step for member in members), default=-1)
+        whole = combine(members) if step > self._announced_step else None
+        if whole is not None:
+            self._announced_step = step
+            self.events.emit("validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens)
+
+    # The end
+
+    def _finish(self) -> None:
+        self.mode.finish(before_confirming=self._last_evaluation)
+        self._announce_validation()
+        self._emit_end("worker_finished")
+        digests = {member.worker: member.anchor_digest for member in self.engine.members()}
+        if len(set(digests.values())) > 1:
+            raise EngineError(f"the workers ended with different anchors: {digests}; the run is not to be trusted")
+        if self.leader:
+            self.save()
+            self._sample()
+
+    def _last_evaluation(self) -> None:
+        """On the final parameters, which are in the model already."""
+        state = self.mode.state
+        state.report = replace(state.report, elapsed_seconds=self._elapsed())
+        result = self._evaluation_here()
+        state.report = replace(
+            state.report,
+            validation_loss=result.loss,
+            validation_tokens=result.tokens,
+            validation_step=state.inner_steps,
+        )
+
+    def _emit_end(self, type_: str, **more: object) -> None:
+        state = self.mode.state
+        self.events.emit(
+            type_,
+            inner_steps=state.inner_steps,
+            stopped_early=state.inner_steps < self.config.steps,
+            rounds=state.rounds,
+            rounds_failed=state.rounds_failed,
+            bytes_sent=state.bytes_sent,
+            elapsed_seconds=self._elapsed(),
+            sync_seconds=state.sync_seconds,
+            anchor_digest=self.mode.anchor_digest(),
+            members=[asdict(member) for member in self.engine.members()],
+            **more,
+        )
+
+    def save(self) -> None:
+        tokenizer = self.corpus.tokenizer_path
+        end_of_text = Tokenizer.load(tokenizer).decode([self.corpus.meta.end_of_text])
+        save_model(self.model, self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
+
+    def fail(self, error: BaseException) -> None:
+        """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
+        self._emit_end("worker_failed", error=str(error))
+        with self.mode.outer_parameters():
+            self.save()
+
+    def _sample(self) -> None:
+        config = self.config.training
+        if not config.sample_tokens:
+            return
+        tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
+        prompt = tokenizer.encode(config.sample_prompt)
+        generator = torch.Generator().manual_seed(self.config.seed)
+        tokens = generate(self.model, prompt, max_new_tokens=config.sample_tokens, generator=generator)
+        self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))

@@ -1,0 +1,135 @@
+"""The two ways to train together, behind one face for the loop: DiLoCo, and data parallelism as its baseline."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from diloco.core.outer_optimizers import outer_optimizer
+from diloco.data_parallel import DataParallel
+from diloco.engines.base import Engine
+from diloco.models.transformer import Transformer
+from diloco.optimizer import DiLoCo
+from diloco.outer_loop import OuterLoop
+from diloco.training.config import RunConfig
+
+
+class Mode(ABC):
+    """What the loop needs of a way to train together. `state` carries the counters and the report."""
+
+    state: OuterLoop | DataParallel
+
+    @abstractmethod
+    def zero_grad(self) -> None: ...
+
+    @abstractmethod
+    def before_clipping(self) -> None:
+        """Whatever the workers do with their gradients before each clips its own."""
+
+    @abstractmethod
+    def step(self) -> None: ...
+
+    @abstractmethod
+    def request_stop(self) -> None:
+        """This worker wants to end before the last step."""
+
+    @property
+    @abstractmethod
+    def must_end(self) -> bool:
+        """Leave the loop and finish now."""
+
+    @abstractmethod
+    def finish(self, before_confirming: Callable[[], None]) -> None: ...
+
+    @abstractmethod
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """The parameters to evaluate."""
+
+    @abstractmethod
+    def anchor_digest(self) -> str: ...
+
+
+class DiLoCoMode(Mode):
+    def __init__(
+        self,
+        model: Transformer,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        config: RunConfig,
+        identity: str,
+    ) -> None:
+        self.optimizer = DiLoCo(
+            model,
+            inner,
+            engine,
+            sync=config.sync,
+            outer=outer_optimizer(config.outer),
+            weight=float(config.tokens_per_step),
+            identity=identity,
+        )
+        self.state: OuterLoop = self.optimizer.outer
+        self._stop_requested = False
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def before_clipping(self) -> None:
+        """Nothing: a worker's gradients are its own."""
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def request_stop(self) -> None:
+        self._stop_requested = True
+
+    @property
+    def must_end(self) -> bool:
+        """At once if it is this worker's wish: the round in which it ends tells the others."""
+        return self._stop_requested or self.state.stopping
+
+    def finish(self, before_confirming: Callable[[], None]) -> None:
+        self.optimizer.finish(early=self._stop_requested, before_confirming=before_confirming)
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        return self.optimizer.outer_parameters()
+
+    def anchor_digest(self) -> str:
+        return self.optimizer.anchor_digest()
+
+
+class DataParallelMode(Mode):
+    def __init__(
+        self, model: Transformer, inner: torch.optim.Optimizer, engine: Engine, config: RunConfig, identity: str
+    ) -> None:
+        weight = float(config.tokens_per_step)
+        self.state: DataParallel = DataParallel(
+            model, inner, engine, sync=config.sync, weight=weight, identity=identity
+        )
+
+    def zero_grad(self) -> None:
+        self.state.zero_grad()
+
+    def before_clipping(self) -> None:
+        self.state.average_gradients()
+
+    def step(self) -> None:
+        self.state.step()
+
+    def request_stop(self) -> None:
+        self.state.report = replace(self.state.report, stopping=True)
+
+    @property
+    def must_end(self) -> bool:
+        """Only once everyone knows: the next step's averaging tells them, and all end after it."""
+        return self.state.stopping
+
+    def finish(self, before_confirming: Callable[[], None]) -> None:
+        self.state.finish(before_confirming=before_confirming)
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def anchor_digest(self) -> str:
+        return self.state.anchor_digest()

@@ -1,0 +1,115 @@
+"""A worker process: finds its place, builds its training, runs it, and leaves a trace of how it ended.
+
+Two ways lead here: `diloco train` starts local workers (launcher.py) and gives each its place; under torchrun every
+process is a worker and the environment gives the place.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
+
+from diloco.data.corpus import Corpus
+from diloco.engines.connecting import join, rendezvous_error
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.training.config import RunConfig
+from diloco.training.events import EventLog
+from diloco.training.loop import Training
+from diloco.training.spawn import Place
+
+START_SECONDS = 120.0
+logger = logging.getLogger(__name__)
+
+
+def local_worker(config: RunConfig, place: Place) -> None:
+    """Entry of a process started by the launcher; ends the process."""
+    _write_to_log(place.run_folder / "logs" / f"worker-{place.worker}.log")
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
+    _end_with(place.parent)
+    code = 1
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        _meet_locally(config, place)
+        code = train_here(config, Corpus.open(place.corpus_folder), place.run_folder, local_workers=place.workers)
+    except DiLoCoError as error:
+        traceback.print_exc()
+        code = 2 if isinstance(error, ConfigError) else 1
+    except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a thread may still sit in a collective that a lost peer never ends
+
+
+def train_here(config: RunConfig, corpus: Corpus, run_folder: Path, *, local_workers: int) -> int:
+    """Run this process's worker in an initialised torch.distributed world; returns the exit code."""
+    worker = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", worker))
+    device = _device(config, local_rank)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_workers))
+    engine = TorchDistributedEngine(timeout_seconds=config.sync.timeout_seconds, owns_world=True)
+    events = EventLog(run_folder, worker)
+    training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: training.request_stop())
+    try:
+        training.run()
+    except DiLoCoError as error:
+        training.fail(error)
+        raise
+    engine.close()
+    events.close()
+    return 0
+
+
+def _device(config: RunConfig, local_rank: int) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _meet_locally(config: RunConfig, place: Place) -> None:
+    """At a file in the run folder, or, if a port was asked for, at that port of this machine."""
+    if config.port is None:
+        meeting = place.run_folder / ".rendezvous"
+        join(str(meeting), FileStore(str(meeting), place.workers), place.worker, place.workers, START_SECONDS)
+        return
+    where = f"127.0.0.1:{config.port}"
+    try:
+        store = TCPStore("127.0.0.1", config.port, place.workers, is_master=place.worker == 0)
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise rendezvous_error(where, place.worker, place.workers, START_SECONDS, error) from error
+    join(where, store, place.worker, place.workers, START_SECONDS)
+
+
+def _write_to_log(path: Path) -> None:
+    """Everything this process and its libraries write goes into its log."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its launcher is gone, even if that was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="diloco-parent-watch", daemon=True).start()
