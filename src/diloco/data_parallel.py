@@ -19,7 +19,7 @@ from diloco.core.digest import digest
 from diloco.core.fragments import PartLayout
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
-from diloco.errors import EngineError, RoundFailed
+from diloco.errors import ConfigError, EngineError, RoundFailed
 from diloco.parameters import model_tensors
 
 
@@ -67,9 +67,19 @@ class DataParallel:
         for name, parameter in self.parameters.items():
             parameter.grad = self._views[name]
 
+    def _check_gradients(self) -> None:
+        """Gradients anywhere else than in the flat buffer would not be averaged."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None or parameter.grad.data_ptr() != self._views[name].data_ptr():
+                raise ConfigError(
+                    f"the gradient of '{name}' is not where DataParallel put it: call its own zero_grad() before "
+                    "backward, not the optimizer's or the model's"
+                )
+
     def average_gradients(self) -> None:
         """Every worker's gradient becomes the mean; without a mean it raises, since nobody may step alone."""
         started = time.monotonic()
+        self._check_gradients()
         self._vector.encode(0, self._gradient)
         norm = float(torch.linalg.vector_norm(self._gradient))
         try:

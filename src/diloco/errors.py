@@ -35,9 +35,10 @@ class RendezvousError(EngineError):
 class RoundFailed(DiLoCoError):
     """This round gave no mean. The worker keeps its anchor and its own parameters and may train on."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, stopping: bool = False, resync: bool = True) -> None:
+        """`stopping`: a worker asked for the end all the same. `resync`: the others may have gone on without us."""
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.stopping, self.resync = reason, stopping, resync
 
 
 class WorkerFailed(DiLoCoError):

@@ -141,6 +141,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, with one more entry, "diloco", for the outer loop."""
+        self.outer.refuse_inside_evaluation()
         if self.outer.in_flight:
             raise ConfigError(
                 f"{self.outer.in_flight} round(s) are in flight: call outer.merge_pending() before state_dict(), on "
@@ -153,6 +154,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where state_dict() was taken; load the model's own state dict too."""
+        self.outer.refuse_inside_evaluation()
         if "diloco" not in state_dict:
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})

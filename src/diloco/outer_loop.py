@@ -26,7 +26,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
 from diloco.core.fragments import Fragment, PartLayout, Span, assign, build_fragments, layout_digest
-from diloco.core.merging import mean_cosine
+from diloco.core.merging import diverged, mean_cosine
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.schedule import Schedule
@@ -83,7 +83,6 @@ class OuterLoop:
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.report = Report()
         self.inner_steps = 0
-        self.rounds = 0
         self.rounds_failed = 0
         self.bytes_sent = 0
         self.sync_seconds = 0.0
@@ -91,7 +90,8 @@ class OuterLoop:
         self._sequence = 0
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
         self._posted: list[_Posted] = []
-        self._resync = False
+        self._behind: set[int] = set()  # fragments whose anchor may not be the others': compare before the next post
+        self._astray: set[int] = set()  # of those, the ones whose parameters came from an anchor that nobody else had
         self._exchanged = False
         self._lock = threading.Lock()  # held while anchors change, so that a served state is never half merged
         engine.serve_state(self.global_state)
@@ -110,7 +110,7 @@ class OuterLoop:
         self._merged_at = [0] * len(self.fragments)  # the step at which each fragment's last merged round was posted
         self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in self.fragments]
         self._digests = [digest(fragment.anchor) for fragment in self.fragments]
-        others = sorted(self.tensors.equal_at_start)
+        others = [(name, t.shape, t.dtype) for name, t in sorted(self.tensors.equal_at_start.items())]
         self._layout_digest = layout_digest(self.fragments, others, self.schedule, outer, self.sync, identity)
 
     def _vector(self, layout: PartLayout, device: torch.device) -> EncodedVector:
@@ -120,11 +120,13 @@ class OuterLoop:
 
     def post(self) -> None:
         """Give the engine the outer gradients that are due after the inner steps taken so far."""
+        self.refuse_inside_evaluation()
         for index in self.schedule.posts_at(self.inner_steps):
             self._post(index)
 
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
+        self.refuse_inside_evaluation()
         due = self.inner_steps - self.schedule.overlap_steps
         while self._posted and self._posted[0].at_step <= due:
             self._merge(self._posted.pop(0))
@@ -134,6 +136,11 @@ class OuterLoop:
         self.refuse_inside_evaluation()
         while self._posted:
             self._merge(self._posted.pop(0))
+
+    @property
+    def rounds(self) -> int:
+        """Merged rounds, of all fragments."""
+        return sum(fragment.rounds for fragment in self.fragments)
 
     @property
     def in_flight(self) -> int:
@@ -147,20 +154,21 @@ class OuterLoop:
         return self._last_sequence is not None
 
     def finish(self, *, early: bool, before_confirming: Callable[[], None] | None) -> None:
-        """See DiLoCo.finish."""
-        self.report = replace(self.report, stopping=self.report.stopping or early)
+        """See DiLoCo.finish.
+
+        The last turn is taken even if this worker has nothing left: another may have (a round it missed, an early
+        end at this very step). Without work a round is headers only.
+        """
         self.merge_pending()
-        count = len(self.fragments)
-        unmerged = count > 1 or self._work_behind(0) > 0
-        if self._last_sequence is None and (unmerged or early):
-            self._last_sequence = self._sequence + count - 1
-        order = self.schedule.rotation(self.inner_steps)
-        turn = 0
-        while self._last_sequence is not None and self._sequence <= self._last_sequence:
-            self._post(order[turn % count])
-            self.merge_pending()
-            turn += 1
-        for fragment in self.fragments:
+        self.report = replace(self.report, stopping=self.report.stopping or early)
+        if self._last_sequence is None:
+            self._last_sequence = self._sequence + len(self.fragments) - 1
+        for index in self.schedule.rotation(self.inner_steps):
+            if self._sequence <= self._last_sequence:
+                self._post(index)
+                self.merge_pending()
+        for index, fragment in enumerate(self.fragments):
+            self._catch_up(index)
             fragment.adopt_anchor()
         if before_confirming is not None:
             before_confirming()
@@ -181,9 +189,7 @@ class OuterLoop:
     def _post(self, index: int) -> None:
         started = time.monotonic()
         self.tensors.check_still_frozen()
-        if self._resync:
-            self._resync = False
-            self._catch_up(self.engine.fetch_state())
+        self._catch_up(index)
         fragment, vector = self.fragments[index], self._vectors[index]
         norms = []
         for span, delta in outer_gradient(fragment):
@@ -224,10 +230,10 @@ class OuterLoop:
             result = posted.pending.wait()
         except RoundFailed as error:
             failure = error.reason
+            self._note(posted.key, stopping=error.stopping, resync=error.resync)
         waited = time.monotonic() - started
         if result is None:
             self.rounds_failed += 1
-            self._resync = True
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
             mean_norm = self._take_in(posted, result)
@@ -242,12 +248,13 @@ class OuterLoop:
         """Merge a round's mean, if it has one; its norm."""
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
-        self._resync = self._resync or result.resync
+        self._note(posted.key, stopping=result.stopping, resync=result.resync)
         for worker, reason in result.refused.items():
             logger.warning("round %d: the contribution of worker %d was refused: %s", sequence, worker, reason)
-        if result.stopping:
-            last = sequence + len(self.fragments) - 1
-            self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
+        if self._diverged(result):
+            self.rounds_failed += 1
+            self._astray.add(index)
+            return None
         if result.total_weight == 0:
             return None
         fragment: Fragment = self.fragments[index]
@@ -262,8 +269,20 @@ class OuterLoop:
             outer_step(fragment, mean, self.sync.mixing)
             self._digests[index] = digest(fragment.anchor)
             self._merged_at[index] = posted.at_step
-            self.rounds += 1
         return _total_norm(norms)
+
+    def _note(self, key: RoundKey, *, stopping: bool, resync: bool) -> None:
+        """What a round tells of the others, whether it gave a mean or not."""
+        if resync:
+            self._behind.add(key.fragment)
+        if stopping:
+            last = key.sequence + len(self.fragments) - 1
+            self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
+
+    def _diverged(self, result: RoundResult) -> bool:
+        """Whether this worker's anchor is not the others': their mean must not be added to it."""
+        strays = diverged([member.anchor_digest for member in result.members])
+        return any(result.members[position].worker == self.engine.worker for position in strays)
 
     # Evaluation
 
@@ -322,23 +341,45 @@ class OuterLoop:
         for fragment in self.fragments:
             fragment.adopt_anchor()
 
-    def _catch_up(self, state: GlobalState | None) -> None:
-        """After a missed round: the others' anchors, but this worker's own parameters, whose work comes next."""
+    def _catch_up(self, index: int) -> None:
+        """After a missed round: the others' anchor, but this worker's own parameters, whose work comes next.
+
+        One fragment at a time, since others may be in flight. A worker that went astray takes the parameters too, and
+        its work since is lost: it started from an anchor that nobody else had.
+        """
+        if index not in self._behind:
+            return
+        self._behind.discard(index)
+        state = self.engine.fetch_state()
         if state is None:
             return
-        self._copy(state, self.outer_tensors())
-        self.rounds = state.numbers["merged"]
-        logger.warning("worker %d took over the others' anchors after %d rounds", self.engine.worker, self.rounds)
+        self._copy(
+            state, {name: tensor for name, tensor in self.outer_tensors().items() if name.startswith(f"{index}.")}
+        )
+        self.fragments[index].rounds = state.numbers[f"{index}.rounds"]
+        if index in self._astray:
+            self._astray.discard(index)
+            self.fragments[index].adopt_anchor()
+            self._merged_at[index] = self.inner_steps
+        logger.info("worker %d has the others' anchor of fragment %d again", self.engine.worker, index)
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
         """Go on where a saved worker was; the model's parameters are the caller's to load."""
+        mine = {name: tuple(tensor.shape) for name, tensor in self.outer_tensors().items()}
+        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if mine != saved or self.numbers().keys() - numbers.keys():
+            raise ConfigError(
+                f"the saved state has outer tensors {saved}, this optimizer {mine}: "
+                "load it with the same model, fragments and outer optimizer"
+            )
         self._copy(GlobalState(tensors, numbers, self._layout_digest), self.outer_tensors())
         self._set_position(numbers)
 
     def _set_position(self, numbers: Mapping[str, int]) -> None:
         self.inner_steps, self._sequence = numbers["inner_steps"], numbers["sequence"]
-        self.rounds = numbers["merged"]
-        self._merged_at = [numbers[f"{index}.merged_at"] for index in range(len(self.fragments))]
+        for index, fragment in enumerate(self.fragments):
+            fragment.rounds = numbers[f"{index}.rounds"]
+            self._merged_at[index] = numbers[f"{index}.merged_at"]
 
     @torch.no_grad()
     def _copy(self, state: GlobalState, into: Mapping[str, Tensor]) -> None:
@@ -346,9 +387,7 @@ class OuterLoop:
             for name, tensor in into.items():
                 if state.tensors[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(state.tensors[name])
-            for index, fragment in enumerate(self.fragments):
-                fragment.rounds = state.numbers[f"{index}.rounds"]
-                self._digests[index] = digest(fragment.anchor)
+            self._digests = [digest(fragment.anchor) for fragment in self.fragments]
 
 
 def _total_norm(norms: list[Tensor]) -> float:

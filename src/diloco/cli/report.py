@@ -56,7 +56,8 @@ def _perplexity(summary: Summary) -> str:
         return "not measured"
     start = f"{before:,.1f} before, " if before is not None else ""
     unigram = f" (unigram model: {summary['unigram_perplexity']:,.1f})" if summary["unigram_perplexity"] else ""
-    return f"{start}[bold green]{after:,.2f} after[/]{unigram}"
+    when = "after" if summary["validation_step"] == summary["inner_steps"] else f"at step {summary['validation_step']}"
+    return f"{start}[bold green]{after:,.2f} {when}[/]{unigram}"
 
 
 def _rounds(summary: Summary) -> str:

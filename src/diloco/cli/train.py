@@ -84,7 +84,8 @@ def _train_locally(config: RunConfig, console: Console) -> None:
         with stop_on_signals(workers.stop):
             error = _outcome(lambda: workers.run(display.follow(folder)))
     summary = write_summary(folder, config, None if error is None else str(error))
-    print_report(console, folder, summary)
+    if summary["inner_steps"]:
+        print_report(console, folder, summary)
     if error is not None:
         raise error
 

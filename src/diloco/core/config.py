@@ -1,9 +1,16 @@
 """The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from diloco.errors import ConfigError
+
+OUTER_NUMBERS: dict[str, tuple[str, ...]] = {
+    "nesterov": ("lr", "momentum"),
+    "sgd": ("lr",),
+    "sgdm": ("lr", "momentum"),
+    "adam": ("lr", "beta1", "beta2", "epsilon"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,19 @@ class OuterConfig:
     """Decay of adam's second moment (0.99)."""
     epsilon: float | None = None
     """Adam's ε (0.1, the paper's remedy for its instability)."""
+
+    def __post_init__(self) -> None:
+        useful = OUTER_NUMBERS[self.optimizer]
+        for name, value in self.given().items():
+            if name not in useful:
+                raise ConfigError(
+                    f"outer.{name} = {value} has no effect on the outer optimizer '{self.optimizer}': leave it out (it "
+                    f"takes {', '.join(useful)})"
+                )
+
+    def given(self) -> dict[str, float]:
+        """The numbers that were given."""
+        return {name: value for name, value in asdict(self).items() if name != "optimizer" and value is not None}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What is said of a contribution before it is sent, as a fixed number of bytes: no pickle, no varying length."""
 
 import struct
+from collections.abc import Mapping
 from dataclasses import astuple
 
 from diloco.core.merging import Claim
@@ -44,7 +45,7 @@ class Header:
 
 def check_same_round(headers: list[Header], mine: Header) -> None:
     """All must run the same model and settings, and be in the same round; else their parts must not be mixed."""
-    check_same_layout([header.layout_digest for header in headers], mine.worker)
+    check_same_layout({header.worker: header.layout_digest for header in headers}, mine.worker)
     for other in headers:
         if other.key != mine.key:
             raise EngineError(
@@ -54,9 +55,9 @@ def check_same_round(headers: list[Header], mine: Header) -> None:
             )
 
 
-def check_same_layout(digests: list[str], worker: int) -> None:
-    """`digests` of the workers in order; all must train the same thing."""
-    for other, digest in enumerate(digests):
+def check_same_layout(digests: Mapping[int, str], worker: int) -> None:
+    """`digests` by worker; all must train the same thing."""
+    for other, digest in digests.items():
         if digest != digests[worker]:
             raise EngineError(
                 f"worker {other} trains something else than worker {worker} (layout {digest} against "

@@ -19,6 +19,7 @@ from diloco.engines.waves import traffic
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 _START_SECONDS = 60.0
+_POLL_SECONDS = 0.002
 
 
 class LocalSwarm:
@@ -52,6 +53,7 @@ class LocalEngine(Engine):
         self.workers = swarm.workers
         self._members: tuple[Member, ...] = ()
         self._source: int | None = 0 if worker else None  # whose state to take over at the next fetch
+        self._missed: set[int] = set()  # fragments of which the source has merged, or will, one round more than we have
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         with self.swarm.changed:
@@ -60,11 +62,17 @@ class LocalEngine(Engine):
             self.swarm.changed.notify_all()
         return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds)
 
-    def heard(self, members: tuple[Member, ...], decision: Decision) -> None:
+    def heard(self, key: RoundKey, members: tuple[Member, ...], decision: Decision) -> None:
         """What a finished round taught this worker of the others."""
         self._members = members
-        if decision.resync and self.worker in decision.refused and decision.contributors:
+        if decision.resync and self.worker in decision.refused:
+            self.missed(key, decision)
+
+    def missed(self, key: RoundKey, decision: Decision) -> None:
+        """The others have a mean of this round, and this worker has not."""
+        if decision.contributors:
             self._source = decision.contributors[0]
+            self._missed.add(key.fragment)
 
     def members(self) -> tuple[Member, ...]:
         return self._members
@@ -78,20 +86,31 @@ class LocalEngine(Engine):
         """At the start worker 0's state; later that of whoever has merged more rounds, or of a worker that agrees."""
         source, self._source = self._source, None
         providers = self.swarm.providers
-        with self.swarm.changed:
-            self.swarm.changed.wait_for(lambda: source is None or source in providers, _START_SECONDS)
         if source is not None:
-            if source not in providers:
-                raise EngineError(
-                    f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first"
-                )
-            state = providers[source]()
-            check_same_layout([state.layout_digest, providers[self.worker]().layout_digest], 1)
-            return _at_its_start(state) if self._members == () else state
+            state = self._state_of(source)
+            check_same_layout(
+                {source: state.layout_digest, self.worker: providers[self.worker]().layout_digest}, self.worker
+            )
+            return state
         states = [provider() for _, provider in sorted(providers.items())]
         ahead = max(states, key=lambda state: state.numbers["merged"])
         mine = providers[self.worker]()
         return ahead if ahead.numbers["merged"] > mine.numbers["merged"] else None
+
+    def _state_of(self, source: int) -> GlobalState:
+        """The source's state, once it is there and has merged what this worker missed (it may be a slower thread)."""
+        deadline = time.monotonic() + _START_SECONDS
+        missed, self._missed = self._missed, set()
+        while time.monotonic() < deadline:
+            if source in self.swarm.providers:
+                theirs, mine = (self.swarm.providers[worker]() for worker in (source, self.worker))
+                if not missed:
+                    return _at_its_start(theirs)
+                if all(theirs.numbers[f"{p}.rounds"] > mine.numbers[f"{p}.rounds"] for p in missed):
+                    return theirs
+            with self.swarm.changed:
+                self.swarm.changed.wait(_POLL_SECONDS)
+        raise EngineError(f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first")
 
     def close(self) -> None:
         self.swarm.providers.pop(self.worker, None)
@@ -125,6 +144,11 @@ class _Round:
         if len(self.headers) == self.swarm.workers:
             self._reduce()
 
+    def withdraw(self, worker: int) -> None:
+        """This worker has given up waiting and will send the same work again: it must not be in the mean twice."""
+        self.lost.add(worker)
+        self.contributions.pop(worker, None)
+
     @property
     def complete(self) -> bool:
         return self.decision is not None or self.error is not None
@@ -133,7 +157,7 @@ class _Round:
         present = sorted(self.contributions)
         try:
             for worker in present:
-                check_same_round(list(self.headers.values()), self.headers[worker])
+                check_same_round([self.headers[w] for w in sorted(self.headers)], self.headers[worker])
         except EngineError as error:
             self.error = error
             return
@@ -163,23 +187,30 @@ class _LocalPending(PendingRound):
         with swarm.changed:
             if not swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic()):
                 missing = sorted(set(range(swarm.workers)) - round_.headers.keys())
+                round_.withdraw(worker)
                 raise RoundFailed(f"round {self.key.sequence}: nothing from workers {missing} before the deadline")
             round_.collected += 1
             if round_.collected == swarm.workers:
                 swarm.rounds.pop(self.key.sequence, None)
         if round_.error is not None:
             raise round_.error
+        assert round_.decision is not None
         if worker in round_.lost:
-            raise RoundFailed(f"round {self.key.sequence}: the contribution of worker {worker} was dropped on purpose")
-        assert round_.decision is not None and round_.mean is not None
+            self.engine.missed(self.key, round_.decision)
+            raise self._failure(f"the contribution of worker {worker} was dropped on purpose")
+        assert round_.mean is not None
         return self._result(round_.decision, round_.mean)
+
+    def _failure(self, reason: str, *, resync: bool = True) -> RoundFailed:
+        stopping = any(header.member.report.stopping for header in self.round.headers.values())
+        return RoundFailed(f"round {self.key.sequence}: {reason}", stopping=stopping, resync=resync)
 
     def _result(self, decision: Decision, mean: EncodedVector) -> RoundResult:
         worker, workers = self.engine.worker, self.engine.workers
         members = tuple(self.round.headers[w].member for w in sorted(self.round.contributions))
-        self.engine.heard(members, decision)
+        self.engine.heard(self.key, members, decision)
         if not decision.contributors and decision.refused:
-            raise RoundFailed(f"round {self.key.sequence}: every contribution was refused: {decision.refused}")
+            raise self._failure(f"every contribution was refused: {decision.refused}", resync=decision.resync)
         sent, received = traffic(mean, workers, worker) if decision.total_weight > 0 else (0, 0)
         overhead = HEADER_BYTES * (workers - 1)
         return RoundResult(

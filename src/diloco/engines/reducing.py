@@ -50,13 +50,13 @@ def reduce_parts(codec: Codec, encoded: Sequence[Tensor], weights: Sequence[floa
     mean = torch.empty(min(batch, out.shape[0]), part, device=out.device)
     scratch = torch.empty_like(mean)
 
-    def decoded(rows: slice, count: int) -> Iterator[Tensor]:
+    def decoded(rows: slice, first_into: Tensor, others_into: Tensor) -> Iterator[Tensor]:
         for index, data in enumerate(encoded):
-            target = scratch[:count] if index else mean[:count]
-            codec.decode(data[rows], target)
-            yield target
+            into = others_into if index else first_into
+            codec.decode(data[rows], into)
+            yield into
 
     for first in range(0, out.shape[0], batch):
         rows = slice(first, min(first + batch, out.shape[0]))
-        count = rows.stop - first
-        codec.encode(weighted_mean(decoded(rows, count), weights, mean[:count]), out[rows])
+        here = mean[: rows.stop - first]
+        codec.encode(weighted_mean(decoded(rows, here, scratch[: len(here)]), weights, here), out[rows])

@@ -82,6 +82,7 @@ class TorchDistributedEngine(Engine):
         self._jobs.put(None)
         if self._broken is None:
             self._thread.join(_CLOSE_SECONDS)
+            self._broken = EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
             if self._owns_world and dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -113,6 +114,10 @@ class TorchDistributedEngine(Engine):
                     "without it; start the run again"
                 )
                 future.set_exception(self._broken)
+            except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it is
+                self._broken = EngineError(f"worker {self.worker} left the others in the middle of a round: {error!r}")
+                self._broken.__cause__ = error
+                future.set_exception(self._broken)
 
         self._jobs.put(job)
         return future
@@ -129,7 +134,11 @@ class TorchDistributedEngine(Engine):
         if decision.resync and decision.contributors:
             self._source = decision.contributors[0]
         if not decision.contributors and decision.refused:
-            raise RoundFailed(f"round {key.sequence}: every contribution was refused: {decision.refused}")
+            raise RoundFailed(
+                f"round {key.sequence}: every contribution was refused: {decision.refused}",
+                stopping=any(member.report.stopping for member in self._members),
+                resync=decision.resync,
+            )
         sent = received = 0
         if decision.total_weight > 0:
             with _own_stream(encoded):
@@ -192,17 +201,23 @@ class TorchDistributedEngine(Engine):
         state = self._provider()
         deadline = time.monotonic() + self._timeout_seconds
         digests = self._gather(state.layout_digest.encode().ljust(16), deadline)
-        check_same_layout([digest.decode("ascii", "replace") for digest in digests], self.worker)
+        check_same_layout({w: digest.decode("ascii", "replace") for w, digest in enumerate(digests)}, self.worker)
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
         _finish(dist.broadcast(numbers, self._source, group=self._control, async_op=True), deadline)
         for tensor in state.tensors.values():
-            staged = tensor.cpu()
-            _finish(dist.broadcast(staged, self._source, group=self._control, async_op=True), deadline)
-            if staged is not tensor:
-                tensor.copy_(staged)
+            self._broadcast(tensor, deadline)
         if self.worker == self._source:
             return None
         return replace(state, numbers=dict(zip(state.numbers, numbers.tolist(), strict=True)))
+
+    def _broadcast(self, tensor: Tensor, deadline: float) -> None:
+        """As bytes, since gloo does not know every dtype."""
+        staged = tensor.cpu().contiguous()
+        if staged.numel():
+            data = staged.view(-1).view(torch.uint8)
+            _finish(dist.broadcast(data, self._source, group=self._control, async_op=True), deadline)
+        if staged is not tensor:
+            tensor.copy_(staged)
 
 
 class _Pending(PendingRound):
