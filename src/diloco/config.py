@@ -7,6 +7,8 @@ command line: `lr` under `[outer]` is `--outer.lr`.
 
 import difflib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -17,6 +19,7 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.training.config import MODE_DEFAULTS, RECIPES, WITHOUT_EFFECT, RunConfig
 
+_FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
 
 
@@ -45,7 +48,7 @@ def dotted(table: str, name: str) -> str:
 def read_run_file(path: Path) -> dict[str, Any]:
     """The dotted keys of a TOML file; unknown ones are refused with the nearest name."""
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -76,14 +79,24 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     has_file = bool(tokens) and not tokens[0].startswith("-")
     file = read_run_file(Path(tokens[0])) if has_file else {}
     given = _given(tokens)
+    _check_tables(given)
+    _check_whole(file | given)
     model = str(given.get("model", file.get("model", RunConfig.model)))
     mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
     notes = _check_effect(mode, file, given)
-    recipe = RECIPES.get(model, {}) | MODE_DEFAULTS.get(mode, {})
-    if "data.tokenizer" in given or "data.tokenizer" in file:
-        recipe.pop("data.vocab_size", None)  # a tokenizer brings its own
+    recipe = _recipe(model, mode, file | given)
     merged = {key: value for key, value in (recipe | file).items() if key not in given}
     return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """What model and mode suggest, without what belongs to a choice that the user made otherwise."""
+    recipe = RECIPES.get(model, {}) | MODE_DEFAULTS.get(mode, {})
+    if "data.tokenizer" in asked:  # it brings its own vocabulary
+        recipe.pop("data.vocab_size", None)
+    if "outer.optimizer" in asked:  # the numbers are another optimizer's
+        recipe = {key: value for key, value in recipe.items() if not key.startswith("outer.")}
+    return recipe
 
 
 def _unalias(token: str) -> str:
@@ -104,6 +117,26 @@ def _given(tokens: Sequence[str]) -> dict[str, str]:
             name, equals, value = token[2:].partition("=")
             given[name] = value if equals else following
     return given
+
+
+def _check_tables(given: Mapping[str, str]) -> None:
+    """The parser would take a whole table as JSON, past what is checked here."""
+    for table in sections(RunConfig()).keys() & given.keys():
+        example = next(key for key in known_keys() if key.startswith(f"{table}."))
+        raise ConfigError(f"--{table} is a table of options: give them one by one, as in --{example}")
+
+
+@cache
+def _whole_keys() -> frozenset[str]:
+    tables = sections(RunConfig()).items()
+    return frozenset(dotted(t, field.name) for t, s in tables for field in fields(s) if field.type in (int, int | None))
+
+
+def _check_whole(values: Mapping[str, Any]) -> None:
+    """The command line's parser would round 2.7 steps to 3 without a word."""
+    for key in _whole_keys() & values.keys():
+        if _FRACTION.fullmatch(str(values[key])):
+            raise ConfigError(f"{key} = {values[key]} must be a whole number")
 
 
 def _token(value: object) -> str:
@@ -130,7 +163,14 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
             if value is None and default is not None:
                 value = "none"
             if value is not None or comments:
-                line = f"{name} = {json.dumps(value)}" if value is not None else f"# {name} ="
+                line = f"{name} = {_literal(value)}" if value is not None else f"# {name} ="
                 comment = (comments or {}).get(dotted(table, name))
                 lines.append(line + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
+
+
+def _literal(value: object) -> str:
+    """A value as TOML writes it: JSON does, but for two things of which TOML has its own idea."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

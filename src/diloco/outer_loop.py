@@ -282,7 +282,8 @@ class OuterLoop:
     def _diverged(self, result: RoundResult) -> bool:
         """Whether this worker's anchor is not the others': their mean must not be added to it."""
         strays = diverged([member.anchor_digest for member in result.members])
-        return any(result.members[position].worker == self.engine.worker for position in strays)
+        me = self.engine.worker
+        return me in result.refused and any(result.members[position].worker == me for position in strays)
 
     # Evaluation
 

@@ -57,7 +57,7 @@ class Display:
         reader = EventReader(folder)
         self.view.folder = folder
         if self._live is None:
-            self.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"run folder: {folder}"), soft_wrap=True)
 
         def poll() -> None:
             for event in reader.new_events():

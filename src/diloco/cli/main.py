@@ -6,6 +6,7 @@ from typing import NoReturn
 from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError
 from rich.console import Console
+from rich.text import Text
 
 from diloco import __version__
 from diloco.config import merge
@@ -19,7 +20,12 @@ app = App(
     default_parameter=Parameter(name_transform=lambda name: name, negative=()),
 )
 app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
-app.command("diloco.cli.compare:compare", name="compare", help="Put runs side by side in one table.")
+app.command(
+    "diloco.cli.compare:compare",
+    name="compare",
+    help="Put runs side by side in one table.",
+    help_epilogue="Example:  diloco compare runs/diloco runs/data-parallel",
+)
 
 
 def main() -> NoReturn:
@@ -38,7 +44,7 @@ def run(tokens: list[str]) -> int:
         return 2
     except DiLoCoError as error:
         if isinstance(error, WorkerFailed) and error.output:
-            console.print(error.output.rstrip(), markup=False, highlight=False, style="dim", soft_wrap=True)
+            console.print(Text(error.output.rstrip(), style="dim"), soft_wrap=True)
         _complain(console, str(error))
         return 1
     except KeyboardInterrupt:
@@ -52,16 +58,12 @@ def _train_tokens(tokens: list[str], console: Console) -> list[str]:
         return ["train", "--help-train"]
     merged, notes = merge(tokens)
     for note in notes:
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
     return ["train", *merged]
 
 
 def _complain(console: Console, message: str) -> None:
-    console.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+    console.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 
 
 if __name__ == "__main__":

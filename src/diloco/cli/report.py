@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from diloco.cli.view import duration
 from diloco.training.events import read_events
@@ -26,13 +27,16 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
     sample = next((event for event in reversed(read_events(folder)) if event["type"] == "sample"), None)
     if sample is not None:
-        text = f"[bold]{_escape(sample['prompt'])}[/]{_escape(sample['text'])}"
+        text = Text.assemble((_printable(sample["prompt"]), "bold"), _printable(sample["text"]))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    console.print(Text(f"run folder: {folder}"), soft_wrap=True)
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+def _printable(text: str) -> str:
+    """A model may write any character, also those that a terminal obeys."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
@@ -72,8 +76,12 @@ def _baseline(summary: Summary) -> str:
         return ""
     return (
         f"{megabytes(summary['data_parallel_bytes_per_worker'])} for the same steps: "
-        f"[bold]{summary['communication_reduction']:,.0f} times as much[/]"
+        f"[bold]{_times(summary['communication_reduction'])} as much[/]"
     )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:,.1f} times"
 
 
 def _share(value: float | None) -> str:
@@ -94,7 +102,7 @@ def comparison(runs: list[tuple[str, Summary]]) -> Table:
     table = Table(title="runs side by side", title_justify="left")
     table.add_column("")
     for name, _ in runs:
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
     rows: dict[str, Callable[[Summary], str]] = {
         "status": lambda s: s["status"],
         "mode": lambda s: s["mode"],

@@ -78,7 +78,7 @@ def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
     folder = Path(bytes(shared.tolist()).rstrip(b"\0").decode())
     if leader and rank != 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     _meet()
     return folder
 

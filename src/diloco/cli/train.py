@@ -11,6 +11,7 @@ from typing import Annotated
 import docstring_parser
 from cyclopts import Parameter
 from rich.console import Console
+from rich.text import Text
 
 from diloco.cli.display import Display
 from diloco.cli.report import print_report
@@ -27,14 +28,14 @@ from diloco.training.summary import write_summary
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
 
-Train a language model with DiLoCo: workers train apart, and average now and then.
+Train a language model with DiLoCo: workers train apart, and average at times.
 
   --model PRESET        tiny (default), 60m, 150m, 400m, llama-150m, llama-1b
   --workers N           workers on this machine, a process each (default 2)
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
   --codec C             how outer gradients travel: fp32, fp16, bf16, int8
-  --data.source X       stdlib (this Python's own library), a text file or a folder
+  --data.source X       stdlib (this Python's library), a text file or a folder
   --mode M              diloco (default), or data-parallel: the baseline
   --engine E            torch_distributed
   --seed N              of the initial parameters and the order of the data
@@ -64,7 +65,7 @@ def train(
     elif file is not None:
         raise ConfigError(f"the run file {file} must come first: diloco train {file} OPTIONS")
     elif print_config:
-        console.print(to_toml(config, _comments(config)), highlight=False, markup=False, soft_wrap=True, end="")
+        console.print(Text(to_toml(config, _comments(config))), soft_wrap=True, end="")
     elif "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         from diloco.cli.torchrun import train_as_rank
 
@@ -117,7 +118,7 @@ def new_run_folder(config: RunConfig) -> Path:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"out = {folder} exists and is not an empty folder: choose another, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written ({error.strerror}): choose another --out"

@@ -40,7 +40,8 @@ class RunView:
         self.workers: dict[int, WorkerView] = {}
         self.validations: list[tuple[int, float]] = []
         self.rounds = 0
-        self.rounds_failed = 0
+        self._merged: set[int] = set()
+        self._failed: set[int] = set()
         self.refused = 0
         self.members = 0
         self.round_in_progress: int | None = None
@@ -73,12 +74,14 @@ class RunView:
     def _on_round(self, event: Event, worker: WorkerView) -> None:
         worker.state = "training"
         worker.bytes_sent += event["bytes_sent"]
-        if event["failure"] is not None:
-            self.rounds_failed += 1
-            return
         if self.round_in_progress == event["sequence"]:
             self.round_in_progress = None
-        self.rounds = max(self.rounds, event["sequence"] + 1)
+        if event["failure"] is not None:
+            self._failed.add(event["sequence"])  # every worker says so
+            return
+        if event["mean_norm"] is not None:  # a round in which nobody had work has no mean
+            self._merged.add(event["sequence"])
+            self.rounds = len(self._merged)
         self.members = len(event["members"])
         self.refused += len(event["refused"]) if event["worker"] == 0 else 0
         self.last_round_seconds = event["seconds"]
@@ -86,13 +89,18 @@ class RunView:
 
     def _on_validation(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self.validations.append((event["step"], event["perplexity"]))
+        if event["perplexity"] is not None:  # it is not a number once training has diverged
+            self.validations.append((event["step"], event["perplexity"]))
 
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "done"
 
     def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "failed"
+
+    @property
+    def rounds_failed(self) -> int:
+        return len(self._failed)
 
     @property
     def step(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.codecs.scratch import scratch
 from diloco.core.fragments import PartLayout
 
 
@@ -30,9 +31,12 @@ class EncodedVector:
         self.codec.encode(*self._rows(first_part, values))
 
     def decode(self, first_part: int, num_parts: int) -> Tensor:
-        """The flat fp32 values of consecutive parts, without the padding of the last one."""
+        """The flat fp32 values of consecutive parts, without the padding of the last one.
+
+        They are in scratch memory: use them before this thread's next call.
+        """
         part = self.layout.part_elements
-        out = torch.empty(num_parts, part, device=self.data.device)
+        out = scratch("decoded", (num_parts, part), self.data.device)
         self.codec.decode(self.data[first_part : first_part + num_parts], out)
         return out.view(-1)[: self.layout.numel - first_part * part]
 

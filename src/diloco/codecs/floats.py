@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.codecs.scratch import scratch
 
 _FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
 _FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
@@ -42,7 +43,8 @@ class BFloat16(Codec):
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         largest = torch.finfo(torch.bfloat16).max
-        out.view(torch.bfloat16).copy_(values.clamp(-largest, largest))
+        limited = torch.clamp(values, -largest, largest, out=scratch("encode", values.shape, values.device))
+        out.view(torch.bfloat16).copy_(limited)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(data.view(torch.bfloat16))
@@ -67,7 +69,8 @@ class Float16(Codec):
         largest = torch.maximum(values.amax(dim=1, keepdim=True), -values.amin(dim=1, keepdim=True))
         _, exponent = torch.frexp(largest)  # largest < 2^exponent
         exponent = (15 - exponent).clamp(-126, 126)  # 2^15 is within fp16's range, and 2^±126 within fp32's
-        scaled = values * torch.ldexp(torch.ones_like(largest), exponent)
+        scale = torch.ldexp(torch.ones_like(largest), exponent)
+        scaled = torch.mul(values, scale, out=scratch("encode", values.shape, values.device))
         out[:, :-4].view(torch.float16).copy_(scaled.clamp_(-_FP16_TOP, _FP16_TOP))
         out[:, -4:].view(torch.float32).copy_(torch.ldexp(torch.ones_like(largest), -exponent))
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.codecs.scratch import scratch
 from diloco.core.fragments import PART_QUANTUM
 
 _BLOCK = 256
@@ -27,8 +28,10 @@ class Int8(Codec):
     def encode(self, values: Tensor, out: Tensor) -> None:
         rows, elements = values.shape
         blocks = values.view(rows, elements // _BLOCK, _BLOCK)
-        scales = (blocks.abs().amax(dim=2, keepdim=True) / 127).clamp_(max=_LARGEST_SCALE)
-        codes = (blocks / scales).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
+        on_the_way = scratch("encode", blocks.shape, blocks.device)
+        largest = torch.abs(blocks, out=on_the_way).amax(dim=2, keepdim=True)
+        scales = (largest / 127).clamp_(max=_LARGEST_SCALE)
+        codes = torch.div(blocks, scales, out=on_the_way).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
         out[:, :elements].view(torch.int8).copy_(codes.view(rows, elements))
         out[:, elements:].view(torch.float32).copy_(scales.view(rows, -1))
 

@@ -31,6 +31,7 @@ def digest(flat: Tensor) -> str:
     assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous()
     columns = _multipliers(_ROW // 2, 1, flat.device)
     step = _ROW * _ROWS_AT_ONCE.get(flat.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    product = torch.empty(min(step, flat.numel() + _ROW) // _ROW, _ROW // 2, dtype=torch.int64, device=flat.device)
     row_sums = []
     for start in range(0, flat.numel(), step):
         chunk = flat[start : start + step]
@@ -38,7 +39,8 @@ def digest(flat: Tensor) -> str:
             padded = chunk.new_zeros(-(-chunk.numel() // _ROW) * _ROW)
             padded[: chunk.numel()] = chunk
             chunk = padded
-        row_sums.append((chunk.view(torch.int64).view(-1, _ROW // 2) * columns).sum(1))
+        rows = chunk.view(torch.int64).view(-1, _ROW // 2)
+        row_sums.append(torch.mul(rows, columns, out=product[: len(rows)]).sum(1))
     sums = torch.cat(row_sums) if row_sums else torch.zeros(0, dtype=torch.int64, device=flat.device)
     total = int((sums * _multipliers(sums.numel(), 2, flat.device)).sum())
     return f"{(total ^ (flat.numel() * _GOLDEN)) & 0xFFFF_FFFF_FFFF_FFFF:016x}"

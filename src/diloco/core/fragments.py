@@ -214,7 +214,7 @@ def _check_averageable(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"parameter '{name}' has dtype {tensor.dtype}: only floating-point tensors can be averaged")
     if tensor.numel() == 0:
         raise ConfigError(f"parameter '{name}' is empty: freeze it (requires_grad_(False)) or remove it")
-    dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
+    dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
     if dense.stride() != tensor.stride():
         raise ConfigError(
             f"parameter '{name}' with strides {tensor.stride()} shares or skips memory: make it contiguous first"

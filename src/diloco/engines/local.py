@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.core.merging import diverged
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
@@ -62,11 +63,9 @@ class LocalEngine(Engine):
             self.swarm.changed.notify_all()
         return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds)
 
-    def heard(self, key: RoundKey, members: tuple[Member, ...], decision: Decision) -> None:
+    def heard(self, members: tuple[Member, ...]) -> None:
         """What a finished round taught this worker of the others."""
         self._members = members
-        if decision.resync and self.worker in decision.refused:
-            self.missed(key, decision)
 
     def missed(self, key: RoundKey, decision: Decision) -> None:
         """The others have a mean of this round, and this worker has not."""
@@ -207,8 +206,12 @@ class _LocalPending(PendingRound):
 
     def _result(self, decision: Decision, mean: EncodedVector) -> RoundResult:
         worker, workers = self.engine.worker, self.engine.workers
-        members = tuple(self.round.headers[w].member for w in sorted(self.round.contributions))
-        self.engine.heard(self.key, members, decision)
+        members = tuple(self.round.headers[w].member for w in range(workers))  # a lost contribution's header is heard
+        self.engine.heard(members)
+        present = [member for member in members if member.worker in self.round.contributions]
+        astray = worker in {present[position].worker for position in diverged([m.anchor_digest for m in present])}
+        if astray:
+            self.engine.missed(self.key, decision)
         if not decision.contributors and decision.refused:
             raise self._failure(f"every contribution was refused: {decision.refused}", resync=decision.resync)
         sent, received = traffic(mean, workers, worker) if decision.total_weight > 0 else (0, 0)
@@ -222,5 +225,5 @@ class _LocalPending(PendingRound):
             bytes_received=received + overhead,
             seconds=time.monotonic() - self.round.started,
             members=members,
-            resync=decision.resync and worker in decision.refused,
+            resync=astray,
         )

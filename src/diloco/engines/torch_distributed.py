@@ -1,7 +1,8 @@
 """Averaging over torch.distributed (gloo or nccl) among a fixed set of workers.
 
-A round is a gather of headers, then, wave by wave, a reduce-scatter of encoded parts (as one all-to-all), fp32
-accumulation, and an all-gather of the encoded means. It moves encoded bytes only: 2 (k − 1) / k of a vector each way.
+A round is a gather of headers, then, wave by wave, a reduce-scatter of encoded parts, fp32 accumulation, and an
+all-gather of the encoded means, all point to point, so that one wave travels while another is reduced. It moves encoded
+bytes only: 2 (k − 1) / k of a vector each way.
 Rounds run one after another in a thread that sits in C++ most of the time, so training goes on beside them.
 
 The membership is fixed: when a worker dies or stays silent beyond the deadline, no later round is possible, `wait`
@@ -11,7 +12,7 @@ raises EngineError, and the run must end (the swarm engine is for workers that c
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
+_CONTRIBUTIONS, _MEANS = 1, 2  # tags: a mean never takes the place of a contribution to a later wave
 
 
 class TorchDistributedEngine(Engine):
@@ -167,8 +169,21 @@ class TorchDistributedEngine(Engine):
     def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
         """Put the encoded mean into `vector`, in place of this worker's own contribution."""
         staged = vector.data if self._payload_device(vector.data.device) else vector.data.cpu()
-        for wave in waves(vector, self.workers):
-            self._reduce_wave(staged, vector, wave, decision, deadline)
+        plan = list(waves(vector, self.workers))
+        part = vector.layout.part_elements
+        inboxes = staged.new_empty(2, self.workers, plan[0].counts[self.worker], staged.shape[1])
+        scatter = self._scatter(staged, plan[0], inboxes[0])
+        gathers: list[dist.Work] = []
+        for number, wave in enumerate(plan):
+            contributions, arriving = scatter
+            if number + 1 < len(plan):  # the next wave travels while this one is reduced
+                scatter = self._scatter(staged, plan[number + 1], inboxes[(number + 1) % 2])
+            _finish_all(arriving, deadline)
+            pieces = wave.split(staged)
+            mean = pieces[self.worker]
+            reduce_parts(vector.codec, [contributions[w] for w in decision.contributors], decision.weights, part, mean)
+            gathers += self._swap([mean] * self.workers, pieces, _MEANS)
+        _finish_all(gathers, deadline)
         if staged is not vector.data:
             vector.data.copy_(staged)
 
@@ -176,25 +191,26 @@ class TorchDistributedEngine(Engine):
         """Whether the backend can send from where the vector lies; gloo sends from the CPU."""
         return device.type == ("cpu" if self.backend == "gloo" else "cuda")
 
-    def _reduce_wave(
-        self, data: Tensor, vector: EncodedVector, wave: Wave, decision: Decision, deadline: float
-    ) -> None:
-        own, k = wave.counts[self.worker], self.workers
-        outgoing = data[wave.first : wave.first + wave.num_parts]
-        incoming = data.new_empty(k * own, data.shape[1])
-        self._all_to_all(incoming, outgoing, [own] * k, list(wave.counts), deadline)
-        start = wave.start_of(self.worker)
-        mean = data[start : start + own]
-        if own:
-            parts = incoming.view(k, own, -1)
-            encoded = [parts[worker] for worker in decision.contributors]
-            reduce_parts(vector.codec, encoded, decision.weights, vector.layout.part_elements, mean)
-        copies = mean.repeat(k, 1)  # an all-gather whose pieces may differ in size
-        self._all_to_all(outgoing, copies, list(wave.counts), [own] * k, deadline)
+    def _scatter(self, data: Tensor, wave: Wave, inbox: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
+        """Everyone's contribution to what this worker reduces of a wave; there when the works are done."""
+        pieces = wave.split(data)
+        own = pieces[self.worker]
+        contributions = [own if w == self.worker else inbox[w, : len(own)] for w in range(self.workers)]
+        return contributions, self._swap(pieces, contributions, _CONTRIBUTIONS)
 
-    def _all_to_all(self, out: Tensor, data: Tensor, got: list[int], given: list[int], deadline: float) -> None:
-        work = dist.all_to_all_single(out, data, got, given, group=self._payload, async_op=True)
-        _finish(work, deadline)
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[dist.Work]:
+        """Begin to send outgoing[j] to every other worker j and to receive incoming[j] from it.
+
+        Point to point rather than all-to-all: straight from and into the vector, without copies, and several at once.
+        """
+        transfers = []
+        for distance in range(1, self.workers):  # so that not all begin with the same peer
+            there, back = (self.worker + distance) % self.workers, (self.worker - distance) % self.workers
+            if len(outgoing[there]):
+                transfers.append(dist.P2POp(dist.isend, outgoing[there], there, self._payload, tag))
+            if len(incoming[back]):
+                transfers.append(dist.P2POp(dist.irecv, incoming[back], back, self._payload, tag))
+        return dist.batch_isend_irecv(transfers) if transfers else []
 
     def _broadcast_state(self) -> GlobalState | None:
         assert self._provider is not None
@@ -231,6 +247,11 @@ class _Pending(PendingRound):
 def _finish(work: "dist.Work | None", deadline: float) -> None:
     assert work is not None
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
+def _finish_all(works: Sequence["dist.Work"], deadline: float) -> None:
+    for work in works:
+        _finish(work, deadline)
 
 
 def _mark(data: Tensor) -> "torch.cuda.Event | None":

@@ -7,11 +7,13 @@ encoded by itself, and its mean is accumulated in worker order whoever does it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from diloco.codecs.encoded import EncodedVector
 
-_WAVE_BYTES_PER_WORKER = (
-    1 << 21
-)  # what a worker reduces at a time: large enough for the link, small enough for the cache
+_WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
+_MIN_WAVE_BYTES_PER_WORKER = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,15 @@ class Wave:
     def num_parts(self) -> int:
         return sum(self.counts)
 
-    def start_of(self, worker: int) -> int:
-        return self.first + sum(self.counts[:worker])
+    def split(self, data: Tensor) -> list[Tensor]:
+        """What each worker reduces, as views of all parts."""
+        return list(torch.split_with_sizes(data[self.first : self.first + self.num_parts], self.counts))
 
 
 def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
     """All parts of a vector, in waves shared out as evenly as whole parts allow."""
     num_parts, part_bytes = vector.data.shape
-    per_worker = max(1, _WAVE_BYTES_PER_WORKER // part_bytes)
+    per_worker = max(-(-num_parts // (_WAVES_WANTED * workers)), _MIN_WAVE_BYTES_PER_WORKER // part_bytes, 1)
     for first in range(0, num_parts, per_worker * workers):
         count = min(per_worker * workers, num_parts - first)
         yield Wave(first, tuple(count // workers + (j < count % workers) for j in range(workers)))

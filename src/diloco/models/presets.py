@@ -21,10 +21,10 @@ from diloco.models.config import ModelConfig
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=2048,
-        hidden_size=192,
-        intermediate_size=512,
+        hidden_size=128,
+        intermediate_size=352,
         num_layers=4,
-        num_heads=6,
+        num_heads=4,
         num_kv_heads=2,
         head_dim=32,
         max_sequence_length=128,

@@ -34,6 +34,8 @@ class InnerConfig:
     def __post_init__(self) -> None:
         _above_zero("inner.lr", self.lr)
         _at_least("inner.weight_decay", self.weight_decay, 0)
+        if self.weight_decay == float("inf"):
+            raise ConfigError("inner.weight_decay = inf must be finite")
         _at_least("inner.warmup_steps", self.warmup_steps, 0)
         for name in ("beta1", "beta2"):
             _between("inner." + name, getattr(self, name), 0, 1)
@@ -58,7 +60,7 @@ class TrainingConfig:
     log_interval: int = 10
     """Inner steps between two loss lines in events.jsonl."""
     sample_prompt: str = "def "
-    """What the sample at the end starts with."""
+    """What the sample at the end starts with; empty: the start of a text."""
     sample_tokens: int = 80
     """Length of that sample in tokens; 0: none."""
 
@@ -89,6 +91,8 @@ class RunConfig:
     """data-parallel averages gradients at every step: the baseline, with the same model, data and byte counting."""
     engine: Literal["torch_distributed"] = "torch_distributed"
     """Who averages with whom."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What carries the outer gradients; nccl needs a CUDA device for each worker."""
     seed: int = 0
     """Of the initial parameters and the order of the data."""
     out: str | None = None
@@ -108,7 +112,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         _at_least("workers", self.workers, 1)
         _at_least("steps", self.steps, 1)
-        _at_least("seed", self.seed, 0)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed = {self.seed} must be from 0 to 2**63 - 1")
+        if self.backend == "nccl" and self.device != "cuda":
+            raise ConfigError(f"backend = nccl sends from CUDA devices, but device = {self.device}: add --device cuda")
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -128,20 +135,22 @@ class RunConfig:
         return self.training.batch_size * self.data.sequence_length
 
 
+_LARGE: dict[str, object] = {"data.sequence_length": 1024, "data.vocab_size": 32_000}
 RECIPES: dict[str, dict[str, object]] = {
     "tiny": {
-        "steps": 600,
-        "inner.lr": 2e-3,
-        "inner.warmup_steps": 60,
+        "steps": 1000,
+        "inner.lr": 3e-3,
+        "inner.warmup_steps": 100,
+        "outer.momentum": 0.5,  # of some 30 rounds; 0.9 remembers ten of them, which is right for the paper's 128
         "sync.num_inner_steps": 30,
         "training.batch_size": 8,
         "data.sequence_length": 128,
     },
-    "60m": {"data.sequence_length": 1024},
-    "150m": {"data.sequence_length": 1024},
-    "400m": {"data.sequence_length": 1024},
-    "llama-150m": {"data.sequence_length": 1024},
-    "llama-1b": {"data.sequence_length": 1024, "sync.num_inner_steps": 125},
+    "60m": _LARGE,
+    "150m": _LARGE,
+    "400m": _LARGE,
+    "llama-150m": _LARGE,
+    "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
 }
 MODE_DEFAULTS: dict[str, dict[str, object]] = {
     "diloco": {},

@@ -3,10 +3,12 @@
 The single source for the terminal display, the summary, plots and sinks. Every line has `v` (the schema's version),
 `time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is one system
 call on a file opened for appending, so that all workers of a machine can share the file, and a reader never takes half
-a line for a whole one.
+a line for a whole one: one that is still being written waits, one that was cut for ever is left out with a warning.
 """
 
+import errno
 import json
+import logging
 import math
 import os
 import time
@@ -18,6 +20,7 @@ EVENTS_VERSION = 1
 EVENTS_FILE = "events.jsonl"
 
 Event = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class EventLog:
@@ -31,7 +34,9 @@ class EventLog:
         """Append one event. Numbers that JSON does not know (nan, inf) become null."""
         event = {"v": EVENTS_VERSION, "time": round(time.time(), 4), "worker": self.worker, "type": type_}
         line = json.dumps(event | {name: _plain(value) for name, value in fields.items()}, allow_nan=False) + "\n"
-        os.write(self._file, line.encode())
+        data = line.encode()
+        if os.write(self._file, data) != len(data):
+            raise OSError(errno.ENOSPC, "an event was written in part: the disk is full")
 
     def close(self) -> None:
         os.close(self._file)
@@ -63,7 +68,11 @@ class EventReader:
         end = data.rfind(b"\n") + 1
         self._offset += end
         for line in data[:end].splitlines():
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError:
+                # A kill or a full disk can cut a line; the next writer's then stands on the same one.
+                logger.warning("%s: a damaged line is left out: %.80r", self._path, line)
 
 
 def read_events(run_folder: Path) -> list[Event]:

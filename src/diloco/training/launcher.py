@@ -8,14 +8,16 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.events import read_events
-from diloco.training.spawn import Place, local_worker
+from diloco.training.spawn import STOP_SIGNALS, Place, local_worker, worker_log
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -29,6 +31,7 @@ class LocalWorkers:
         self.stop_requests = 0
         self._processes: list[BaseProcess] = []
         self._failed: tuple[int, int] | None = None  # the first worker that failed, and its exit code
+        self._silent: list[int] = []  # workers that did not end by themselves after that
 
     def run(self, poll: Callable[[], None]) -> None:
         """Start all workers and see them to their end; `poll` is called several times a second."""
@@ -44,19 +47,25 @@ class LocalWorkers:
     def stop(self) -> None:
         """First request: the workers end with a last round. Second: they are killed."""
         self.stop_requests += 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
         for process in self._alive():
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        for worker in range(self.config.workers):
-            place = Place(worker, self.config.workers, self.run_folder, self.corpus_folder, os.getpid())
-            process = context.Process(
-                target=local_worker, args=(self.config, place), name=f"diloco-worker-{worker}", daemon=True
-            )
-            process.start()
-            self._processes.append(process)
+        with _signals_held_back():
+            for worker in range(self.config.workers):
+                place = Place(worker, self.config.workers, self.run_folder, self.corpus_folder, os.getpid())
+                process = context.Process(
+                    target=local_worker, args=(self.config, place), name=f"diloco-worker-{worker}", daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+        if self.stop_requests:  # asked for before there was anyone to pass it on to
+            self._pass_on()
 
     def _supervise(self, poll: Callable[[], None]) -> None:
         deadline: float | None = None
@@ -67,6 +76,7 @@ class LocalWorkers:
                 self._failed = failed
                 deadline = time.monotonic() + self._grace_seconds()
             if deadline is not None and time.monotonic() > deadline:
+                self._silent = [worker for worker, process in enumerate(self._processes) if process.is_alive()]
                 return
         self._failed = self._failed or self._first_failure()
         poll()
@@ -92,13 +102,28 @@ class LocalWorkers:
             process.join(_GRACE_SECONDS)
 
     def _failure(self, worker: int, code: int) -> Exception:
-        output = (self.run_folder / "logs" / f"worker-{worker}.log").read_text(errors="replace")
+        if self.stop_requests > 1:
+            return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
+        log = worker_log(self.run_folder, worker)
+        output = log.read_text(errors="replace") if log.exists() else ""
         reason = _last_line(output)
         if code < 0:
             reason = f"killed by {signal.Signals(-code).name}"
         elif code == 2:
             return ConfigError(reason)
-        return WorkerFailed(f"worker {worker} of {self.config.workers} failed: {reason}", output)
+        silent = f"; worker {', '.join(map(str, self._silent))} did not end and was killed" if self._silent else ""
+        return WorkerFailed(f"worker {worker} of {self.config.workers} failed: {reason}{silent}", output)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Processes started in here receive a stop only once they can obey it (worker.py); so does this one."""
+    resource_tracker.ensure_running()  # multiprocessing's own process: starting it would let the signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _last_line(output: str) -> str:

@@ -4,6 +4,7 @@ The same for a worker started by `diloco train` and for one started by torchrun;
 prints nothing: what happens is in events.jsonl. Inputs are a pure function of (seed, worker, position).
 """
 
+import logging
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from diloco.data.order import WorkerBatches, check_disjoint
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import EngineError
+from diloco.errors import DiLoCoError, EngineError
 from diloco.models.generation import generate
 from diloco.models.presets import preset
 from diloco.models.saving import save_model
@@ -27,6 +28,8 @@ from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+
+logger = logging.getLogger(__name__)
 
 
 class Training:
@@ -224,6 +227,7 @@ class Training:
 
     def _last_evaluation(self) -> None:
         """On the final parameters, which are in the model already."""
+        self._announce_validation()  # the one before, which the last rounds have told
         state = self.mode.state
         state.report = replace(state.report, elapsed_seconds=self._elapsed())
         result = self._evaluation_here()
@@ -258,15 +262,18 @@ class Training:
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
         self._emit_end("worker_failed", error=str(error))
-        with self.mode.outer_parameters():
-            self.save()
+        try:
+            with self.mode.outer_parameters():
+                self.save()
+        except (DiLoCoError, OSError) as problem:  # the first error is what the user must hear of
+            logger.error("the last agreed parameters could not be saved: %s", problem)
 
     def _sample(self) -> None:
         config = self.config.training
         if not config.sample_tokens:
             return
         tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
-        prompt = tokenizer.encode(config.sample_prompt)
+        prompt = tokenizer.encode(config.sample_prompt) or [self.corpus.meta.end_of_text]
         generator = torch.Generator().manual_seed(self.config.seed)
         tokens = generate(self.model, prompt, max_new_tokens=config.sample_tokens, generator=generator)
         self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))

@@ -1,9 +1,16 @@
-"""What a spawned worker process imports first. Torch-free, so that the launcher need not import torch."""
+"""What a spawned worker process does first, before the slow import of torch. The launcher imports this file too."""
 
+import logging
+import os
+import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.training.config import RunConfig
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -17,9 +24,39 @@ class Place:
     parent: int
     """Process id of the launcher: a worker does not outlive it."""
 
+    @property
+    def log(self) -> Path:
+        return worker_log(self.run_folder, self.worker)
+
+
+def worker_log(run_folder: Path, worker: int) -> Path:
+    """Everything that a local worker and its libraries write."""
+    return run_folder / "logs" / f"worker-{worker}.log"
+
 
 def local_worker(config: RunConfig, place: Place) -> None:
-    """Entry of a worker process."""
+    """Entry of a worker process. Whatever goes wrong from here on, its log says it."""
+    _write_to_log(place.log)
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
+    _end_with(place.parent)
     from diloco.training import worker
 
     worker.local_worker(config, place)
+
+
+def _write_to_log(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its launcher is gone, even if that was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="diloco-parent-watch", daemon=True).start()

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from diloco.errors import ConfigError
 from diloco.training.config import RunConfig
@@ -28,15 +28,16 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
     started = _last(events, "worker_started") or {}
     ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
     best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
+    if error is None and (best is None or best["type"] != "worker_finished"):
+        error = "no worker has come to the end"
     members = (best or {}).get("members") or _last_members(events)
     reports = [member["report"] for member in members]
     workers = started.get("workers", config.workers)
-    steps = max([report["inner_steps"] for report in reports] + [(best or {}).get("inner_steps", 0)], default=0)
-    sent = [report["bytes_sent"] for report in reports]
-    baseline = data_parallel_bytes(started.get("parameters", 0), steps, workers)
-    stopped = best is not None and best["stopped_early"]
+    steps = _steps(events, members)
+    sent = _bytes_sent(events, members)
+    baseline = data_parallel_bytes(started.get("parameters", 0), max(steps.values(), default=0), workers)
     return {
-        "status": "failed" if error else "stopped" if stopped else "complete",
+        "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
         "error": error,
         "mode": config.mode,
         "model": config.model,
@@ -44,15 +45,14 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "codec": config.sync.codec,
         **_validation(events),
         "unigram_perplexity": started.get("unigram_perplexity"),
-        "inner_steps": steps,
+        "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
-        "rounds": (best or {}).get("rounds", 0),
-        "rounds_failed": (best or {}).get("rounds_failed", 0),
+        **(_rounds(events) if best is None else {name: best[name] for name in ("rounds", "rounds_failed")}),
         "workers": workers,
-        "tokens": sum(report["inner_steps"] for report in reports) * started.get("tokens_per_step", 0),
-        "bytes_sent_per_worker": max(sent, default=0),
+        "tokens": sum(steps.values()) * started.get("tokens_per_step", 0),
+        "bytes_sent_per_worker": sent,
         "data_parallel_bytes_per_worker": baseline,
-        "communication_reduction": baseline / max(sent) if sent and max(sent) else None,
+        "communication_reduction": baseline / sent if sent else None,
         "compute_utilization": _utilization(reports),
         "anchor_digests": [member["anchor_digest"] for member in members],
         "seconds": events[-1]["time"] - events[0]["time"] if events else 0.0,
@@ -62,6 +62,31 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
 
 def _last(events: list[Event], type_: str) -> Event | None:
     return next((event for event in reversed(events) if event["type"] == type_), None)
+
+
+def _steps(events: list[Event], members: list[dict[str, Any]]) -> dict[int, int]:
+    """The inner steps of each worker, as far as it has told the others or the log."""
+    steps: dict[int, int] = {member["worker"]: member["report"]["inner_steps"] for member in members}
+    for event in events:
+        if event["type"] in ("step", "round", "worker_finished", "worker_failed"):
+            told = event["step"] if "step" in event else event["inner_steps"]
+            steps[event["worker"]] = max(steps.get(event["worker"], 0), told)
+    return steps
+
+
+def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
+    """Of the worker that sent most. A round's own bytes are part of a worker's sum already."""
+    told = [event["bytes_sent"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
+    return max([member["report"]["bytes_sent"] for member in members] + told, default=0)
+
+
+def _rounds(events: list[Event]) -> Summary:
+    """If no worker lived to count its rounds: the merged and the failed ones that the log shows."""
+    rounds = [event for event in events if event["type"] == "round"]
+    merged = {event["sequence"] for event in rounds if event["mean_norm"] is not None}
+    failed = {event["sequence"] for event in rounds if event["failure"] is not None} - merged
+    counted = max((event["rounds"] for event in events if event["type"] == "step"), default=0)
+    return {"rounds": max(len(merged), counted), "rounds_failed": len(failed)}
 
 
 def _last_members(events: list[Event]) -> list[dict[str, Any]]:
@@ -89,7 +114,7 @@ def write_summary(folder: Path, config: RunConfig, error: str | None = None) -> 
     """Summarise a run folder's events into its summary.json, atomically."""
     summary = summarize(config, read_events(folder), error)
     temporary = folder / (SUMMARY_FILE + ".partial")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     temporary.replace(folder / SUMMARY_FILE)
     return summary
 
@@ -102,10 +127,14 @@ def read_summary(folder: Path) -> Summary:
     if not path.exists():
         raise ConfigError(f"{folder} has no {SUMMARY_FILE}: it is not a run folder, or that run has not ended")
     try:
-        summary: Summary = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): the run folder is damaged") from error
-    return summary
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): the run folder is damaged") from error
+    expected = summarize(RunConfig(), [])
+    missing = sorted(expected.keys() - summary.keys()) if isinstance(summary, dict) else sorted(expected)
+    if missing:
+        raise ConfigError(f"{path} is not the summary of a run: it has no {', '.join(missing[:3])}")
+    return cast(Summary, summary)
 
 
 def perplexity_gap(run: Summary, baseline: Summary) -> float | None:

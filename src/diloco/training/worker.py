@@ -8,8 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 
@@ -24,17 +22,14 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog
 from diloco.training.loop import Training
-from diloco.training.spawn import Place
+from diloco.training.spawn import STOP_SIGNALS, Place
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
 
 
 def local_worker(config: RunConfig, place: Place) -> None:
-    """Entry of a process started by the launcher; ends the process."""
-    _write_to_log(place.run_folder / "logs" / f"worker-{place.worker}.log")
-    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
-    _end_with(place.parent)
+    """A process started by the launcher, from the rendezvous on; ends the process."""
     code = 1
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -57,14 +52,17 @@ def train_here(config: RunConfig, corpus: Corpus, run_folder: Path, *, local_wor
     local_rank = int(os.environ.get("LOCAL_RANK", worker))
     device = _device(config, local_rank)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_workers))
-    engine = TorchDistributedEngine(timeout_seconds=config.sync.timeout_seconds, owns_world=True)
+    engine = TorchDistributedEngine(
+        backend=config.backend, timeout_seconds=config.sync.timeout_seconds, owns_world=True
+    )
     events = EventLog(run_folder, worker)
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: training.request_stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
     try:
         training.run()
-    except DiLoCoError as error:
+    except Exception as error:
         training.fail(error)
         raise
     engine.close()
@@ -94,22 +92,3 @@ def _meet_locally(config: RunConfig, place: Place) -> None:
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise rendezvous_error(where, place.worker, place.workers, START_SECONDS, error) from error
     join(where, store, place.worker, place.workers, START_SECONDS)
-
-
-def _write_to_log(path: Path) -> None:
-    """Everything this process and its libraries write goes into its log."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its launcher is gone, even if that was killed."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="diloco-parent-watch", daemon=True).start()
