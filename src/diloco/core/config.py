@@ -1,16 +1,28 @@
 """The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from diloco.errors import ConfigError
 
+_LONGEST_SECONDS = 86_400.0
 OUTER_NUMBERS: dict[str, tuple[str, ...]] = {
     "nesterov": ("lr", "momentum"),
     "sgd": ("lr",),
     "sgdm": ("lr", "momentum"),
     "adam": ("lr", "beta1", "beta2", "epsilon"),
 }
+
+
+def check_outer_number(name: str, value: float, optimizer: str) -> None:
+    """Each number of an outer optimizer has one rule, whatever optimizer it belongs to."""
+    if name in ("lr", "epsilon"):
+        good, rule = 0 < value < math.inf, "finite and above 0"
+    else:
+        good, rule = 0 <= value < 1, "at least 0 and below 1"
+    if not good:
+        raise ConfigError(f"outer.{name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class OuterConfig:
     def __post_init__(self) -> None:
         useful = OUTER_NUMBERS[self.optimizer]
         for name, value in self.given().items():
+            check_outer_number(name, value, self.optimizer)
             if name not in useful:
                 raise ConfigError(
                     f"outer.{name} = {value} has no effect on the outer optimizer '{self.optimizer}': leave it out (it "
@@ -77,5 +90,7 @@ class SyncConfig:
             raise ConfigError(f"sync.mixing = {self.mixing} must be at least 0 and below 1")
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
             raise ConfigError(f"sync.max_norm_ratio = {self.max_norm_ratio} must be above 1")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"sync.timeout_seconds = {self.timeout_seconds} must be above 0")
+        if not 0 < self.timeout_seconds <= _LONGEST_SECONDS:
+            raise ConfigError(
+                f"sync.timeout_seconds = {self.timeout_seconds} must be above 0 and at most {_LONGEST_SECONDS:g}, a day"
+            )

@@ -7,7 +7,6 @@ whole fragment or any part of it. To add one: a class here, a line in OUTER_OPTI
 The paper (Figure 6) finds Nesterov best; SGD with lr 1 is federated averaging, Adam is FedOpt and needs ε = 0.1.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.config import OuterConfig
-from diloco.errors import ConfigError
+from diloco.core.config import OuterConfig, check_outer_number
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,7 @@ class OuterOptimizer(ABC):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_number(f"outer.{field.name}", getattr(self, field.name), self.name)
-
-
-def check_number(name: str, value: float, optimizer: str) -> None:
-    """Each number of an outer optimizer has one rule, whatever optimizer it belongs to."""
-    below_one = name != "outer.lr" and name != "outer.epsilon"
-    if not math.isfinite(value) or value < 0 or (below_one and value >= 1) or (not below_one and value == 0):
-        rule = "at least 0 and below 1" if below_one else "finite and above 0"
-        raise ConfigError(f"{name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
+            check_outer_number(field.name, getattr(self, field.name), self.name)
 
 
 @dataclass(frozen=True)

@@ -231,11 +231,10 @@ class Training:
         state = self.mode.state
         state.report = replace(state.report, elapsed_seconds=self._elapsed())
         result = self._evaluation_here()
+        # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
+        step = max([state.inner_steps, *(member.report.inner_steps for member in self.engine.members())])
         state.report = replace(
-            state.report,
-            validation_loss=result.loss,
-            validation_tokens=result.tokens,
-            validation_step=state.inner_steps,
+            state.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )
 
     def _emit_end(self, type_: str, **more: object) -> None:

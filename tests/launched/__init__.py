@@ -1,0 +1,1 @@
+"""`diloco train` as a user starts it: real processes, signals and folders."""

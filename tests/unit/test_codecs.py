@@ -1,0 +1,188 @@
+"""Every registered codec keeps its promises: I9 (error within the stated bound for any finite input), exact sizes."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.codecs.base import Codec
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import CODECS, codec
+from diloco.core.fragments import PART_QUANTUM, PartLayout
+from diloco.errors import ConfigError
+
+LARGEST = torch.finfo(torch.float32).max
+every_codec = pytest.mark.parametrize("name", CODECS)
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+def through(made: Codec, values: Tensor) -> Tensor:
+    out = torch.full_like(values, math.nan)
+    made.decode(encoded(made, values), out)
+    return out
+
+
+def encoded(made: Codec, values: Tensor) -> Tensor:
+    data = torch.full((values.shape[0], made.part_bytes(values.shape[1])), 0xAB, dtype=torch.uint8)
+    made.encode(values, data)
+    return data
+
+
+def check_bound(made: Codec, values: Tensor) -> None:
+    # In fp64: the bound's own rounding must not hide or invent an excess.
+    error = (through(made, values).double() - values.double()).abs()
+    bound = made.error_bound(values).double()
+    worst = int((error - bound).argmax())
+    assert bool((error <= bound).all()), (
+        f"{values.view(-1)[worst]} became {through(made, values).view(-1)[worst]}: "
+        f"error {error.view(-1)[worst]} above the bound {bound.view(-1)[worst]}"
+    )
+
+
+def row(values: list[float], seed: int = 0, noise: float = 0.0) -> Tensor:
+    """`values` scattered over a part, the rest zeros or noise."""
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(1, PART_QUANTUM, generator=generator) * noise
+    places = torch.randperm(PART_QUANTUM, generator=generator)[: len(values)]
+    out[0, places] = torch.tensor(values, dtype=torch.float32)
+    return out
+
+
+@every_codec
+@given(st.lists(finite, min_size=1, max_size=64), st.integers(0, 100), st.sampled_from([0.0, 1e-40, 1e-8, 1.0, 1e30]))
+@example([LARGEST, -LARGEST, 1.0, 1e-45], 0, 0.0)
+@example([1e-45, -1e-45, 3e-45], 0, 0.0)
+@example([2.0**-126, 2.0**-127, 1e-45], 0, 0.0)
+@example([65504.0, 65520.0, 65536.0, 2.0**-24, 2.0**-25], 0, 0.0)
+@example([2.0**15 * (1 - 2.0**-12), 2.0**16], 0, 1.0)
+@example([0.0], 0, 0.0)
+def test_i9_the_error_is_within_the_bound_for_any_finite_input(
+    name: str, values: list[float], seed: int, noise: float
+) -> None:
+    check_bound(codec(name), row(values, seed, noise))
+
+
+@every_codec
+@given(st.integers(-149, 127), st.floats(0, 1), st.integers(0, 100))
+def test_i9_the_error_is_within_the_bound_at_every_magnitude(
+    name: str, exponent: int, spread: float, seed: int
+) -> None:
+    """Parts whose elements lie between 2^exponent and much less: what a real outer gradient looks like, scaled."""
+    generator = torch.Generator().manual_seed(seed)
+    mantissa = torch.rand(2, PART_QUANTUM, generator=generator) * 2 - 1
+    smaller = torch.rand(2, PART_QUANTUM, generator=generator) * spread * 60
+    check_bound(codec(name), (mantissa.double() * 2.0 ** (exponent - smaller.double())).float())
+
+
+@every_codec
+def test_i9_the_error_is_within_the_bound_for_every_kind_of_bit_pattern(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**31), 2**31 - 1, (64, PART_QUANTUM), generator=generator, dtype=torch.int64)
+    values = bits.to(torch.int32).view(torch.float32)
+    check_bound(codec(name), torch.where(values.isfinite(), values, torch.zeros(())))
+
+
+@every_codec
+@pytest.mark.parametrize("fraction", [1.0, 1 - 2.0**-24, 1 - 2.0**-12, 0.999, 0.75])
+def test_the_largest_numbers_stay_finite(name: str, fraction: float) -> None:
+    values = torch.full((1, PART_QUANTUM), LARGEST * fraction)
+    values[0, ::2] *= -1
+    assert bool(through(codec(name), values).isfinite().all())
+    check_bound(codec(name), values)
+
+
+@every_codec
+@given(st.integers(1, 64))
+def test_part_bytes_is_exact_and_a_multiple_of_four(name: str, quanta: int) -> None:
+    made, elements = codec(name), quanta * PART_QUANTUM
+    size = made.part_bytes(elements)
+    assert size % 4 == 0
+    first, second = (torch.full((2, size), fill, dtype=torch.uint8) for fill in (0x00, 0xFF))
+    values = torch.randn(2, elements)
+    made.encode(values, first)
+    made.encode(values, second)
+    assert torch.equal(first, second)  # every byte is written, and by nothing but the values
+
+
+@pytest.mark.parametrize(("name", "per_value"), [("fp32", 4.0), ("fp16", 2.004), ("bf16", 2.0), ("int8", 1.016)])
+def test_bytes_per_value_are_what_the_documentation_says(name: str, per_value: float) -> None:
+    assert codec(name).part_bytes(PART_QUANTUM) / PART_QUANTUM == pytest.approx(per_value, abs=5e-4)
+
+
+@every_codec
+@given(st.integers(2, 9), st.integers(0, 100), st.sampled_from([PART_QUANTUM, 3 * PART_QUANTUM]))
+def test_the_bytes_of_a_part_depend_on_nothing_but_that_part(name: str, rows: int, seed: int, elements: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** torch.randint(-40, 38, (rows, 1), generator=generator)
+    values = (torch.randn(rows, elements, generator=generator).double() * scales).float().clamp(-LARGEST, LARGEST)
+    made = codec(name)
+    together = encoded(made, values)
+    assert torch.equal(together, encoded(made, values))
+    for index in range(rows):
+        assert torch.equal(together[index : index + 1], encoded(made, values[index : index + 1].clone()))
+    decoded = through(made, values)
+    for index in range(rows):
+        assert torch.equal(decoded[index : index + 1], through(made, values[index : index + 1].clone()))
+
+
+@every_codec
+def test_zeros_stay_exactly_zero(name: str) -> None:
+    assert not through(codec(name), torch.zeros(3, PART_QUANTUM)).any()
+
+
+@every_codec
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_an_input_that_is_not_finite_never_crashes_and_stays_within_its_part(name: str, odd: float) -> None:
+    values = torch.randn(3, PART_QUANTUM, generator=torch.Generator().manual_seed(0))
+    clean = through(codec(name), values)
+    values[1, 5] = odd
+    values[1, 700] = math.nan
+    decoded = through(codec(name), values)
+    assert torch.equal(decoded[[0, 2]], clean[[0, 2]])
+
+
+@every_codec
+def test_encoding_what_was_decoded_changes_little_more(name: str) -> None:
+    """A mean of equal contributions is encoded again on the way back: within the bound of the decoded values."""
+    values = torch.randn(4, PART_QUANTUM, generator=torch.Generator().manual_seed(1))
+    check_bound(codec(name), through(codec(name), values))
+
+
+def test_fp32_is_the_bits_themselves() -> None:
+    values = torch.randn(2, PART_QUANTUM)
+    values[0, 0] = struct.unpack("<f", struct.pack("<I", 0x7FC01234))[0]  # a NaN with a payload
+    assert torch.equal(through(codec("fp32"), values).view(torch.int32), values.view(torch.int32))
+
+
+def test_fp16_keeps_eleven_bits_of_outer_gradients_far_below_fp16s_own_range() -> None:
+    values = torch.randn(1, PART_QUANTUM, generator=torch.Generator().manual_seed(2)) * 1e-9
+    assert not values.half().any()
+    torch.testing.assert_close(through(codec("fp16"), values), values, rtol=2.0**-11, atol=1e-9 * 2.0**-36)
+
+
+@every_codec
+@given(st.integers(1, 9000), st.integers(1, 4))
+def test_an_encoded_vector_gives_back_its_length_however_it_is_written(name: str, numel: int, parts: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    layout = PartLayout(numel)
+    whole, pieces = EncodedVector(codec(name), layout), EncodedVector(codec(name), layout)
+    whole.encode(0, values)
+    step = parts * layout.part_elements
+    for first in range(0, layout.num_parts, parts):
+        start = first * layout.part_elements
+        pieces.encode(first, values[start : start + step])
+    assert torch.equal(whole.data, pieces.data)
+    assert whole.num_bytes == layout.num_parts * codec(name).part_bytes(layout.part_elements)
+    decoded = whole.decode(0, layout.num_parts).clone()
+    assert decoded.shape == (numel,)
+    last = layout.num_parts - 1
+    assert torch.equal(whole.decode(last, 1), decoded[last * layout.part_elements :])
+
+
+def test_an_unknown_codec_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ConfigError, match="'zip' is unknown: choose one of fp32, fp16, bf16, int8"):
+        codec("zip")

@@ -1,0 +1,106 @@
+"""Who is in the mean, and the mean: the divisor is the weight of those who are in."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.core.merging import Claim, admit, diverged, shares, weighted_mean
+
+
+def reasons(*claims: Claim, ratio: float | None = 1000.0) -> list[str | None]:
+    return admit(list(claims), ratio)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+def test_a_contribution_that_is_not_finite_is_refused_and_the_others_are_not(norm: float) -> None:
+    first, second, third = reasons(Claim(1.0, 1.0), Claim(1.0, norm), Claim(1.0, 2.0))
+    assert first is None and third is None
+    assert second == "the outer gradient is not finite"
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0])
+def test_a_weight_that_is_not_finite_or_below_zero_is_refused(weight: float) -> None:
+    reason, fine = reasons(Claim(weight, 1.0), Claim(1.0, 1.0))
+    assert reason is not None and "weight" in reason and fine is None
+
+
+def test_an_absurd_norm_is_refused_with_the_numbers_in_the_reason() -> None:
+    *fine, reason = reasons(Claim(1.0, 1.0), Claim(1.0, 2.0), Claim(1.0, 2001.0))
+    assert fine == [None, None]
+    assert reason == "norm 2e+03 is above 1000 x the median 2"
+    assert reasons(Claim(1.0, 1.0), Claim(1.0, 2.0), Claim(1.0, 2000.0)) == [None, None, None]
+
+
+def test_of_two_workers_the_smaller_norm_is_the_reference() -> None:
+    """The lower median: with the upper one, an exploded worker would be its own measure and the sound one fine too."""
+    assert reasons(Claim(1.0, 1e30), Claim(1.0, 1.0))[0] is not None
+    assert reasons(Claim(1.0, 1.0), Claim(1.0, 1e30)) == [None, "norm 1e+30 is above 1000 x the median 1"]
+
+
+def test_without_a_ratio_any_finite_norm_is_accepted() -> None:
+    assert reasons(Claim(1.0, 1e30), Claim(1.0, 1.0), ratio=None) == [None, None]
+
+
+def test_a_worker_without_work_neither_offends_nor_sets_the_measure() -> None:
+    assert reasons(Claim(0.0, 0.0), Claim(1.0, 5.0), Claim(0.0, 0.0)) == [None, None, None]
+    assert reasons(Claim(0.0, 1e-9), Claim(1.0, 5.0)) == [None, None]
+
+
+def test_a_refused_norm_does_not_count_in_the_median() -> None:
+    assert reasons(Claim(1.0, math.nan), Claim(1.0, 1.0), Claim(1.0, 900.0)) == [
+        "the outer gradient is not finite",
+        None,
+        None,
+    ]
+
+
+def test_an_anchor_that_is_not_the_majoritys_is_refused_and_ties_go_to_the_first() -> None:
+    a, b = Claim(1.0, 1.0, "aa"), Claim(1.0, 1.0, "bb")
+    assert [reason is None for reason in reasons(b, a, a)] == [False, True, True]
+    assert [reason is None for reason in reasons(b, a)] == [True, False]
+    assert diverged(["bb", "aa", "aa"]) == (0,)
+    assert diverged(["bb", "aa"]) == (1,)
+    assert diverged(["aa", "aa"]) == ()
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=6))
+def test_the_decision_about_norms_does_not_depend_on_the_order_of_the_workers(norms: list[float]) -> None:
+    claims = [Claim(1.0, norm) for norm in norms]
+    forwards = admit(claims, 10.0)
+    backwards = admit(claims[::-1], 10.0)[::-1]
+    assert forwards == backwards
+
+
+def test_equal_weights_give_exactly_the_plain_mean_whatever_the_weight() -> None:
+    values = [torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    plain = (values[0] + values[1] + values[2]) / 3
+    for weight in (1.0, 0.1, 3.0, 12345.678, 1e-30):
+        assert torch.equal(weighted_mean(values, [weight] * 3, torch.empty(4096)), plain)
+
+
+def test_the_divisor_is_the_weight_of_what_is_in_the_mean() -> None:
+    values = [torch.full((8,), 1.0), torch.full((8,), 4.0)]
+    assert torch.equal(weighted_mean(values, [2.0, 1.0], torch.empty(8)), torch.full((8,), 2.0))
+    assert torch.equal(weighted_mean(values[1:], [1.0], torch.empty(8)), values[1])
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5), st.integers(0, 1000))
+def test_the_weighted_mean_is_the_fp64_one_within_rounding(weights: list[float], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(64, generator=generator) for _ in weights]
+    exact = sum(w * v.double() for w, v in zip(weights, values, strict=True)) / sum(weights)
+    torch.testing.assert_close(weighted_mean(values, weights, torch.empty(64)).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_the_values_may_be_one_scratch_memory_filled_anew() -> None:
+    scratch = torch.empty(4)
+    mean = weighted_mean((scratch.fill_(float(i)) for i in range(4)), [1.0] * 4, torch.empty(4))
+    assert torch.equal(mean, torch.full((4,), 1.5))
+
+
+def test_shares_of_no_weight_are_zero() -> None:
+    assert shares([0.0, 0.0]) == [0.0, 0.0]
+    assert shares([3.0, 3.0]) == [1.0, 1.0]
