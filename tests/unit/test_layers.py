@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import diloco.core
 import pytest
+
+import diloco.core
 
 CORE = Path(diloco.core.__path__[0])
 

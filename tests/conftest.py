@@ -1,0 +1,33 @@
+"""What all tests share: one CPU thread, reproducible property tests, `worlds` importable, golden files by a flag."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # `worlds`, also in the processes that tests spawn
+
+hypothesis.settings.register_profile("diloco", deadline=None, derandomize=True, max_examples=40, database=None)
+hypothesis.settings.load_profile("diloco")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate-golden", action="store_true", help="write tests/golden/*.json anew instead of comparing with them"
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_cpu_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def regenerate_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate-golden"))

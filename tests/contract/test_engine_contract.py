@@ -1,0 +1,344 @@
+"""What every engine promises (engines/base.py), held against each engine with the same scenarios.
+
+A scenario is a function of an engine. `local` runs it in threads; `torch_distributed` in real processes, where all
+scenarios share one world per number of workers, since starting one is slow.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import CODECS, codec
+from diloco.core.fragments import PartLayout
+from diloco.engines import waves
+from diloco.engines.base import Engine
+from diloco.engines.header import HEADER_BYTES
+from diloco.engines.rounds import Report, RoundKey
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.errors import EngineError, RoundFailed
+from worlds.processes import in_processes
+from worlds.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
+from worlds.threads import in_threads
+
+Scenario = Callable[[Engine], Any]
+
+
+# Scenarios: what one worker does; the tests below judge what all of them saw
+
+
+def every_codec(engine: Engine) -> dict[str, bytes]:
+    return {
+        name: average(engine, sequence, name=name).mean.data.numpy().tobytes() for sequence, name in enumerate(CODECS)
+    }
+
+
+def weighted(engine: Engine) -> tuple[list[float], float, tuple[int, ...]]:
+    result = average(engine, weight=float(engine.worker + 1))
+    return decoded(result), result.total_weight, result.contributors
+
+
+def one_without_work(engine: Engine) -> tuple[list[float], float, tuple[int, ...], dict[int, str]]:
+    result = average(engine, weight=0.0 if engine.worker == 0 else 2.0)
+    return decoded(result), result.total_weight, result.contributors, dict(result.refused)
+
+
+def one_refused(engine: Engine, odd: float) -> tuple[list[float], float, tuple[int, ...], dict[int, str]]:
+    tensor = values(engine.worker)
+    if engine.worker == 1:
+        tensor[5] = odd
+    result = average(engine, tensor=tensor)
+    return decoded(result), result.total_weight, result.contributors, dict(result.refused)
+
+
+def nan_refused(engine: Engine) -> Any:
+    return one_refused(engine, math.nan)
+
+
+def absurd_refused(engine: Engine) -> Any:
+    return one_refused(engine, 1e30)
+
+
+def all_refused(engine: Engine) -> tuple[str, list[float]]:
+    """The failed round, and that the next one is fine."""
+    bad = torch.full((NUMEL,), math.nan)
+    reason = message(lambda: average(engine, 0, tensor=bad), RoundFailed)
+    return reason, decoded(average(engine, 1))
+
+
+def all_refused_says_who_stops(engine: Engine) -> tuple[bool, bool]:
+    bad, report = torch.full((NUMEL,), math.nan), Report(stopping=engine.worker == 0)
+    with pytest.raises(RoundFailed) as caught:
+        average(engine, tensor=bad, report=report)
+    return caught.value.stopping, caught.value.resync
+
+
+def no_work(engine: Engine) -> tuple[float, tuple[int, ...], dict[int, str], int]:
+    result = average(engine, weight=0.0)
+    return result.total_weight, result.contributors, dict(result.refused), result.bytes_sent
+
+
+def other_anchor(engine: Engine) -> tuple[tuple[int, ...], dict[int, str], bool]:
+    last = engine.worker == engine.workers - 1
+    result = average(engine, anchor="odd" if last else "same")
+    return result.contributors, dict(result.refused), result.resync
+
+
+def tiny(engine: Engine) -> list[float]:
+    return decoded(average(engine, numel=3))
+
+
+def members(engine: Engine) -> list[tuple[int, str, int, float]]:
+    result = average(engine, report=Report(inner_steps=10 + engine.worker, loss=0.5))
+    assert engine.members() == result.members
+    return [(m.worker, m.anchor_digest, m.report.inner_steps, m.report.loss) for m in engine.members()]
+
+
+def traffic(engine: Engine) -> tuple[int, int]:
+    result = average(engine, name="int8")
+    return result.bytes_sent, result.bytes_received
+
+
+def other_layout(engine: Engine) -> str:
+    layout = "odd" if engine.worker == 1 else "same"
+    return message(lambda: average(engine, layout=layout), EngineError)
+
+
+def other_round(engine: Engine) -> str:
+    fragment = 1 if engine.worker == 1 else 0
+    pending = engine.start_round(RoundKey(0, fragment), contribution(engine), 20.0)
+    return message(pending.wait, EngineError)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        every_codec,
+        weighted,
+        one_without_work,
+        nan_refused,
+        absurd_refused,
+        all_refused,
+        all_refused_says_who_stops,
+        no_work,
+        other_anchor,
+        tiny,
+        members,
+        traffic,
+        other_layout,
+        other_round,
+    )
+}
+BREAKING = {"other_layout", "other_round"}  # afterwards the engine is of no use, as it should be
+
+
+def in_one_world(engine: TorchDistributedEngine) -> dict[str, Any]:
+    answers = {}
+    for name, scenario in SCENARIOS.items():
+        if name in BREAKING and engine.workers == 1:
+            continue
+        own = TorchDistributedEngine(timeout_seconds=20.0) if name in BREAKING else engine
+        answers[name] = scenario(own)
+    return answers
+
+
+_worlds: dict[int, list[dict[str, Any]]] = {}
+
+
+def answers(engine: str, workers: int, name: str) -> list[Any]:
+    """What each worker answered in a scenario."""
+    if engine == "local":
+        return in_threads(workers, SCENARIOS[name])
+    if workers not in _worlds:
+        _worlds[workers] = in_processes(workers, in_one_world)
+    return [world[name] for world in _worlds[workers]]
+
+
+def equal(everyone: list[Any]) -> Any:
+    """The one answer that all workers gave."""
+    assert all(answer == everyone[0] for answer in everyone), "the workers saw different things"
+    return everyone[0]
+
+
+over_engines = pytest.mark.parametrize(
+    "engine", ["local", pytest.param("torch_distributed", marks=pytest.mark.slow)], scope="module"
+)
+over_workers = pytest.mark.parametrize("workers", [1, 2, 3], scope="module")
+several_workers = pytest.mark.parametrize("workers", [2, 3], scope="module")
+
+
+@over_engines
+@over_workers
+def test_i1_all_workers_get_the_same_bits_with_every_codec(engine: str, workers: int) -> None:
+    means = equal(answers(engine, workers, "every_codec"))
+    assert means.keys() == CODECS.keys()
+    vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
+    vector.data = torch.frombuffer(bytearray(means["fp32"]), dtype=torch.uint8).view(vector.data.shape)
+    assert torch.equal(vector.decode(0, vector.layout.num_parts), plain_mean(*range(workers)))
+
+
+@pytest.mark.slow
+@over_workers
+def test_i8_both_engines_give_the_same_bytes_with_every_codec(workers: int) -> None:
+    assert equal(answers("local", workers, "every_codec")) == equal(
+        answers("torch_distributed", workers, "every_codec")
+    )
+
+
+@over_engines
+@over_workers
+def test_the_mean_is_weighted_and_the_divisor_is_the_total_weight(engine: str, workers: int) -> None:
+    mean, total, contributors = equal(answers(engine, workers, "weighted"))
+    assert total == sum(range(1, workers + 1)) and contributors == tuple(range(workers))
+    expected = sum((w + 1) * values(w).double() for w in range(workers)) / total
+    torch.testing.assert_close(torch.tensor(mean).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@over_engines
+@several_workers
+def test_a_worker_without_work_is_neither_in_the_mean_nor_refused(engine: str, workers: int) -> None:
+    mean, total, contributors, refused = equal(answers(engine, workers, "one_without_work"))
+    assert (total, contributors, refused) == (2.0 * (workers - 1), tuple(range(1, workers)), {})
+    assert mean == plain_mean(*range(1, workers)).tolist()
+
+
+@over_engines
+@several_workers
+@pytest.mark.parametrize(("name", "reason"), [("nan_refused", "not finite"), ("absurd_refused", "above 1000 x")])
+def test_a_bad_contribution_is_refused_and_the_mean_of_the_others_is_exact(
+    engine: str, workers: int, name: str, reason: str
+) -> None:
+    mean, total, contributors, refused = equal(answers(engine, workers, name))
+    sound = tuple(worker for worker in range(workers) if worker != 1)
+    assert (total, contributors, refused.keys()) == (workers - 1, sound, {1})
+    assert reason in refused[1]
+    assert mean == plain_mean(*sound).tolist()
+
+
+@over_engines
+@over_workers
+def test_a_round_in_which_all_are_refused_fails_and_the_next_one_works(engine: str, workers: int) -> None:
+    reason, mean = equal(answers(engine, workers, "all_refused"))
+    assert reason.startswith("round 0: every contribution was refused")
+    assert mean == plain_mean(*range(workers)).tolist()
+
+
+@over_engines
+@several_workers
+def test_a_failed_round_still_tells_who_stops_and_that_no_anchor_differs(engine: str, workers: int) -> None:
+    assert equal(answers(engine, workers, "all_refused_says_who_stops")) == (True, False)
+
+
+@over_engines
+@over_workers
+def test_a_round_without_any_work_moves_headers_only(engine: str, workers: int) -> None:
+    assert equal(answers(engine, workers, "no_work")) == (0.0, (), {}, HEADER_BYTES * (workers - 1))
+
+
+@over_engines
+@several_workers
+def test_a_worker_with_another_anchor_is_refused_and_told_to_resynchronise(engine: str, workers: int) -> None:
+    everyone = answers(engine, workers, "other_anchor")
+    for contributors, refused, _ in everyone:
+        assert contributors == tuple(range(workers - 1))
+        assert refused == {workers - 1: "its anchor odd is not the others' same"}
+    assert everyone[-1][2]
+
+
+@over_engines
+@over_workers
+def test_fewer_parts_than_workers_are_averaged_too(engine: str, workers: int) -> None:
+    expected = sum(values(worker, 3).double() for worker in range(workers)) / workers
+    torch.testing.assert_close(
+        torch.tensor(equal(answers(engine, workers, "tiny"))), expected.float(), rtol=1e-5, atol=1e-6
+    )
+
+
+@over_engines
+@over_workers
+def test_members_are_what_the_workers_said_of_themselves(engine: str, workers: int) -> None:
+    expected = [(worker, "same", 10 + worker, 0.5) for worker in range(workers)]
+    assert equal(answers(engine, workers, "members")) == expected
+
+
+@pytest.mark.slow
+@over_workers
+def test_both_engines_report_the_same_bytes(workers: int) -> None:
+    local = answers("local", workers, "traffic")
+    assert local == answers("torch_distributed", workers, "traffic")
+    total = EncodedVector(codec("int8"), PartLayout(NUMEL)).num_bytes + HEADER_BYTES * workers / 2
+    assert sum(sent for sent, _ in local) == sum(got for _, got in local) == 2 * (workers - 1) * total
+
+
+@over_engines
+@several_workers
+def test_workers_that_train_something_else_are_told_so_on_every_worker(engine: str, workers: int) -> None:
+    for text in answers(engine, workers, "other_layout"):
+        assert "trains something else" in text and "config.toml" in text
+
+
+@over_engines
+@several_workers
+def test_workers_in_different_rounds_are_told_so_on_every_worker(engine: str, workers: int) -> None:
+    for text in answers(engine, workers, "other_round"):
+        assert "in round 0 (fragment 1)" in text and "all must take the same steps" in text
+
+
+# start_round returns at once
+
+
+def test_start_round_returns_before_the_others_have_posted_locally() -> None:
+    posted = threading.Event()
+
+    def first_posts_then_lets_the_other(engine: Engine) -> list[float]:
+        if engine.worker == 1:
+            assert posted.wait(20.0)
+        pending = engine.start_round(RoundKey(0, 0), contribution(engine), 20.0)
+        posted.set()
+        return decoded(pending.wait())
+
+    assert equal(in_threads(2, first_posts_then_lets_the_other)) == plain_mean(0, 1).tolist()
+
+
+def waits_for_the_first(engine: TorchDistributedEngine) -> list[float]:
+    """Worker 1 posts only after worker 0 has said, over the store, that its start_round has returned."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if engine.worker == 1:
+        store.wait(["returned"])
+    pending = engine.start_round(RoundKey(0, 0), contribution(engine), 20.0)
+    if engine.worker == 0:
+        store.set("returned", b"yes")
+    mean = decoded(pending.wait())
+    engine.close()
+    assert "is closed" in message(lambda: engine.start_round(RoundKey(1, 0), contribution(engine), 1.0), EngineError)
+    return mean
+
+
+@pytest.mark.slow
+def test_start_round_returns_before_the_others_have_posted_and_raises_after_close() -> None:
+    assert equal(in_processes(2, waits_for_the_first)) == plain_mean(0, 1).tolist()
+
+
+def means_over_waves(engine: TorchDistributedEngine) -> dict[int, tuple[bytes, int]]:
+    """The same average with ever smaller waves: all at once, some, and one part for each worker at a time."""
+    means = {}
+    for sequence, size in enumerate((1 << 21, 10_000, 1)):
+        waves._WAVE_BYTES_PER_WORKER = size
+        result = average(engine, sequence, numel=61 * 1024 + 5, name="int8")
+        means[size] = result.mean.data.numpy().tobytes(), result.bytes_sent
+    return means
+
+
+@pytest.mark.slow
+@several_workers
+def test_how_many_waves_a_vector_takes_never_changes_a_bit(workers: int) -> None:
+    local = in_threads(workers, lambda engine: average(engine, numel=61 * 1024 + 5, name="int8").mean.data.numpy())
+    everyone = in_processes(workers, means_over_waves)
+    for means in everyone:
+        assert {data for data, _ in means.values()} == {local[0].tobytes()}
+    if workers == 2:  # with two, whoever reduces a part, it crosses once each way
+        assert len({sent for means in everyone for _, sent in means.values()}) == 1
