@@ -31,6 +31,8 @@ from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 
 logger = logging.getLogger(__name__)
 
+_FAILURES_IN_A_ROW = 3
+
 
 class Training:
     """A worker from its first parameters to its last event."""
@@ -64,6 +66,7 @@ class Training:
         self.stop_requested = False
         self._evaluation_seconds = 0.0
         self._announced_step = -1
+        self._failures: list[str] = []  # of the latest rounds, in a row
         self._loss = float("nan")
         self._started = time.monotonic()
 
@@ -94,6 +97,7 @@ class Training:
             if self.mode.must_end:
                 break
             self._step(state.inner_steps)
+            self._check_progress()
             if state.inner_steps % config.eval_interval == 0 and state.inner_steps < config.steps:
                 self._evaluate()
         self._finish()
@@ -155,12 +159,21 @@ class Training:
             loss=self._loss,
         )
 
+    def _check_progress(self) -> None:
+        """A failed round may be followed by a good one; several in a row (all parameters are NaN, say) will not be."""
+        if len(self._failures) >= _FAILURES_IN_A_ROW:
+            raise EngineError(
+                f"the last {len(self._failures)} rounds failed, the last because: {self._failures[-1]}. If the loss "
+                f"is not finite, lower inner.lr ({self.config.inner.lr}) or check the data"
+            )
+
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.state.inner_steps
         self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
 
     def _on_round(self, event: RoundEvent) -> None:
         result = event.result
+        self._failures = [*self._failures, event.failure] if event.failure is not None else []
         self.events.emit(
             "round",
             sequence=event.key.sequence,
