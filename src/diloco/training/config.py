@@ -138,7 +138,7 @@ class RunConfig:
 _LARGE: dict[str, object] = {"data.sequence_length": 1024, "data.vocab_size": 32_000}
 RECIPES: dict[str, dict[str, object]] = {
     "tiny": {
-        "steps": 1000,
+        "steps": 800,
         "inner.lr": 3e-3,
         "inner.warmup_steps": 100,
         "outer.momentum": 0.5,  # of some 30 rounds; 0.9 remembers ten of them, which is right for the paper's 128

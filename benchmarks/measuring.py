@@ -1,0 +1,103 @@
+"""What the benchmarks measure with: this process's memory and sent bytes, the machine in words, results as JSON.
+
+Linux only: memory is VmHWM of /proc/self/status, the kernel's own high-water mark, reset through
+/proc/self/clear_refs; bytes are `tcpi_bytes_sent` less `tcpi_bytes_retrans` of TCP_INFO, summed over the process's own
+TCP sockets, so that framing, coordination and payload count alike whoever sends them. A machine is named by its
+processor, never by its host.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import socket
+import statistics
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+_BYTES_SENT_OFFSET = 200  # of the u64s tcpi_bytes_sent, tcpi_bytes_retrans in struct tcp_info (linux/tcp.h, from 4.19)
+
+
+def reset_peak_memory() -> int:
+    """Give free memory back to the system, forget the high-water mark, return the resident bytes of now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_memory() -> int:
+    """The most resident bytes since `reset_peak_memory`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: these benchmarks need Linux")
+
+
+def socket_bytes_sent() -> int:
+    """Bytes sent so far on all open TCP sockets of this process, each byte once however often TCP repeated it."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(link.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as own:
+                if own.type & socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
+                    total += sent - again
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+    return total
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several measurements of one thing."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+def machine() -> dict[str, object]:
+    """The machine in words that say nothing of its owner."""
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def write_results(benchmark: str, results: object) -> Path:
+    """benchmarks/results/<benchmark>-<processor>-<n>-cores.json, overwritten by each run."""
+    words = "".join(letter if letter.isalnum() else " " for letter in _processor().lower()).split()
+    kept = [word for word in words if word not in ("r", "tm", "cpu", "processor")]
+    path = RESULTS / f"{benchmark}-{'-'.join(kept)}-{os.cpu_count()}-cores.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    return path
