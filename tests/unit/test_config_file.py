@@ -66,7 +66,7 @@ def sync_configs(draw: st.DrawFn) -> SyncConfig:
         overlap_steps=draw(st.integers(0, H - 1)),
         mixing=draw(numbers(0, 0.99)),
         max_norm_ratio=draw(st.none() | numbers(1.5, 1e9)),
-        timeout_seconds=draw(numbers(0.1, 1e6)),
+        timeout_seconds=draw(numbers(0.1, 86_400)),
     )
 
 

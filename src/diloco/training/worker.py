@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from diloco.data.corpus import Corpus
 from diloco.engines.connecting import join, rendezvous_error
