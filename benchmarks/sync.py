@@ -7,6 +7,7 @@ that what else the machine does falls on all of them alike. Every worker has one
     bytes     a worker sends during a sync, at its TCP sockets (TCP_INFO), per parameter; the wider of the two workers
     seconds   from the end of the inner optimizer's step to updated parameters, on all workers; a barrier just before
               takes out who came first; median over all syncs but the first of a run
+    cpu       seconds of processor time, all threads of a worker, during the same: the work, on a busy machine too
     held      peak memory in fp32 copies of the model: VmHWM from just before the model is built to the end, less the
               resident memory at that point. Measured in runs of their own, in which malloc gives freed blocks
               back at once (MALLOC_MMAP_THRESHOLD_), so that it is what a side holds at its worst moment
@@ -56,6 +57,7 @@ class Measured:
     """What one worker saw; one entry a sync."""
 
     seconds: list[float]
+    cpu_seconds: list[float]
     bytes_sent: list[int]
     bytes_reported: list[int]
     copies: float
@@ -89,16 +91,18 @@ class Syncs:
         self.barrier = barrier
         self.due = False
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.bytes_sent: list[int] = []
 
     def begin(self, *_: object) -> None:
         if self.due:
             self.sent = socket_bytes_sent()
             self.barrier.wait(LIMIT_SECONDS)
-            self.started = time.perf_counter()
+            self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         self.seconds.append(time.perf_counter() - self.started)
+        self.cpu_seconds.append(time.process_time() - self.cpu_started)
         self.barrier.wait(LIMIT_SECONDS)
         self.bytes_sent.append(socket_bytes_sent() - self.sent)
 
@@ -140,7 +144,7 @@ def measure(task: Task, rank: int, barrier: Barrier) -> Measured:
         size = 4 * sum(p.numel() for p in model.parameters())
         final = digest(torch.cat([p.detach().flatten() for p in model.parameters()]))
         barrier.wait(LIMIT_SECONDS)
-    return Measured(syncs.seconds, syncs.bytes_sent, list(reported), (peak - before) / size, final)
+    return Measured(syncs.seconds, syncs.cpu_seconds, syncs.bytes_sent, list(reported), (peak - before) / size, final)
 
 
 def worker(task: Task, rank: int, barrier: Barrier, results: Connection) -> None:
@@ -234,6 +238,7 @@ class Row:
     bytes_per_parameter: float
     reported_bytes_per_parameter: float | None
     seconds: Spread
+    cpu_seconds: Spread
     held_copies: Spread
     resident_copies: Spread
 
@@ -251,6 +256,7 @@ def summarise(case: str, size: str, runs: list[list[Measured]], memory_run: list
         max(sent) / parameters,
         max(reported) / parameters if reported else None,
         Spread.of([max(pair) for pair in pairs]),
+        Spread.of([seconds for run_ in runs for m in run_ for seconds in m.cpu_seconds[1:]]),
         Spread.of([m.copies for m in memory_run]),
         Spread.of([m.copies for run_ in runs for m in run_]),
     )
@@ -271,7 +277,7 @@ def missed_targets(rows: list[Row]) -> list[str]:
 
 def print_table(rows: list[Row]) -> None:
     table = Table(title=f"one sync of {WORKERS} workers, gloo on loopback, one torch thread each")
-    for heading in ("parameters", "case", "bytes/param", "reported", "s/sync (low–high)", "held", "resident"):
+    for heading in ("parameters", "case", "bytes/param", "reported", "s/sync (low–high)", "cpu", "held", "resident"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     for row in rows:
         synced = row.case != PLAIN
@@ -281,11 +287,12 @@ def print_table(rows: list[Row]) -> None:
             f"{row.bytes_per_parameter:.3f}" if synced else "",
             f"{row.reported_bytes_per_parameter:.3f}" if row.reported_bytes_per_parameter is not None else "",
             f"{row.seconds.median:.3f} ({row.seconds.low:.3f}–{row.seconds.high:.3f})" if synced else "",
+            f"{row.cpu_seconds.median:.3f}" if synced else "",
             f"{row.held_copies.median:.2f}",
             f"{row.resident_copies.median:.2f} ({row.resident_copies.low:.2f}–{row.resident_copies.high:.2f})",
             end_section=row.case == "ours fp32",
         )
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(120, Console().width)).print(table)
 
 
 def parse() -> argparse.Namespace:
