@@ -12,6 +12,7 @@ end safe: a worker that stops says so in its header, and all end after the same 
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -193,7 +194,7 @@ class OuterLoop:
         fragment, vector = self.fragments[index], self._vectors[index]
         norms = []
         for span, delta in outer_gradient(fragment):
-            norms.append(torch.linalg.vector_norm(delta))
+            norms.append(float(torch.linalg.vector_norm(delta)))
             vector.encode(span.first_part, delta)
         contribution = Contribution(
             vector=vector,
@@ -258,11 +259,11 @@ class OuterLoop:
         if result.total_weight == 0:
             return None
         fragment: Fragment = self.fragments[index]
-        norms: list[Tensor] = []
+        norms: list[float] = []
 
         def mean(span: Span) -> Tensor:
             delta = result.mean.decode(span.first_part, span.num_parts)
-            norms.append(torch.linalg.vector_norm(delta))
+            norms.append(float(torch.linalg.vector_norm(delta)))
             return delta
 
         with self._lock:
@@ -391,8 +392,8 @@ class OuterLoop:
             self._digests = [digest(fragment.anchor) for fragment in self.fragments]
 
 
-def _total_norm(norms: list[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+def _total_norm(norms: list[float]) -> float:
+    return math.hypot(*norms)
 
 
 def _similarity(result: RoundResult, mean_norm: float) -> float | None:

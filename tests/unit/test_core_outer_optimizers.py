@@ -70,9 +70,7 @@ def test_an_update_in_slices_is_bit_for_bit_the_update_of_the_whole(name: str) -
     sliced, state_whole, state_sliced = whole.clone(), state_for(ours, 1003), state_for(ours, 1003)
     for round_number in range(1, 4):
         delta = torch.randn(1003, generator=generator)
-        kept = delta.clone()
-        ours.update(whole, delta, state_whole, round_number)
-        assert torch.equal(delta, kept)
+        ours.update(whole, delta.clone(), state_whole, round_number)  # an update may overwrite its delta
         for part in (slice(0, 7), slice(7, 500), slice(500, 1003)):
             state = {key: buffer[part] for key, buffer in state_sliced.items()}
             ours.update(sliced[part], delta[part], state, round_number)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from diloco.core.config import OuterConfig, check_outer_number
@@ -28,7 +27,7 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
-        """Move `theta` by one step along `delta`; `round_number` counts this fragment's steps from 1."""
+        """Move `theta` by one step along `delta`, which may be overwritten; `round_number` counts from 1."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,7 +47,7 @@ class Nesterov(OuterOptimizer):
         del round_number
         b = state["momentum"]
         b.mul_(self.momentum).add_(delta)
-        theta.sub_(torch.add(delta, b, alpha=self.momentum), alpha=self.lr)
+        theta.sub_(delta.add_(b, alpha=self.momentum), alpha=self.lr)
 
 
 @dataclass(frozen=True)
