@@ -112,7 +112,7 @@ def _unalias(token: str) -> str:
 def _given(tokens: Sequence[str]) -> dict[str, str]:
     """The options on the command line with their values, as text."""
     given = {}
-    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             given[name] = value if equals else following
@@ -121,7 +121,7 @@ def _given(tokens: Sequence[str]) -> dict[str, str]:
 
 def _check_tables(given: Mapping[str, str]) -> None:
     """The parser would take a whole table as JSON, past what is checked here."""
-    for table in sections(RunConfig()).keys() & given.keys():
+    for table in (sections(RunConfig()).keys() - {""}) & given.keys():
         example = next(key for key in known_keys() if key.startswith(f"{table}."))
         raise ConfigError(f"--{table} is a table of options: give them one by one, as in --{example}")
 

@@ -48,7 +48,9 @@ class DataParallel:
         self._views = self._gradient_views()
         self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self.report = Report()
-        self.inner_steps = self.rounds = self.rounds_failed = self.bytes_sent = self._sequence = 0
+        self.inner_steps = self.rounds = self.rounds_failed = self.contributions_refused = self.bytes_sent = (
+            self._sequence
+        ) = 0
         self.sync_seconds = 0.0
         self.stopping = False
         engine.serve_state(self._state)
@@ -106,6 +108,7 @@ class DataParallel:
         self._sequence += 1
         result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
         self.bytes_sent += result.bytes_sent
+        self.contributions_refused += len(result.refused)
         return result
 
     def _report(self) -> Report:

@@ -43,6 +43,7 @@ class DiLoCo(torch.optim.Optimizer):
     ) -> None:
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
+        Load weights and move the model to its device before: what changes the parameters later counts as training.
         `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
         `identity` names what else must be the same on all workers (the data, say): they refuse each other if it is not.
         """
@@ -52,7 +53,13 @@ class DiLoCo(torch.optim.Optimizer):
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
         self.outer = OuterLoop(
-            model_tensors(model, inner), engine, sync or SyncConfig(), outer or Nesterov(), weight, identity
+            model_tensors(model, inner),
+            engine,
+            sync or SyncConfig(),
+            outer or Nesterov(),
+            weight,
+            identity,
+            lambda: (parameter for group in inner.param_groups for parameter in group["params"]),
         )
 
     # The three parts of a step, and the end
@@ -161,6 +168,9 @@ class DiLoCo(torch.optim.Optimizer):
         saved = state_dict["diloco"]
         self.outer.load(saved["tensors"], saved["numbers"])
         self.skipped_steps = saved["numbers"]["skipped"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("DiLoCo is bound to an engine and cannot be copied or pickled: save its state_dict()")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.inner.__setstate__(state)

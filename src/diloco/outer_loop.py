@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -78,13 +78,17 @@ class OuterLoop:
         outer: OuterOptimizer,
         weight: float,
         identity: str,
+        inner_parameters: Callable[[], Iterable[Tensor]],
     ) -> None:
+        """`inner_parameters` are those that the inner optimizer has at the moment of the call."""
+        self.inner_parameters = inner_parameters
         self.tensors, self.engine, self.sync, self.weight = tensors, engine, sync, weight
         self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.report = Report()
         self.inner_steps = 0
         self.rounds_failed = 0
+        self.contributions_refused = 0
         self.bytes_sent = 0
         self.sync_seconds = 0.0
         self._lay_out(outer, identity)
@@ -174,6 +178,8 @@ class OuterLoop:
         if before_confirming is not None:
             before_confirming()
         self._confirm()
+        self._last_sequence = None  # all have ended together, and may train on together
+        self.report = replace(self.report, stopping=False)
 
     def _confirm(self) -> None:
         """A last round without payload: everyone learns everyone's final digest and report."""
@@ -189,7 +195,7 @@ class OuterLoop:
 
     def _post(self, index: int) -> None:
         started = time.monotonic()
-        self.tensors.check_still_frozen()
+        self.tensors.check_unchanged(self.inner_parameters())
         self._catch_up(index)
         fragment, vector = self.fragments[index], self._vectors[index]
         norms = []
@@ -250,6 +256,7 @@ class OuterLoop:
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
         self._note(posted.key, stopping=result.stopping, resync=result.resync)
+        self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("round %d: the contribution of worker %d was refused: %s", sequence, worker, reason)
         if self._diverged(result):

@@ -9,6 +9,7 @@ A trainable parameter that the inner optimizer does not know would never move, a
 knows would never be averaged: both are refused.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,15 @@ class ModelTensors:
     averaged_buffers: dict[str, Tensor]
     equal_at_start: dict[str, Tensor]
 
-    def check_still_frozen(self) -> None:
-        """A parameter that is unfrozen later would train without being averaged."""
+    def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
+        """A parameter that is unfrozen or added later would train without being averaged."""
+        known = {id(tensor) for tensor in self.averaged.values()}
+        added = [tuple(p.shape) for p in inner_parameters if p.requires_grad and id(p) not in known]
+        if added and not any(tensor.requires_grad for tensor in self.equal_at_start.values()):
+            raise ConfigError(
+                f"the inner optimizer got parameters after DiLoCo was built (shapes {added}): they would not be "
+                "averaged. Add them before building DiLoCo"
+            )
         for name, tensor in self.equal_at_start.items():
             if tensor.requires_grad:
                 raise ConfigError(

@@ -309,3 +309,9 @@ def test_evaluations_are_about_ten_and_at_ends_of_rounds(steps: int, H: int, exp
     config = RunConfig(steps=steps, sync=SyncConfig(num_inner_steps=H))
     assert config.eval_interval == expected
     assert config.eval_interval % H == 0
+
+
+def test_train_without_any_option_is_the_recipe_of_the_small_model() -> None:
+    tokens, notes = merge([])
+    assert "--steps=800" in tokens and "--sync.num_inner_steps=30" in tokens
+    assert notes == []

@@ -22,4 +22,9 @@ def compare(*runs: Path) -> None:
     """
     if len(runs) < 2:
         raise ConfigError(f"compare needs at least two run folders, and got {len(runs)}: diloco compare RUN RUN")
-    Console().print(comparison([(run.name, read_summary(run)) for run in runs]))
+    summaries = [(run.name, read_summary(run)) for run in runs]
+    try:
+        table = comparison(summaries)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"a summary.json of these runs has a value that cannot be compared: {error}") from error
+    Console().print(table)

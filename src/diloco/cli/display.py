@@ -1,5 +1,6 @@
 """The live display of a run: what the events say, as a picture in a terminal or as plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,14 @@ from diloco.training.events import EventReader
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
+
+
+class PatientConsole(Console):
+    """A console whose reader may go away (`| head`, a closed terminal): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush at its end
 
 
 class Display:

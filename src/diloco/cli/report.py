@@ -42,9 +42,10 @@ def _printable(text: str) -> str:
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("validation perplexity", _perplexity(summary)),
-        ("inner steps", f"{summary['inner_steps']:,} on each of {summary['workers']} workers"),
+        ("inner steps", _steps(summary)),
         ("tokens", f"{summary['tokens']:,}"),
         ("outer steps", _rounds(summary)),
+        ("contributions refused", str(summary.get("contributions_refused") or "")),
         ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
         ("data parallel sends", _baseline(summary)),
         ("compute utilisation", _share(summary["compute_utilization"])),
@@ -62,6 +63,11 @@ def _perplexity(summary: Summary) -> str:
     unigram = f" (unigram model: {summary['unigram_perplexity']:,.1f})" if summary["unigram_perplexity"] else ""
     when = "after" if summary["validation_step"] == summary["inner_steps"] else f"at step {summary['validation_step']}"
     return f"{start}[bold green]{after:,.2f} {when}[/]{unigram}"
+
+
+def _steps(summary: Summary) -> str:
+    each = "on each of" if summary["status"] == "complete" else "at most, on"
+    return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
 
 
 def _rounds(summary: Summary) -> str:

@@ -13,16 +13,17 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display import Display
+from diloco.cli.display import Display, PatientConsole
 from diloco.cli.report import print_report
 from diloco.config import dotted, sections, to_toml
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
 from diloco.data.shards import prepare
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
 from diloco.models.presets import preset
 from diloco.training.config import RunConfig
 from diloco.training.launcher import LocalWorkers
+from diloco.training.spawn import STOP_SIGNALS
 from diloco.training.summary import write_summary
 
 _HELP = """\
@@ -59,7 +60,7 @@ def train(
     help_train: Annotated[bool, Parameter(name="--help-train")] = False,
 ) -> None:
     """Train a model with DiLoCo, or data-parallel as a baseline."""
-    console = Console()
+    console = PatientConsole()
     if help_train:
         console.print(_HELP, highlight=False)
     elif file is not None:
@@ -84,7 +85,10 @@ def _train_locally(config: RunConfig, console: Console) -> None:
         workers = LocalWorkers(config, folder, corpus.folder)
         with stop_on_signals(workers.stop):
             error = _outcome(lambda: workers.run(display.follow(folder)))
-    summary = write_summary(folder, config, None if error is None else str(error))
+    try:
+        summary = write_summary(folder, config, None if error is None else str(error))
+    except OSError as problem:
+        raise WorkerFailed(f"the run has ended, but its summary cannot be written into {folder}: {problem}") from error
     if summary["inner_steps"]:
         print_report(console, folder, summary)
     if error is not None:
@@ -96,6 +100,8 @@ def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
         work()
     except DiLoCoError as error:
         return error
+    except OSError as error:
+        return WorkerFailed(f"the run could not be followed to its end: {error}")
     return None
 
 
@@ -110,12 +116,11 @@ def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
 
 def new_run_folder(config: RunConfig) -> Path:
     """Create the run folder with its config.toml; an existing folder with something in it is never written into."""
-    if config.out is not None:
-        folder = Path(config.out)
-    else:
-        folder = _unused(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{config.model}")
+    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{config.model}")
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if config.out is None:
+            folder = _make_unused(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"out = {folder} exists and is not an empty folder: choose another, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -126,16 +131,23 @@ def new_run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def _unused(folder: Path) -> Path:
+def _make_unused(folder: Path) -> Path:
     """Two runs started within a second get different folders."""
-    candidates = [folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 100))]
-    return next(candidate for candidate in candidates if not candidate.exists())
+    number = 1
+    while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return candidate
 
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run cleanly; the second time at once."""
-    previous = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, lambda *_: stop()) for number in STOP_SIGNALS}
     try:
         yield
     finally:

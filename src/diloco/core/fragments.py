@@ -81,6 +81,8 @@ class Fragment:
         self.layout = PartLayout(ends[-1])
         self._span_parts = max(1, span_elements(device) // self.layout.part_elements)
         self._kept: list[Tensor] | None = None
+        self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
+        self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
         self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
         self.anchor = torch.empty(self.numel, device=device)
         self.state = {name: torch.zeros(self.numel, device=device) for name in self.outer_opt.state_names}
@@ -89,6 +91,15 @@ class Fragment:
     @property
     def numel(self) -> int:
         return self.layout.numel
+
+    def check_memory(self) -> None:
+        """The anchor is in the parameters' memory order: that must stay as it was."""
+        for name, tensor, (stride, dtype, device) in zip(self.names, self.tensors, self._memory, strict=True):
+            if (tensor.stride(), tensor.dtype, tensor.device) != (stride, dtype, device):
+                raise ConfigError(
+                    f"parameter '{name}' was changed after DiLoCo was built (strides {stride} to {tensor.stride()}, "
+                    f"{dtype} on {device} to {tensor.dtype} on {tensor.device}): call model.to(...) before building it"
+                )
 
     def spans(self) -> Iterator[Span]:
         """The whole fragment in order, a few parts at a time."""
@@ -140,7 +151,8 @@ class Fragment:
         fp32 parameters change places with the anchor, which needs no memory. Other dtypes would round it, and a
         forward pass in training mode would write into it through a buffer: those are kept aside meanwhile.
         """
-        if not all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors):
+        self.check_memory()
+        if self._kept is not None or not self._swappable:
             self._keep_or_restore()
             return
         for span in self.spans():
@@ -212,6 +224,8 @@ def build_fragments(
 def _check_averageable(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise ConfigError(f"parameter '{name}' has dtype {tensor.dtype}: only floating-point tensors can be averaged")
+    if tensor.device.type == "meta":
+        raise ConfigError(f"parameter '{name}' is on the meta device and has no values: materialise the model first")
     if tensor.numel() == 0:
         raise ConfigError(f"parameter '{name}' is empty: freeze it (requires_grad_(False)) or remove it")
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")

@@ -29,6 +29,7 @@ def outer_gradient(fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
 
     The tensor is scratch memory: use it before asking for the next one.
     """
+    fragment.check_memory()
     for span in fragment.spans():
         theta_i = fragment.read(span)
         yield span, torch.sub(fragment.anchor[span.slice], theta_i, out=theta_i)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 
+SERVES_ONE = "already averages for another optimizer: give each its own (diloco.connect() once more)"
+
 
 class PendingRound(ABC):
     @abstractmethod

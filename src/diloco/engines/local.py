@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import diverged
-from diloco.engines.base import Engine, PendingRound
+from diloco.engines.base import SERVES_ONE, Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
@@ -54,7 +54,7 @@ class LocalEngine(Engine):
         self.workers = swarm.workers
         self._members: tuple[Member, ...] = ()
         self._source: int | None = 0 if worker else None  # whose state to take over at the next fetch
-        self._missed: set[int] = set()  # fragments of which the source has merged, or will, one round more than we have
+        self._missed: dict[int, int] = {}  # fragment: how many of its rounds the source has merged, or will have
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         with self.swarm.changed:
@@ -71,20 +71,29 @@ class LocalEngine(Engine):
         """The others have a mean of this round, and this worker has not."""
         if decision.contributors:
             self._source = decision.contributors[0]
-            self._missed.add(key.fragment)
+            self._missed[key.fragment] = self._rounds_of(self.worker, key.fragment) + 1
+
+    def _rounds_of(self, worker: int, fragment: int) -> int:
+        provider = self.swarm.providers.get(worker)
+        return provider().numbers.get(f"{fragment}.rounds", 0) if provider is not None else 0
 
     def members(self) -> tuple[Member, ...]:
         return self._members
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
         with self.swarm.changed:
+            if self.worker in self.swarm.providers:
+                raise EngineError(f"the engine of worker {self.worker} {SERVES_ONE}")
             self.swarm.providers[self.worker] = provider
             self.swarm.changed.notify_all()
 
     def fetch_state(self) -> GlobalState | None:
         """At the start worker 0's state; later that of whoever has merged more rounds, or of a worker that agrees."""
-        source, self._source = self._source, None
         providers = self.swarm.providers
+        self._missed = {p: count for p, count in self._missed.items() if self._rounds_of(self.worker, p) < count}
+        source = self._source
+        if not self._missed:
+            self._source = None
         if source is not None:
             state = self._state_of(source)
             check_same_layout(
@@ -99,13 +108,12 @@ class LocalEngine(Engine):
     def _state_of(self, source: int) -> GlobalState:
         """The source's state, once it is there and has merged what this worker missed (it may be a slower thread)."""
         deadline = time.monotonic() + _START_SECONDS
-        missed, self._missed = self._missed, set()
         while time.monotonic() < deadline:
             if source in self.swarm.providers:
-                theirs, mine = (self.swarm.providers[worker]() for worker in (source, self.worker))
-                if not missed:
+                theirs = self.swarm.providers[source]()  # live tensors: as new as what is compared below
+                if not self._members and not self._missed:
                     return _at_its_start(theirs)
-                if all(theirs.numbers[f"{p}.rounds"] > mine.numbers[f"{p}.rounds"] for p in missed):
+                if all(self._rounds_of(source, p) >= count for p, count in self._missed.items()):
                     return theirs
             with self.swarm.changed:
                 self.swarm.changed.wait(_POLL_SECONDS)

@@ -9,6 +9,7 @@ The membership is fixed: when a worker dies or stays silent beyond the deadline,
 raises EngineError, and the run must end (the swarm engine is for workers that come and go). No wait is without a bound.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.engines.base import Engine, PendingRound
+from diloco.engines.base import SERVES_ONE, Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
@@ -61,6 +62,7 @@ class TorchDistributedEngine(Engine):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a script that forgets it must not end with a thread in C++
 
     # The contract
 
@@ -73,6 +75,8 @@ class TorchDistributedEngine(Engine):
         return self._members
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
+        if self._provider is not None:
+            raise EngineError(f"the engine of worker {self.worker} {SERVES_ONE}")
         self._provider = provider
 
     def fetch_state(self) -> GlobalState | None:
@@ -81,12 +85,19 @@ class TorchDistributedEngine(Engine):
 
     def close(self) -> None:
         """Leave. After a lost peer the thread may still sit in C++ and is left behind; it cannot hold up the exit."""
+        atexit.unregister(self.close)
         self._jobs.put(None)
-        if self._broken is None:
-            self._thread.join(_CLOSE_SECONDS)
-            self._broken = EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
-            if self._owns_world and dist.is_initialized():
-                dist.destroy_process_group()
+        if self._broken is not None:
+            return
+        self._thread.join(_CLOSE_SECONDS)
+        self._broken = EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
+        if self._thread.is_alive() or not dist.is_initialized():
+            return
+        if self._owns_world:
+            dist.destroy_process_group()
+        else:
+            for group in {self._control, self._payload}:
+                dist.destroy_process_group(group)
 
     # The thread
 

@@ -4,9 +4,10 @@ The defaults are the DiLoCo paper's. What must differ for a small model is in RE
 defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from diloco import __version__
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
@@ -128,6 +129,12 @@ class RunConfig:
             return self.training.eval_interval
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)
+
+    def identity(self, corpus_digest: str) -> str:
+        """What must be the same on all workers: everything but what concerns one machine alone."""
+        data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
+        shared = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, data=data)
+        return repr((__version__, corpus_digest, shared))
 
     @property
     def tokens_per_step(self) -> int:

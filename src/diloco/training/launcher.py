@@ -17,7 +17,7 @@ from pathlib import Path
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.events import read_events
-from diloco.training.spawn import STOP_SIGNALS, Place, local_worker, worker_log
+from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker, worker_log
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -74,17 +74,22 @@ class LocalWorkers:
             poll()
             if self._failed is None and (failed := self._first_failure()) is not None:
                 self._failed = failed
-                deadline = time.monotonic() + self._grace_seconds()
+                deadline = time.monotonic() + self._grace_seconds(failed[1])
             if deadline is not None and time.monotonic() > deadline:
                 self._silent = [worker for worker, process in enumerate(self._processes) if process.is_alive()]
                 return
         self._failed = self._failed or self._first_failure()
         poll()
 
-    def _grace_seconds(self) -> float:
-        """How long the others may take to notice: nothing if they had not met yet."""
+    def _grace_seconds(self, code: int) -> float:
+        """How long the others may take to notice: nothing if they had not met yet.
+
+        A worker that was not killed has failed after a wait of its own, and so have the others.
+        """
         started = {event["worker"] for event in read_events(self.run_folder) if event["type"] == "worker_started"}
-        return self.config.sync.timeout_seconds + _GRACE_SECONDS if started else 2.0
+        if not started:
+            return 2.0
+        return _GRACE_SECONDS + (self.config.sync.timeout_seconds if code < 0 else 0.0)
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._processes if process.is_alive()]
@@ -100,6 +105,7 @@ class LocalWorkers:
             process.kill()
         for process in self._processes:
             process.join(_GRACE_SECONDS)
+        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
 
     def _failure(self, worker: int, code: int) -> Exception:
         if self.stop_requests > 1:

@@ -17,7 +17,7 @@ from diloco.data.order import WorkerBatches, check_disjoint
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import DiLoCoError, EngineError
+from diloco.errors import EngineError
 from diloco.models.generation import generate
 from diloco.models.presets import preset
 from diloco.models.saving import save_model
@@ -62,7 +62,7 @@ class Training:
         self.model.to(device)
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
-        self.mode = self._mode(f"{corpus.digest} {config.seed}")
+        self.mode = self._mode(config.identity(corpus.digest))
         self.stop_requested = False
         self._evaluation_seconds = 0.0
         self._announced_step = -1
@@ -243,7 +243,9 @@ class Training:
         self._announce_validation()  # the one before, which the last rounds have told
         state = self.mode.state
         state.report = replace(state.report, elapsed_seconds=self._elapsed())
+        started = time.monotonic()
         result = self._evaluation_here()
+        self._evaluation_seconds += time.monotonic() - started
         # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
         step = max([state.inner_steps, *(member.report.inner_steps for member in self.engine.members())])
         state.report = replace(
@@ -258,6 +260,7 @@ class Training:
             stopped_early=state.inner_steps < self.config.steps,
             rounds=state.rounds,
             rounds_failed=state.rounds_failed,
+            contributions_refused=state.contributions_refused,
             bytes_sent=state.bytes_sent,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
@@ -273,11 +276,11 @@ class Training:
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
-        self._emit_end("worker_failed", error=str(error))
         try:
+            self._emit_end("worker_failed", error=str(error))
             with self.mode.outer_parameters():
                 self.save()
-        except (DiLoCoError, OSError) as problem:  # the first error is what the user must hear of
+        except Exception as problem:  # noqa: BLE001 - the first error is what the user must hear of
             logger.error("the last agreed parameters could not be saved: %s", problem)
 
     def _sample(self) -> None:

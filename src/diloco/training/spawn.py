@@ -10,7 +10,8 @@ from pathlib import Path
 
 from diloco.training.config import RunConfig
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+RENDEZVOUS_FILE = ".rendezvous"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
         **(_rounds(events) if best is None else {name: best[name] for name in ("rounds", "rounds_failed")}),
+        "contributions_refused": (best or {}).get("contributions_refused", 0),
         "workers": workers,
         "tokens": sum(steps.values()) * started.get("tokens_per_step", 0),
         "bytes_sent_per_worker": sent,

@@ -22,7 +22,7 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog
 from diloco.training.loop import Training
-from diloco.training.spawn import STOP_SIGNALS, Place
+from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
@@ -41,8 +41,9 @@ def local_worker(config: RunConfig, place: Place) -> None:
     except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # a launcher without them has none to hand on
+                stream.flush()
         os._exit(code)  # a thread may still sit in a collective that a lost peer never ends
 
 
@@ -83,7 +84,7 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
 def _meet_locally(config: RunConfig, place: Place) -> None:
     """At a file in the run folder, or, if a port was asked for, at that port of this machine."""
     if config.port is None:
-        meeting = place.run_folder / ".rendezvous"
+        meeting = place.run_folder / RENDEZVOUS_FILE
         join(str(meeting), FileStore(str(meeting), place.workers), place.worker, place.workers, START_SECONDS)
         return
     where = f"127.0.0.1:{config.port}"
