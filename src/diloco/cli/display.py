@@ -18,6 +18,7 @@ from diloco.training.events import EventReader
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
+_STOPPING = "stopping after a last round; once more ends at once"
 
 
 class PatientConsole(Console):
@@ -75,6 +76,18 @@ class Display:
 
         return poll
 
+    def announcing(self, stop: Callable[[], None]) -> Callable[[], None]:
+        """`stop`, said on the screen the first time."""
+
+        def announced() -> None:
+            if not self.view.stopping:
+                self.view.stopping = True
+                if self._live is None:
+                    self.console.print(_STOPPING, highlight=False)
+            stop()
+
+        return announced
+
     def _due(self, interval: float) -> bool:
         now = time.monotonic()
         if now < self._next:
@@ -105,7 +118,8 @@ def plain_line(view: RunView) -> str:
 
 def picture(view: RunView) -> RenderableType:
     """The whole display."""
-    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view))
+    stopping = [Text(_STOPPING, style="bold yellow")] if view.stopping else []
+    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view), *stopping)
 
 
 def _title(view: RunView) -> Text:
@@ -153,20 +167,21 @@ def _round(view: RunView) -> Text:
     if view.config.mode == "data-parallel":
         return Text(f"averaging gradients at every step · {view.members} members", style="dim")
     if view.round_in_progress is not None:
-        state = f"round {view.round_in_progress} in progress"
+        state = f"round {view.round_in_progress + 1} in progress"
     else:
         H = view.config.sync.num_inner_steps
         state = f"next round in {H - view.step % H} steps"
     last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
-    alike = f" · similarity of outer gradients {view.similarity:.2f}" if view.similarity is not None else ""
+    alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
     trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
-    return Text(f"{view.rounds} rounds{trouble}{refused} · {state}{last}{alike} · {view.members} members", style="dim")
+    rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike} · {view.members} members", style="dim")
 
 
 def _validation(view: RunView) -> Text:
     if not view.validations:
         return Text("validation perplexity: after the first round", style="dim")
-    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-6:])
+    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-5:])
     unigram = f"   (unigram {view.unigram_perplexity:,.0f})" if view.unigram_perplexity else ""
     return Text.assemble("validation perplexity  ", (points, "bold green"), (unigram, "dim"))

@@ -83,7 +83,7 @@ def _train_locally(config: RunConfig, console: Console) -> None:
         check_data(config, corpus, config.workers)
         folder = new_run_folder(config)
         workers = LocalWorkers(config, folder, corpus.folder)
-        with stop_on_signals(workers.stop):
+        with stop_on_signals(display.announcing(workers.stop)):
             error = _outcome(lambda: workers.run(display.follow(folder)))
     try:
         summary = write_summary(folder, config, None if error is None else str(error))

@@ -34,6 +34,7 @@ class RunView:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.folder: Path | None = None
+        self.stopping = False
         self.expected_workers = config.workers
         self.parameters = 0
         self.unigram_perplexity: float | None = None

@@ -6,7 +6,7 @@ bytes only: 2 (k − 1) / k of a vector each way.
 Rounds run one after another in a thread that sits in C++ most of the time, so training goes on beside them.
 
 The membership is fixed: when a worker dies or stays silent beyond the deadline, no later round is possible, `wait`
-raises EngineError, and the run must end (the swarm engine is for workers that come and go). No wait is without a bound.
+raises EngineError, and the run must end. No wait is without a bound.
 """
 
 import atexit
