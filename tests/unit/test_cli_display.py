@@ -138,13 +138,13 @@ def test_the_picture_shows_step_loss_workers_members_the_round_and_the_validatio
     shown = text_of(picture(view_of(events)))
     for part in ("tiny", "1.63M", "H = 10", "int8", "step 10/40", "4.000", "5.000", "2 members", "10: 7.4", "321"):
         assert part in shown, f"{part}:\n{shown}"
-    for part in ("round 1 in progress", "last took 1.25 s", "similarity of outer gradients 0.83", "tokens/s", "left"):
+    for part in ("round 2 in progress", "last took 1.25 s", "similarity 0.83", "tokens/s", "left"):
         assert part in shown, f"{part}:\n{shown}"
 
 
 def test_between_rounds_the_picture_says_when_the_next_one_is() -> None:
     shown = text_of(picture(view_of([*BEGINNING, *FIRST_ROUND, step(0, 13, 3.0), step(1, 13, 3.0)])))
-    assert "1 rounds · next round in 7 steps" in shown
+    assert "1 round · next round in 7 steps" in shown
 
 
 def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
