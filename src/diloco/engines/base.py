@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 
-SERVES_ONE = "already averages for another optimizer: give each its own (diloco.connect() once more)"
-
 
 class PendingRound(ABC):
     @abstractmethod
@@ -39,7 +37,10 @@ class Engine(ABC):
 
     @abstractmethod
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
-        """`provider` gives this worker's view of the global state, for others to fetch."""
+        """`provider` gives this worker's view of the global state, for others to fetch.
+
+        The latest one counts: an engine serves one optimizer at a time; two at once need an engine each.
+        """
 
     @abstractmethod
     def fetch_state(self) -> GlobalState | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import diverged
-from diloco.engines.base import SERVES_ONE, Engine, PendingRound
+from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
@@ -82,8 +82,6 @@ class LocalEngine(Engine):
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
         with self.swarm.changed:
-            if self.worker in self.swarm.providers:
-                raise EngineError(f"the engine of worker {self.worker} {SERVES_ONE}")
             self.swarm.providers[self.worker] = provider
             self.swarm.changed.notify_all()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.engines.base import SERVES_ONE, Engine, PendingRound
+from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
@@ -75,8 +75,6 @@ class TorchDistributedEngine(Engine):
         return self._members
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
-        if self._provider is not None:
-            raise EngineError(f"the engine of worker {self.worker} {SERVES_ONE}")
         self._provider = provider
 
     def fetch_state(self) -> GlobalState | None:
