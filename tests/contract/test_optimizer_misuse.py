@@ -1,0 +1,67 @@
+"""What a loop may do around DiLoCo after it was built, and what is refused because it would not be averaged."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import diloco
+from diloco.errors import ConfigError
+
+
+def built(model: nn.Module, H: int = 2) -> diloco.DiLoCo:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = diloco.SyncConfig(num_inner_steps=H)
+    return diloco.DiLoCo(model, inner, diloco.alone(), sync=sync, outer=diloco.SGD(lr=1.0))
+
+
+def steps(model: nn.Module, optimizer: diloco.DiLoCo, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+
+
+def test_freezing_the_model_inside_an_evaluation_leaves_anchor_and_parameters_as_they_were() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = built(model, H=10)
+    steps(model, optimizer, 3)
+    anchor, own = optimizer.outer.fragments[0].anchor.clone(), model.weight.detach().clone()
+    with optimizer.outer_parameters():
+        model.requires_grad_(False)
+    model.requires_grad_(True)
+    assert torch.equal(optimizer.outer.fragments[0].anchor, anchor)
+    assert torch.equal(model.weight, own)
+
+
+def test_training_on_after_finish_keeps_that_work_at_the_next_finish() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = built(model, H=10)
+    steps(model, optimizer, 3)
+    optimizer.finish()
+    before = model.weight.detach().clone()
+    steps(model, optimizer, 5)
+    optimizer.finish()
+    torch.testing.assert_close(model.weight.detach(), before - 0.5, rtol=0, atol=1e-3)
+
+
+def test_another_memory_order_after_building_is_refused() -> None:
+    model = nn.Conv2d(3, 4, 3)
+    optimizer = built(model)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(ConfigError, match="'weight' was changed after DiLoCo was built"):
+        steps(model, optimizer, 2)
+
+
+def test_parameters_given_to_the_inner_optimizer_after_building_are_refused() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = built(model)
+    optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigError, match="after DiLoCo was built"):
+        steps(model, optimizer, 2)
+
+
+def test_a_copy_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+        copy.deepcopy(built(nn.Linear(2, 2)))
