@@ -155,8 +155,8 @@ class DiLoCo(torch.optim.Optimizer):
                 "every worker at the same step"
             )
         state = super().state_dict()
-        tensors = {name: tensor.clone() for name, tensor in self.outer.outer_tensors().items()}
-        state["diloco"] = {"tensors": tensors, "numbers": self.outer.numbers() | {"skipped": self.skipped_steps}}
+        tensors = {name: tensor.clone() for name, tensor in self.outer.state.outer_tensors().items()}
+        state["diloco"] = {"tensors": tensors, "numbers": self.outer.state.numbers() | {"skipped": self.skipped_steps}}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class DiLoCo(torch.optim.Optimizer):
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         saved = state_dict["diloco"]
-        self.outer.load(saved["tensors"], saved["numbers"])
+        self.outer.state.load(saved["tensors"], saved["numbers"])
         self.skipped_steps = saved["numbers"]["skipped"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -10,12 +10,10 @@ Rounds are numbered in the order in which they are posted, which is the same on 
 end safe: a worker that stops says so in its header, and all end after the same full turn through the fragments.
 """
 
-import hashlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,15 +23,15 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
-from diloco.core.digest import digest
 from diloco.core.fragments import Fragment, PartLayout, Span, assign, build_fragments, layout_digest
 from diloco.core.merging import diverged, mean_cosine
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, RoundFailed
+from diloco.outer_state import OuterState
 from diloco.parameters import ModelTensors
 
 logger = logging.getLogger(__name__)
@@ -86,40 +84,55 @@ class OuterLoop:
         self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.report = Report()
-        self.inner_steps = 0
         self.rounds_failed = 0
         self.contributions_refused = 0
         self.bytes_sent = 0
         self.sync_seconds = 0.0
         self._lay_out(outer, identity)
-        self._sequence = 0
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
         self._posted: list[_Posted] = []
         self._behind: set[int] = set()  # fragments whose anchor may not be the others': compare before the next post
         self._astray: set[int] = set()  # of those, the ones whose parameters came from an anchor that nobody else had
         self._exchanged = False
-        self._lock = threading.Lock()  # held while anchors change, so that a served state is never half merged
-        engine.serve_state(self.global_state)
-        self._join(engine.fetch_state())
+        engine.serve_state(self.state.global_state)
+        state = engine.fetch_state()
+        if state is not None:
+            self.state.take_over(state)
 
     def _lay_out(self, outer: OuterOptimizer, identity: str) -> None:
         """Fragments, their schedule, and the memory that travels."""
         groups = assign(list(self.tensors.averaged), self.sync.fragments)
-        self.fragments = build_fragments(self.tensors.averaged, groups, outer)
-        offsets = Schedule.spread(self.sync.num_inner_steps, len(self.fragments)).offsets
+        fragments = build_fragments(self.tensors.averaged, groups, outer)
+        offsets = Schedule.spread(self.sync.num_inner_steps, len(fragments)).offsets
         buffers = self.tensors.averaged_buffers
         if buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-            self.fragments += build_fragments(buffers, [list(buffers)], SGD(lr=1.0))
+            fragments += build_fragments(buffers, [list(buffers)], SGD(lr=1.0))
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(self.sync.num_inner_steps, offsets, self.sync.overlap_steps)
-        self._merged_at = [0] * len(self.fragments)  # the step at which each fragment's last merged round was posted
-        self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in self.fragments]
-        self._digests = [digest(fragment.anchor) for fragment in self.fragments]
+        self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in fragments]
         others = [(name, t.shape, t.dtype) for name, t in sorted(self.tensors.equal_at_start.items())]
-        self._layout_digest = layout_digest(self.fragments, others, self.schedule, outer, self.sync, identity)
+        layout = layout_digest(fragments, others, self.schedule, outer, self.sync, identity)
+        self.state = OuterState(fragments, self.tensors.equal_at_start, layout)
 
     def _vector(self, layout: PartLayout, device: torch.device) -> EncodedVector:
         return EncodedVector(codec(self.sync.codec), layout, device)
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return self.state.fragments
+
+    @property
+    def inner_steps(self) -> int:
+        return self.state.inner_steps
+
+    @inner_steps.setter
+    def inner_steps(self, steps: int) -> None:
+        self.state.inner_steps = steps
+
+    @property
+    def rounds(self) -> int:
+        """Merged rounds, of all fragments."""
+        return self.state.rounds
 
     # Posting and merging by the schedule
 
@@ -143,11 +156,6 @@ class OuterLoop:
             self._merge(self._posted.pop(0))
 
     @property
-    def rounds(self) -> int:
-        """Merged rounds, of all fragments."""
-        return sum(fragment.rounds for fragment in self.fragments)
-
-    @property
     def in_flight(self) -> int:
         return len(self._posted)
 
@@ -167,9 +175,9 @@ class OuterLoop:
         self.merge_pending()
         self.report = replace(self.report, stopping=self.report.stopping or early)
         if self._last_sequence is None:
-            self._last_sequence = self._sequence + len(self.fragments) - 1
+            self._last_sequence = self.state.sequence + len(self.fragments) - 1
         for index in self.schedule.rotation(self.inner_steps):
-            if self._sequence <= self._last_sequence:
+            if self.state.sequence <= self._last_sequence:
                 self._post(index)
                 self.merge_pending()
         for index, fragment in enumerate(self.fragments):
@@ -184,14 +192,16 @@ class OuterLoop:
     def _confirm(self) -> None:
         """A last round without payload: everyone learns everyone's final digest and report."""
         vector = self._vector(PartLayout(0), torch.device("cpu"))
-        contribution = Contribution(vector, 0.0, 0.0, self.anchor_digest(), self._layout_digest, report=self._report())
+        contribution = Contribution(
+            vector, 0.0, 0.0, self.anchor_digest(), self.state.layout_digest, report=self._report()
+        )
         self._start(_CONFIRMATION, contribution)
         self.bytes_sent += self._posted.pop().pending.wait().bytes_sent
 
     # One round
 
     def _work_behind(self, index: int) -> int:
-        return self.inner_steps - self._merged_at[index]
+        return self.inner_steps - self.state.merged_at[index]
 
     def _post(self, index: int) -> None:
         started = time.monotonic()
@@ -206,8 +216,8 @@ class OuterLoop:
             vector=vector,
             weight=self.weight * self._work_behind(index),
             norm=_total_norm(norms),
-            anchor_digest=self._digests[index],
-            layout_digest=self._layout_digest,
+            anchor_digest=self.state.digests[index],
+            layout_digest=self.state.layout_digest,
             max_norm_ratio=self.sync.max_norm_ratio,
             report=self._report(),
         )
@@ -225,10 +235,10 @@ class OuterLoop:
         )
 
     def _start(self, index: int, contribution: Contribution) -> None:
-        key = RoundKey(self._sequence, index)
+        key = RoundKey(self.state.sequence, index)
         pending = self.engine.start_round(key, contribution, self.sync.timeout_seconds)
         self._posted.append(_Posted(key, self.inner_steps, contribution.norm, pending))
-        self._sequence += 1
+        self.state.sequence += 1
 
     def _merge(self, posted: _Posted) -> None:
         started = time.monotonic()
@@ -273,10 +283,9 @@ class OuterLoop:
             norms.append(float(torch.linalg.vector_norm(delta)))
             return delta
 
-        with self._lock:
+        with self.state.lock:
             outer_step(fragment, mean, self.sync.mixing)
-            self._digests[index] = digest(fragment.anchor)
-            self._merged_at[index] = posted.at_step
+            self.state.merged(index, posted.at_step)
         return _total_norm(norms)
 
     def _note(self, key: RoundKey, *, stopping: bool, resync: bool) -> None:
@@ -303,7 +312,7 @@ class OuterLoop:
     def outer_parameters(self) -> Iterator[None]:
         """See DiLoCo.outer_parameters. Needs no memory: parameters and anchors change places."""
         self.refuse_inside_evaluation()
-        with self._lock:
+        with self.state.lock:
             self._exchange()
             try:
                 yield
@@ -316,39 +325,9 @@ class OuterLoop:
         self._exchanged = not self._exchanged
 
     def anchor_digest(self) -> str:
-        return hashlib.sha256("".join(self._digests).encode()).hexdigest()[:16]
+        return self.state.anchor_digest()
 
-    # The global state, for joiners, for a worker that fell behind, and for checkpoints
-
-    def outer_tensors(self) -> dict[str, Tensor]:
-        tensors = {}
-        for index, fragment in enumerate(self.fragments):
-            tensors[f"{index}.anchor"] = fragment.anchor
-            tensors |= {f"{index}.{name}": buffer for name, buffer in fragment.state.items()}
-        return tensors
-
-    def _start_tensors(self) -> dict[str, Tensor]:
-        return {f"start.{name}": tensor.detach() for name, tensor in self.tensors.equal_at_start.items()}
-
-    def numbers(self) -> dict[str, int]:
-        numbers = {"inner_steps": self.inner_steps, "sequence": self._sequence, "merged": self.rounds}
-        for index, fragment in enumerate(self.fragments):
-            numbers[f"{index}.rounds"] = fragment.rounds
-            numbers[f"{index}.merged_at"] = self._merged_at[index]
-        return numbers
-
-    def global_state(self) -> GlobalState:
-        with self._lock:
-            return GlobalState(self.outer_tensors() | self._start_tensors(), self.numbers(), self._layout_digest)
-
-    def _join(self, state: GlobalState | None) -> None:
-        """Before the first inner step: everything is the others', the parameters too."""
-        if state is None:
-            return
-        self._copy(state, self.outer_tensors() | self._start_tensors())
-        self._set_position(state.numbers)
-        for fragment in self.fragments:
-            fragment.adopt_anchor()
+    # Falling behind
 
     def _catch_up(self, index: int) -> None:
         """After a missed round: the others' anchor, but this worker's own parameters, whose work comes next.
@@ -362,41 +341,12 @@ class OuterLoop:
         state = self.engine.fetch_state()
         if state is None:
             return
-        self._copy(
-            state, {name: tensor for name, tensor in self.outer_tensors().items() if name.startswith(f"{index}.")}
-        )
-        self.fragments[index].rounds = state.numbers[f"{index}.rounds"]
+        self.state.take_over_fragment(index, state)
         if index in self._astray:
             self._astray.discard(index)
             self.fragments[index].adopt_anchor()
-            self._merged_at[index] = self.inner_steps
+            self.state.merged_at[index] = self.inner_steps
         logger.info("worker %d has the others' anchor of fragment %d again", self.engine.worker, index)
-
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Go on where a saved worker was; the model's parameters are the caller's to load."""
-        mine = {name: tuple(tensor.shape) for name, tensor in self.outer_tensors().items()}
-        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if mine != saved or self.numbers().keys() - numbers.keys():
-            raise ConfigError(
-                f"the saved state has outer tensors {saved}, this optimizer {mine}: "
-                "load it with the same model, fragments and outer optimizer"
-            )
-        self._copy(GlobalState(tensors, numbers, self._layout_digest), self.outer_tensors())
-        self._set_position(numbers)
-
-    def _set_position(self, numbers: Mapping[str, int]) -> None:
-        self.inner_steps, self._sequence = numbers["inner_steps"], numbers["sequence"]
-        for index, fragment in enumerate(self.fragments):
-            fragment.rounds = numbers[f"{index}.rounds"]
-            self._merged_at[index] = numbers[f"{index}.merged_at"]
-
-    @torch.no_grad()
-    def _copy(self, state: GlobalState, into: Mapping[str, Tensor]) -> None:
-        with self._lock:
-            for name, tensor in into.items():
-                if state.tensors[name].data_ptr() != tensor.data_ptr():
-                    tensor.copy_(state.tensors[name])
-            self._digests = [digest(fragment.anchor) for fragment in self.fragments]
 
 
 def _total_norm(norms: list[float]) -> float:

@@ -73,7 +73,7 @@ def test_i2_every_element_is_averaged_exactly_once_within_a_rotation(fragments: 
         optimizer.param_groups[0]["lr"] = 0.0
         for fragment in optimizer.outer.fragments:
             fragment.anchor.zero_()
-        optimizer.outer._digests = ["same"] * len(optimizer.outer.fragments)
+        optimizer.outer.state.digests = ["same"] * len(optimizer.outer.fragments)
     count = flat(world.models[0]).numel()
     own = [torch.arange(count).remainder(1009) * 2.0, torch.arange(count).remainder(997) * 4.0]
     for model, values in zip(world.models, own, strict=True):
