@@ -1,5 +1,7 @@
-"""The order of batches: a permutation, pure in (seed, worker, position), disjoint between workers."""
+"""The order of batches: pure in (seed, shards, progress, position), disjoint between workers whatever their number."""
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.data.corpus import Corpus, CorpusMeta, shard_name, token_dtype
-from diloco.data.order import WorkerBatches, check_disjoint, count_windows, validation_batches, worker_shards
+from diloco.data.order import (
+    ShardProgress,
+    WorkerBatches,
+    check_disjoint,
+    count_windows,
+    union_progress,
+    validation_batches,
+    worker_shards,
+)
 from diloco.data.permutation import Permutation
 from diloco.errors import ConfigError, DataError
 
@@ -41,6 +51,18 @@ def write_corpus(folder: Path, shard_tokens: Sequence[int], validation_tokens: i
     (folder / "tokenizer.json").write_text("{}")
     (folder / "meta.json").write_text(meta.to_json())
     return Corpus.open(folder)
+
+
+def batches_of(
+    corpus: Corpus,
+    batch_size: int,
+    worker: int,
+    workers: int,
+    seed: int,
+    progress: dict[int, ShardProgress] | None = None,
+) -> WorkerBatches:
+    shards = worker_shards(corpus.shards, worker, workers)
+    return WorkerBatches(corpus, SEQUENCE, batch_size, shards, seed, progress)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +117,10 @@ def test_permutation_sends_the_first_element_everywhere() -> None:
 def test_batch_is_a_pure_function_of_seed_worker_and_position(
     corpus: Corpus, seed: int, worker: int, batch_size: int, positions: list[int]
 ) -> None:
-    used = WorkerBatches(corpus, SEQUENCE, batch_size, worker, 3, seed)
+    used = batches_of(corpus, batch_size, worker, 3, seed)
     in_one_go = [used.batch(position) for position in positions]
     for position, batch in reversed(list(zip(positions, in_one_go, strict=True))):
-        fresh = WorkerBatches(corpus, SEQUENCE, batch_size, worker, 3, seed)
+        fresh = batches_of(corpus, batch_size, worker, 3, seed)
         assert np.array_equal(fresh.batch(position), batch)
         assert batch.shape == (batch_size, SEQUENCE + 1)
         assert batch.dtype == np.int64
@@ -116,7 +138,7 @@ def test_an_epoch_of_all_workers_visits_every_window_of_every_shard_exactly_once
     for epoch in (0, 1):
         seen: list[tuple[int, ...]] = []
         for worker in range(workers):
-            batches = WorkerBatches(corpus, SEQUENCE, 1, worker, workers, seed=5)
+            batches = batches_of(corpus, 1, worker, workers, seed=5)
             first = epoch * batches.sequences_per_epoch
             positions = range(first, first + batches.sequences_per_epoch)
             seen += [tuple(batches.batch(position)[0].tolist()) for position in positions]
@@ -124,8 +146,8 @@ def test_an_epoch_of_all_workers_visits_every_window_of_every_shard_exactly_once
 
 
 def test_batches_do_not_depend_on_how_the_sequences_are_grouped_and_may_span_epochs(corpus: Corpus) -> None:
-    single = WorkerBatches(corpus, SEQUENCE, 1, 1, 3, seed=9)
-    grouped = WorkerBatches(corpus, SEQUENCE, 8, 1, 3, seed=9)
+    single = batches_of(corpus, 1, 1, 3, seed=9)
+    grouped = batches_of(corpus, 8, 1, 3, seed=9)
     count = 3 * single.sequences_per_epoch // 8
     assert single.sequences_per_epoch % 8 != 0, "some batch must span two epochs"
     in_groups = np.concatenate([grouped.batch(position) for position in range(count)])
@@ -135,17 +157,126 @@ def test_batches_do_not_depend_on_how_the_sequences_are_grouped_and_may_span_epo
 
 def test_seeds_workers_and_epochs_give_different_orders(corpus: Corpus) -> None:
     def order(seed: int, epoch: int) -> bytes:
-        batches = WorkerBatches(corpus, SEQUENCE, 1, 0, 1, seed)
+        batches = batches_of(corpus, 1, 0, 1, seed)
         n = batches.sequences_per_epoch
         return np.concatenate([batches.batch(epoch * n + i) for i in range(n)]).tobytes()
 
     assert len({order(0, 0), order(0, 1), order(1, 0), order(1, 1)}) == 4
 
 
-def test_epoch_counts_the_completed_passes(corpus: Corpus) -> None:
-    batches = WorkerBatches(corpus, SEQUENCE, 3, 0, 1, seed=0)
-    n = batches.sequences_per_epoch
-    assert [batches.epoch(p) for p in (0, (n - 1) // 3, -(-n // 3), -(-2 * n // 3))] == [0, 0, 1, 2]
+def windows_of(corpus: Corpus) -> list[int]:
+    return [count_windows(corpus.meta.shard_tokens[shard], SEQUENCE) for shard in range(corpus.shards)]
+
+
+class Reading:
+    """All windows that a run reads while its workers change, by the epoch of their shard."""
+
+    def __init__(self, corpus: Corpus, seed: int) -> None:
+        self.corpus, self.seed = corpus, seed
+        self.progress: dict[int, ShardProgress] = {shard: ShardProgress() for shard in range(corpus.shards)}
+        firsts = np.cumsum([0, *corpus.meta.shard_tokens])
+        self.firsts = firsts
+        self.seen: dict[int, list[int]] = {shard: [] for shard in range(corpus.shards)}
+
+    def read(self, workers: int, batch_size: int, batches: Sequence[int]) -> None:
+        """Worker i of `workers` takes batches[i] batches."""
+        told = []
+        for worker in range(workers):
+            mine = batches_of(self.corpus, batch_size, worker, workers, self.seed, self.progress)
+            for position in range(batches[worker]):
+                for window in mine.batch(position):
+                    shard = int(np.searchsorted(self.firsts, window[0], side="right")) - 1
+                    assert shard in mine.shards
+                    self.seen[shard].append(int(window[0]))
+            told.append(mine.progress(batches[worker]))
+        self.progress = union_progress(told)
+
+    def check(self) -> None:
+        for shard, windows in enumerate(windows_of(self.corpus)):
+            seen, (epoch, consumed) = self.seen[shard], self.progress[shard]
+            assert len(seen) == epoch * windows + consumed
+            everything = {int(self.firsts[shard]) + SEQUENCE * window for window in range(windows)}
+            for whole in range(epoch):
+                assert set(seen[whole * windows : (whole + 1) * windows]) == everything
+            rest = seen[epoch * windows :]
+            assert len(set(rest)) == len(rest)
+            assert set(rest) <= everything
+
+
+@given(data=st.data(), seed=st.integers(0, 2**63))
+@settings(deadline=None, max_examples=60)
+def test_any_changes_of_the_number_of_workers_read_every_window_once_per_epoch_of_its_shard(
+    corpus: Corpus, data: st.DataObject, seed: int
+) -> None:
+    reading = Reading(corpus, seed)
+    for _ in range(data.draw(st.integers(1, 6), label="changes")):
+        workers = data.draw(st.integers(1, corpus.shards), label="workers")
+        batch_size = data.draw(st.integers(1, 10), label="batch_size")
+        # Workers need not be at the same step: a slow one has taken less.
+        batches = data.draw(st.lists(st.integers(0, 12), min_size=workers, max_size=workers), label="batches")
+        reading.read(workers, batch_size, batches)
+        reading.check()
+
+
+def test_nothing_repeats_before_all_shards_are_read_when_workers_of_one_speed_change(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c", [41] * 6, 30)  # ten windows each
+    reading = Reading(corpus, seed=3)
+    for workers, batches in [(2, 7), (3, 2), (6, 1), (1, 34)]:  # 14 + 6 + 6 + 34: all sixty
+        reading.read(workers, 1, [batches] * workers)
+    assert Counter(start for seen in reading.seen.values() for start in seen).most_common(1)[0][1] == 1
+    assert set(reading.progress.values()) == {ShardProgress(0, 10)}
+    reading.read(1, 1, [1])
+    reading.check()
+    assert sorted(reading.progress.values())[-1] == ShardProgress(1, 1)
+
+
+@given(position=st.integers(0, 40), workers=st.integers(1, 7), batch_size=st.integers(1, 8))
+@settings(deadline=None, max_examples=40)
+def test_going_on_from_the_start_and_the_position_equals_no_interruption(
+    corpus: Corpus, position: int, workers: int, batch_size: int
+) -> None:
+    start = {shard: ShardProgress(shard % 3, shard) for shard in range(corpus.shards)}
+    through = batches_of(corpus, batch_size, 0, workers, 1, start)
+    expected = [through.batch(p) for p in range(position + 3)][position:]
+    kept = json.loads(json.dumps(start))  # as a checkpoint keeps it
+    resumed = batches_of(corpus, batch_size, 0, workers, 1, {int(s): ShardProgress(*kept[s]) for s in kept})
+    assert np.array_equal(np.stack([resumed.batch(position + i) for i in range(3)]), np.stack(expected))
+    assert resumed.progress(position) == through.progress(position)
+
+
+def test_a_later_epoch_does_not_depend_on_how_the_first_was_divided(corpus: Corpus) -> None:
+    fresh = batches_of(corpus, 1, 1, 3, 9, {shard: ShardProgress(1, 0) for shard in range(corpus.shards)})
+    through = batches_of(corpus, 1, 1, 3, seed=9)
+    n = through.sequences_per_epoch
+    assert all(np.array_equal(through.batch(n + i), fresh.batch(i)) for i in range(n))
+
+
+def test_shards_are_mixed_in_proportion_to_what_is_left_of_them(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c", [1 + SEQUENCE * 3000, 1 + SEQUENCE * 1000], 30)
+    start = {0: ShardProgress(0, 1000), 1: ShardProgress(4, 500)}
+    progress = batches_of(corpus, 1000, 0, 1, 0, start).progress(1)
+    # 4 of 5 draws on average; 720..880 is more than six standard deviations
+    assert 720 < progress[0].consumed - 1000 < 880
+    assert progress[0].consumed - 1000 + progress[1].consumed - 500 == 1000
+
+
+def test_long_jumps_count_the_same_as_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = write_corpus(tmp_path / "c", [1 + SEQUENCE * 300, 1 + SEQUENCE * 500], 30)
+    jumping, walking = batches_of(corpus, 7, 0, 1, 2), batches_of(corpus, 7, 0, 1, 2)
+    monkeypatch.setattr("diloco.data.order._COUNT_AT_ONCE", 64)
+    batches = [walking.batch(position) for position in range(200)]
+    for position in (199, 3, 120, 114, 113, 0):
+        assert np.array_equal(jumping.batch(position), batches[position])
+        assert jumping.progress(position) == batches_of(corpus, 7, 0, 1, 2).progress(position)
+
+
+def test_progress_that_cannot_be_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(DataError, match=r"shard 0 is said to be at .*consumed=11.*has 10 windows"):
+        batches_of(corpus, 1, 0, 7, 0, {0: ShardProgress(0, 11)})
+    with pytest.raises(DataError, match="nothing is known of the progress of shard 3"):
+        batches_of(corpus, 1, 0, 3, 0, {0: ShardProgress(0, 1)})
+    with pytest.raises(DataError, match=r"progress of shards \[2\] is told by two workers"):
+        union_progress([{1: ShardProgress(), 2: ShardProgress()}, {2: ShardProgress()}])
 
 
 @given(shards=st.integers(1, 64), data=st.data())
@@ -174,18 +305,20 @@ def test_more_workers_than_shards_are_refused_with_the_remedy(corpus: Corpus) ->
     with pytest.raises(ConfigError, match=r"8 workers cannot share 7 shards.*--data.shards 8"):
         check_disjoint(corpus, 8)
     with pytest.raises(ConfigError, match="8 workers cannot share 7 shards"):
-        WorkerBatches(corpus, SEQUENCE, 1, 0, 8, seed=0)
+        batches_of(corpus, 1, 0, 8, seed=0)
 
 
 def test_a_corpus_smaller_than_a_batch_is_refused_with_its_numbers(corpus: Corpus) -> None:
-    WorkerBatches(corpus, SEQUENCE, 10, 0, 7, seed=0)  # 41 tokens: just ten windows
-    with pytest.raises(DataError, match=r"worker 0 of 7 has 10 sequences of 4 tokens.*less than one batch of 11"):
-        WorkerBatches(corpus, SEQUENCE, 11, 0, 7, seed=0)
+    batches_of(corpus, 10, 0, 7, seed=0)  # 41 tokens: just ten windows
+    with pytest.raises(
+        DataError, match=r"worker with shards 0 has 10 sequences of 4 tokens.*less than one batch of 11"
+    ):
+        batches_of(corpus, 11, 0, 7, seed=0)
 
 
 def test_a_worker_with_an_empty_shard_still_reads_its_other_shards(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c", [0, 9, 0, 9], 9)
-    batches = WorkerBatches(corpus, SEQUENCE, 4, 0, 1, seed=0)
+    batches = batches_of(corpus, 4, 0, 1, seed=0)
     assert sorted(batches.batch(0)[:, 0].tolist()) == [0, 4, 9, 13]
 
 

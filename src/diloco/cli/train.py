@@ -110,7 +110,7 @@ def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
     check_disjoint(corpus, workers)
     length, batch = config.data.sequence_length, config.training.batch_size
     for worker in range(workers):
-        WorkerBatches(corpus, length, batch, worker, workers, config.seed)
+        WorkerBatches(corpus, length, batch, worker_shards(corpus.shards, worker, workers), config.seed)
     validation_batches(corpus, length, batch)
 
 

@@ -7,7 +7,7 @@
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
     shards.py       prepare(): source -> corpus, once, cached, atomic
     permutation.py  a shuffle that is computed, not stored
-    order.py        which windows a worker sees, and when: a pure function of (seed, worker, position)
+    order.py        which windows a worker sees, and when: a pure function of (seed, shards, progress, position)
 
 Nothing here imports torch, and this file imports nothing at all, so that `diloco --help` and the parent
 process of the workers start at once.

@@ -1,7 +1,7 @@
 """One worker's training: batches in, inner steps, rounds, evaluations, events out.
 
 The same for a worker started by `diloco train` and for one started by torchrun; the mode decides what is averaged. It
-prints nothing: what happens is in events.jsonl. Inputs are a pure function of (seed, worker, position).
+prints nothing: what happens is in events.jsonl. Inputs are a pure function of (seed, shards, position).
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import WorkerBatches, check_disjoint
+from diloco.data.order import WorkerBatches, check_disjoint, worker_shards
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundKey
@@ -54,9 +54,8 @@ class Training:
         self.device, self.folder = device, folder
         check_disjoint(corpus, engine.workers)
         length = config.data.sequence_length
-        self.batches = WorkerBatches(
-            corpus, length, config.training.batch_size, engine.worker, engine.workers, config.seed
-        )
+        shards = worker_shards(corpus.shards, engine.worker, engine.workers)
+        self.batches = WorkerBatches(corpus, length, config.training.batch_size, shards, config.seed)
         torch.manual_seed(config.seed)
         self.model = Transformer(preset(config.model, vocab_size=corpus.vocab_size, max_sequence_length=length))
         self.model.to(device)
