@@ -7,7 +7,7 @@ as an outer gradient, and then all take the same inner step. The classical basel
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
@@ -20,7 +20,12 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.held import Held, Numbers
 from diloco.parameters import model_tensors
+
+_COUNTERS = (
+    "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"
+)  # fmt: skip
 
 
 class DataParallel:
@@ -49,7 +54,7 @@ class DataParallel:
         self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self.report = Report()
         self.inner_steps = self.rounds = self.rounds_failed = self.contributions_refused = self.bytes_sent = (
-            self._sequence
+            self.sequence
         ) = 0
         self.sync_seconds = 0.0
         self.stopping = False
@@ -104,8 +109,8 @@ class DataParallel:
         self.stopping = self.stopping or result.stopping
 
     def _round(self, contribution: Contribution) -> RoundResult:
-        key = RoundKey(self._sequence, 0)
-        self._sequence += 1
+        key = RoundKey(self.sequence, 0)
+        self.sequence += 1
         result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
@@ -129,6 +134,29 @@ class DataParallel:
             before_confirming()
         vector = EncodedVector(codec(self.sync.codec), PartLayout(0))
         self._round(Contribution(vector, 0.0, 0.0, self.anchor_digest(), self._layout, report=self._report()))
+
+    # Saving
+
+    def settle(self) -> None:
+        """Nothing: no round is in flight between two steps."""
+
+    def unsavable(self) -> str | None:
+        """A worker that stops does so after a step like any other, together with all."""
+        return None
+
+    def saved(self) -> tuple[dict[str, Held], Numbers]:
+        """Everything but the model and the inner optimizer."""
+        return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
+
+    def restoring(self, numbers: Numbers) -> tuple[dict[str, Held], Callable[[], None]]:
+        """The memory to load a saved state into, and what to call then."""
+
+        def loaded() -> None:
+            for name in _COUNTERS:
+                setattr(self, name, numbers[name])
+            self.report, self.stopping = Report(**numbers["report"] | {"stopping": False}), False
+
+        return {}, loaded
 
     @torch.no_grad()
     def anchor_digest(self) -> str:

@@ -21,6 +21,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
 from diloco.engines.base import Engine
 from diloco.errors import ConfigError
+from diloco.held import as_tensors, copy_into
 from diloco.outer_loop import OuterLoop
 from diloco.parameters import model_tensors
 
@@ -147,16 +148,15 @@ class DiLoCo(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, with one more entry, "diloco", for the outer loop."""
+        """The inner optimizer's state dict, with one more entry, "diloco", for the outer loop.
+
+        Waits for rounds in flight, which stay unmerged: call it on every worker after the same round was posted.
+        """
         self.outer.refuse_inside_evaluation()
-        if self.outer.in_flight:
-            raise ConfigError(
-                f"{self.outer.in_flight} round(s) are in flight: call outer.merge_pending() before state_dict(), on "
-                "every worker at the same step"
-            )
+        self.outer.settle()
+        held, numbers = self.outer.saved()
         state = super().state_dict()
-        tensors = {name: tensor.clone() for name, tensor in self.outer.state.outer_tensors().items()}
-        state["diloco"] = {"tensors": tensors, "numbers": self.outer.state.numbers() | {"skipped": self.skipped_steps}}
+        state["diloco"] = {"tensors": as_tensors(held), "numbers": numbers | {"skipped": self.skipped_steps}}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,9 +164,11 @@ class DiLoCo(torch.optim.Optimizer):
         self.outer.refuse_inside_evaluation()
         if "diloco" not in state_dict:
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         saved = state_dict["diloco"]
-        self.outer.state.load(saved["tensors"], saved["numbers"])
+        held, loaded = self.outer.restoring(saved["numbers"])
+        copy_into(held, saved["tensors"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
+        loaded()
         self.skipped_steps = saved["numbers"]["skipped"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ from diloco.core.merging import diverged, mean_cosine
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.schedule import Schedule
-from diloco.engines.base import Engine, PendingRound
+from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, RoundFailed
+from diloco.held import Held, Numbers
+from diloco.in_flight import Posted, outcome, restoring_rounds, saved_rounds, settle
 from diloco.outer_state import OuterState
 from diloco.parameters import ModelTensors
 
@@ -53,16 +55,6 @@ class RoundEvent:
     """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
     result: RoundResult | None
     failure: str | None
-
-
-@dataclass(frozen=True)
-class _Posted:
-    """A round in flight."""
-
-    key: RoundKey
-    at_step: int
-    norm: float
-    pending: PendingRound
 
 
 class OuterLoop:
@@ -90,7 +82,7 @@ class OuterLoop:
         self.sync_seconds = 0.0
         self._lay_out(outer, identity)
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
-        self._posted: list[_Posted] = []
+        self._posted: list[Posted] = []
         self._behind: set[int] = set()  # fragments whose anchor may not be the others': compare before the next post
         self._astray: set[int] = set()  # of those, the ones whose parameters came from an anchor that nobody else had
         self._exchanged = False
@@ -128,6 +120,11 @@ class OuterLoop:
     @inner_steps.setter
     def inner_steps(self, steps: int) -> None:
         self.state.inner_steps = steps
+
+    @property
+    def sequence(self) -> int:
+        """Rounds posted so far."""
+        return self.state.sequence
 
     @property
     def rounds(self) -> int:
@@ -237,10 +234,10 @@ class OuterLoop:
     def _start(self, index: int, contribution: Contribution) -> None:
         key = RoundKey(self.state.sequence, index)
         pending = self.engine.start_round(key, contribution, self.sync.timeout_seconds)
-        self._posted.append(_Posted(key, self.inner_steps, contribution.norm, pending))
+        self._posted.append(Posted(key, self.inner_steps, contribution.norm, pending))
         self.state.sequence += 1
 
-    def _merge(self, posted: _Posted) -> None:
+    def _merge(self, posted: Posted) -> None:
         started = time.monotonic()
         result, failure, mean_norm = None, None, None
         try:
@@ -261,7 +258,7 @@ class OuterLoop:
                 RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, similarity, result, failure)
             )
 
-    def _take_in(self, posted: _Posted, result: RoundResult) -> float | None:
+    def _take_in(self, posted: Posted, result: RoundResult) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
@@ -347,6 +344,50 @@ class OuterLoop:
             self.fragments[index].adopt_anchor()
             self.state.merged_at[index] = self.inner_steps
         logger.info("worker %d has the others' anchor of fragment %d again", self.engine.worker, index)
+
+    # Saving
+
+    def settle(self) -> None:
+        """Wait for the rounds in flight, without merging them: their time has not come."""
+        started = time.monotonic()
+        self._posted = [settle(posted) for posted in self._posted]
+        self.sync_seconds += time.monotonic() - started
+
+    def unsavable(self) -> str | None:
+        """Why the state of this moment is not one to go on from, if it is not; call `settle` first."""
+        ended = [outcome(posted) for posted in self._posted]
+        if self.stopping or any(one.stopping for one in ended):
+            return "a round has been cut short by a worker that stops"
+        if self._behind or any(one.resync for one in ended):
+            return "this worker's anchors may not be the others'"
+        return None
+
+    def saved(self) -> tuple[dict[str, Held], Numbers]:
+        """Everything but the model and the inner optimizer; call `settle` first."""
+        self.refuse_inside_evaluation()
+        held, in_flight = saved_rounds(self._posted, self.state)
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
+        return self.state.held() | held, numbers
+
+    def restoring(self, numbers: Numbers) -> tuple[dict[str, Held], Callable[[], None]]:
+        """The memory to load a saved state into, and what to call then."""
+        self.refuse_inside_evaluation()
+        self.state.check_fragments(numbers)
+        held, rounds = restoring_rounds(numbers["in_flight"], self.state)
+
+        def loaded() -> None:
+            self.state.loaded(numbers)
+            for name in _COUNTERS:
+                setattr(self, name, numbers[name])
+            self.report = Report(**numbers["report"] | {"stopping": False})
+            self._last_sequence, self._behind, self._astray = None, set(), set()
+            self._posted = rounds()
+
+        return self.state.held() | held, loaded
+
+
+_COUNTERS = ("rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds")
 
 
 def _total_norm(norms: list[float]) -> float:

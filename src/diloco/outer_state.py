@@ -15,6 +15,7 @@ from diloco.core.digest import digest
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState
 from diloco.errors import ConfigError
+from diloco.held import Held, Numbers, hold
 
 
 class OuterState:
@@ -49,7 +50,9 @@ class OuterState:
     def merged(self, index: int, posted_at: int) -> None:
         """A round of this fragment, posted at that step, has moved its anchor; call it with the lock."""
         self.digests[index] = digest(self.fragments[index].anchor)
-        self.merged_at[index] = posted_at
+        self.merged_at[index] = max(posted_at, self.merged_at[index])  # a new worker did none of the work before
+
+    # What joiners take over: flat buffers, whose layout all workers have in common
 
     def outer_tensors(self) -> dict[str, Tensor]:
         tensors = {}
@@ -85,18 +88,6 @@ class OuterState:
         self._copy(state.tensors, mine)
         self.fragments[index].rounds = state.numbers[f"{index}.rounds"]
 
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Go on where a saved worker was; the model's parameters are the caller's to load."""
-        mine = {name: tuple(tensor.shape) for name, tensor in self.outer_tensors().items()}
-        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if mine != saved or self.numbers().keys() - numbers.keys():
-            raise ConfigError(
-                f"the saved state has outer tensors {saved}, this optimizer {mine}: "
-                "load it with the same model, fragments and outer optimizer"
-            )
-        self._copy(tensors, self.outer_tensors())
-        self._set_position(numbers)
-
     def _set_position(self, numbers: Mapping[str, int]) -> None:
         self.inner_steps, self.sequence = numbers["inner_steps"], numbers["sequence"]
         for index, fragment in enumerate(self.fragments):
@@ -110,3 +101,31 @@ class OuterState:
                 if tensors[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(tensors[name])
             self._take_digests()
+
+    # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
+
+    def held(self) -> dict[str, Held]:
+        """Anchors and outer momentum; whoever writes into them calls `loaded` afterwards."""
+        held: dict[str, Held] = {}
+        for index, fragment in enumerate(self.fragments):
+            for kind, flat in {"anchor": fragment.anchor, **fragment.state}.items():
+                held |= self.held_of(index, f"outer.{kind}", flat)
+        return held
+
+    def held_of(self, index: int, prefix: str, flat: Tensor) -> dict[str, Held]:
+        """A flat buffer of a fragment, by parameter."""
+        return {f"{prefix}.{name}": hold(view) for name, view in self.fragments[index].views(flat).items()}
+
+    def check_fragments(self, numbers: Numbers) -> None:
+        saved = sum(name.endswith(".rounds") for name in numbers)
+        if saved != len(self.fragments):
+            raise ConfigError(
+                f"the saved state has {saved} fragments, this optimizer {len(self.fragments)}: "
+                "load it with the same model, fragments and outer optimizer"
+            )
+
+    def loaded(self, numbers: Numbers) -> None:
+        """The memory of `held` has been filled; the model's parameters are the caller's to load."""
+        with self.lock:
+            self._take_digests()
+        self._set_position(numbers)

@@ -22,6 +22,8 @@ RESUMED = {
     "adam": (SyncConfig(3, "int8"), Adam()),
     "fragments": (SyncConfig(5, fragments=2, mixing=0.5), Nesterov()),
     "H 1": (SyncConfig(1, "fp32"), Nesterov()),
+    "in flight": (SyncConfig(4, "fp16", overlap_steps=2), Nesterov()),
+    "in flight, int8": (SyncConfig(5, "int8", fragments=2, overlap_steps=4, mixing=0.5), Adam()),
 }
 
 
@@ -71,20 +73,36 @@ def test_a_state_dict_is_a_copy_that_later_rounds_do_not_change() -> None:
     model = net()
     optimizer = made(model, SyncConfig(1))
     steps(model, optimizer, 0, 2)
-    state = optimizer.state_dict()["diloco"]["tensors"]["0.anchor"]
+    state = optimizer.state_dict()["diloco"]["tensors"]["outer.anchor.blocks.0.weight"]
     before = state.clone()
     steps(model, optimizer, 2, 4)
     assert torch.equal(state, before)
 
 
-def test_rounds_in_flight_refuse_a_state_dict() -> None:
+def test_a_state_dict_leaves_rounds_in_flight_unmerged() -> None:
     model = net()
     optimizer = made(model, SyncConfig(4, overlap_steps=2))
     steps(model, optimizer, 0, 4)
-    with pytest.raises(ConfigError, match=r"1 round\(s\) are in flight"):
-        optimizer.state_dict()
-    optimizer.outer.merge_pending()
-    assert optimizer.state_dict()["diloco"]["numbers"]["merged"] == 1
+    saved = optimizer.state_dict()["diloco"]["numbers"]
+    assert optimizer.outer.in_flight == 1 and optimizer.outer.rounds == saved["merged"] == 0
+    assert [posted["at_step"] for posted in saved["in_flight"]] == [4]
+    steps(model, optimizer, 4, 6)
+    assert optimizer.outer.in_flight == 0 and optimizer.outer.rounds == 1
+
+
+def test_i5_a_failed_round_in_flight_is_saved_as_failed() -> None:
+    whole, resumed = (InTurn(2, SyncConfig(4, overlap_steps=2), fail_at=[(1, 0)]) for _ in range(2))
+    whole.step(5)
+    numbers = whole.optimizers[1].state_dict()["diloco"]["numbers"]
+    assert "dropped on purpose" in numbers["in_flight"][0]["failure"]
+    resumed.models[1].load_state_dict(whole.models[1].state_dict())
+    resumed.optimizers[1].load_state_dict(copy.deepcopy(whole.optimizers[1].state_dict()))
+    for world in (whole, resumed):
+        world.optimizers[1].zero_grad()
+        world.optimizers[1].inner_step()
+        world.optimizers[1].outer.merge()
+    assert [world.optimizers[1].outer.rounds_failed for world in (whole, resumed)] == [1, 1]
+    assert torch.equal(flat(whole.models[1]), flat(resumed.models[1]))
 
 
 def test_a_state_dict_of_something_else_is_refused() -> None:

@@ -11,7 +11,8 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
-from diloco.outer_loop import OuterLoop, _Posted
+from diloco.in_flight import Posted
+from diloco.outer_loop import OuterLoop
 from worlds.in_turn import InTurn
 from worlds.problem import Story, anchors, flat, train
 from worlds.threads import in_threads
@@ -166,7 +167,7 @@ def slow_to_merge(engine: Engine, sync: SyncConfig, slow: int) -> Story:
     if engine.worker == slow:
         original = OuterLoop._take_in
 
-        def take_in(self: OuterLoop, posted: _Posted, result: RoundResult) -> float | None:
+        def take_in(self: OuterLoop, posted: Posted, result: RoundResult) -> float | None:
             if self.engine is engine:
                 time.sleep(0.01)
             return original(self, posted, result)

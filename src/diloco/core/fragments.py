@@ -92,6 +92,12 @@ class Fragment:
     def numel(self) -> int:
         return self.layout.numel
 
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors' places in a flat buffer of this fragment, by name, in the tensors' shapes and memory order."""
+        first = flat.storage_offset()
+        places = zip(self.names, self.tensors, self._starts, strict=True)
+        return {name: flat.as_strided(t.shape, t.stride(), first + start) for name, t, start in places}
+
     def check_memory(self) -> None:
         """The anchor is in the parameters' memory order: that must stay as it was."""
         for name, tensor, (stride, dtype, device) in zip(self.names, self.tensors, self._memory, strict=True):

@@ -9,7 +9,7 @@ from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
 _MAGIC = b"dlc1"
-_FORMAT = struct.Struct("<4s qq dd 16s16s qqqddddqq?")
+_FORMAT = struct.Struct("<4s qq dd 16s16s qqqddddqqq?")
 HEADER_BYTES = _FORMAT.size
 
 

@@ -32,6 +32,8 @@ class Report:
     validation_loss: float = nan
     validation_tokens: int = 0
     validation_step: int = 0
+    checkpoint_step: int = 0
+    """The inner step of its latest complete checkpoint; older ones may go once all are known to have one."""
     stopping: bool = False
     """This worker ends after this round's rotation; with a fixed membership so does everyone."""
 

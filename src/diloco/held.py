@@ -1,0 +1,83 @@
+"""A tensor as one rank holds it: what is saved and loaded, whatever the layout it is held in.
+
+A worker of several ranks has each parameter cut among them, and another start may cut it otherwise. So nothing is saved
+by rank or by flat buffer: a `Held` has the whole tensor's shape and the pieces of it that are here, as views of the
+memory that is trained. Whoever saves reads the pieces, whoever loads writes into them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diloco.errors import ConfigError
+
+Numbers = dict[str, Any]
+"""What JSON can hold: whatever of a state is not a tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`tensor` holds the elements of the whole one from `offsets` on."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of `shape`, of which this rank holds `pieces`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    replicated: bool = False
+    """All ranks of the worker hold the same: one of them writes it."""
+
+    def copied(self) -> "Held":
+        """The same values in memory of their own, on the CPU: training may go on while they are written."""
+        pieces = tuple(Piece(p.offsets, p.tensor.detach().to("cpu", copy=True)) for p in self.pieces)
+        return Held(self.shape, self.dtype, pieces, self.replicated)
+
+
+def hold(tensor: Tensor) -> Held:
+    """All of an ordinary tensor, or this rank's shard of a DTensor."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Held(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),), replicated=True)
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = tensor.to_local().detach()
+    pieces = tuple(Piece(tuple(chunk.offsets), local) for chunk in chunks if local.numel())
+    return Held(shape, tensor.dtype, pieces)
+
+
+def as_tensors(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """For a state dict: copies by name; a piece that is not all of its tensor has its place in the name."""
+    return {
+        _piece_name(name, whole, piece): piece.tensor.detach().clone()
+        for name, whole in held.items()
+        for piece in whole.pieces
+    }
+
+
+@torch.no_grad()
+def copy_into(held: Mapping[str, Held], saved: Mapping[str, Tensor]) -> None:
+    """The reverse of `as_tensors`; names and shapes must be the same."""
+    pieces = {_piece_name(name, whole, piece): piece.tensor for name, whole in held.items() for piece in whole.pieces}
+    mine, theirs = ({name: tuple(t.shape) for name, t in side.items()} for side in (pieces, saved))
+    if mine != theirs:
+        odd = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        raise ConfigError(
+            f"the saved state differs from this optimizer's in {len(odd)} tensors, the first is '{odd[0]}' "
+            f"({theirs.get(odd[0], 'not saved')} against {mine.get(odd[0], 'not here')}): "
+            "load it with the same model, fragments and outer optimizer"
+        )
+    for name, tensor in pieces.items():
+        tensor.copy_(saved[name])
+
+
+def _piece_name(name: str, whole: Held, piece: Piece) -> str:
+    return name if tuple(piece.tensor.shape) == whole.shape else f"{name}@{','.join(map(str, piece.offsets))}"
