@@ -82,6 +82,16 @@ class DiLoCo(torch.optim.Optimizer):
         self.outer.inner_steps += 1
         return loss
 
+    def skip_step(self) -> None:
+        """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
+
+        The step is counted, and a round that is due takes place: the others are waiting for this worker.
+        """
+        self.skipped_steps += 1
+        self.outer.inner_steps += 1
+        self.post()
+        self.merge()
+
     def _unscaled(self) -> bool:
         """Apply what GradScaler left for this step, if anything; False if the step must be skipped."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from diloco.engines.island import hide_place, keep_one_device
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError, RendezvousError
 
@@ -13,18 +14,37 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def connect(
-    *, backend: str = "gloo", timeout_seconds: float = 600.0, start_seconds: float = 120.0
+    *, island: bool = False, backend: str = "gloo", timeout_seconds: float = 600.0, start_seconds: float = 120.0
 ) -> TorchDistributedEngine:
     """The engine of this process's place in a torch.distributed world; one worker a rank.
 
     Uses the world that is already there, or joins the one that torchrun's environment variables name. All must arrive
-    within
-    `start_seconds`; a round may take `timeout_seconds`.
+    within `start_seconds`; a round may take `timeout_seconds`.
+
+    `island`: for a loop that a framework runs (Trainer, Accelerate, Lightning). It then sees a single process with one
+    device, and leaves gradients and data alone. Call it first, before the framework looks around.
     """
     owns_world = not dist.is_initialized()
+    if island:
+        _check_island(owns_world, backend)
+        keep_one_device()
     if owns_world:
         join_from_environment(start_seconds)
-    return TorchDistributedEngine(backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
+    engine = TorchDistributedEngine(backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
+    if island:
+        engine.hide_world()
+        hide_place()
+    return engine
+
+
+def _check_island(owns_world: bool, backend: str) -> None:
+    if not owns_world:
+        raise ConfigError(
+            "island = True, but torch.distributed is initialised already, and who did it has seen the other workers: "
+            "call diloco.connect(island=True) before anything else"
+        )
+    if backend != "gloo":
+        raise ConfigError(f"island = True averages over gloo, but backend = {backend}: leave backend out")
 
 
 def join_from_environment(start_seconds: float) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
@@ -51,6 +51,7 @@ class TorchDistributedEngine(Engine):
         self.workers = dist.get_world_size()
         self.backend = backend
         self._owns_world = owns_world
+        self._hidden: dist.ProcessGroup | None = None
         limit = timedelta(seconds=timeout_seconds)
         self._timeout_seconds = timeout_seconds
         self._control = dist.new_group(backend="gloo", timeout=limit)
@@ -89,13 +90,18 @@ class TorchDistributedEngine(Engine):
             return
         self._thread.join(_CLOSE_SECONDS)
         self._broken = EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
-        if self._thread.is_alive() or not dist.is_initialized():
+        if self._thread.is_alive():
             return
-        if self._owns_world:
+        if self._owns_world and self._hidden is None and dist.is_initialized():
             dist.destroy_process_group()
-        else:
-            for group in {self._control, self._payload}:
+            return
+        for group in {self._control, self._payload, self._hidden} - {None}:
+            with suppress(ValueError):  # someone has ended torch.distributed as a whole
                 dist.destroy_process_group(group)
+
+    def hide_world(self) -> None:
+        """Others in this process then find no torch.distributed world; rounds go on in the groups held here."""
+        self._hidden, dist.group.WORLD = dist.group.WORLD, None
 
     # The thread
 

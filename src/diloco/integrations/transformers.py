@@ -1,0 +1,48 @@
+"""DiLoCo under the Trainer of Hugging Face transformers: the callback that goes with the optimizer.
+
+    Trainer(..., optimizers=(optimizer, None), callbacks=[DiLoCoCallback(optimizer)])
+
+The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs an `output_dir` of
+its own. Refused: a Trainer that sees the other workers, and load_best_model_at_end, after which every worker would
+hold a model of its own that the last round would average.
+"""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco.errors import ConfigError
+from diloco.optimizer import DiLoCo
+
+
+class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
+    """Ends a Trainer's run with the last round, and ends it with the others when one of them stops early."""
+
+    def __init__(self, optimizer: DiLoCo) -> None:
+        self.optimizer = optimizer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        del state, control, more
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise ConfigError(
+                f"the Trainer sees {args.world_size} processes and {args.n_gpu} GPUs, and would average gradients "
+                "over them: call engine = diloco.connect(island=True) before TrainingArguments is made"
+            )
+        if args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end replaces this worker's parameters before the last round, which would average "
+                "them: leave it out, and load the checkpoint that you want after train()"
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        del args, state, more
+        if control.should_save:
+            self.optimizer.outer.merge_pending()  # a checkpoint holds no round in flight; all save at the same step
+        if self.optimizer.outer.stopping:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        del args, control, more
+        self.optimizer.finish(early=state.global_step < state.max_steps)

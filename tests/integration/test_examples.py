@@ -1,0 +1,57 @@
+"""The examples for other people's loops run as they say, under a real torchrun of two workers, without a warning."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FRAMEWORKS = ("hf_trainer", "hf_accelerate", "lightning_trainer")
+_END = re.compile(r"worker (\d)  first loss ([\d.]+)  final loss ([\d.]+)  parameters ([0-9a-f]{16})")
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_is_shorter_than_60_lines_and_says_how_it_is_started(example: Path) -> None:
+    text = example.read_text()
+    assert len(text.splitlines()) < 60
+    assert f"torchrun --nproc-per-node 2 examples/{example.name}" in text
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+    """All of them at once: most of their time is imports."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    environment["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    started = {
+        name: subprocess.Popen(
+            [*command, str(EXAMPLES / f"{name}.py")],
+            env=environment,
+            cwd=tmp_path_factory.mktemp(name),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in FRAMEWORKS
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_under_torchrun_the_loss_falls_and_both_workers_end_with_the_same_parameters(
+    name: str, runs: dict[str, "subprocess.Popen[str]"]
+) -> None:
+    output, _ = runs[name].communicate(timeout=110)
+    assert runs[name].returncode == 0, output
+    ends = _END.findall(output)
+    assert sorted(worker for worker, _, _, _ in ends) == ["0", "1"], output
+    assert len({(final, digest) for _, _, final, digest in ends}) == 1, output
+    assert all(float(final) < float(first) / 3 for _, first, final, _ in ends), output
