@@ -31,7 +31,9 @@ _FIXED_IN_HF: Mapping[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
     "rope_scaling": None,
+    "attention_dropout": 0.0,
 }
+_OTHERWISE = "to have transformers compute the model, name it hf:PATH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,6 @@ class ModelConfig:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
             "initializer_range": 0.02,
-            "attention_dropout": 0.0,
             "use_cache": True,
             "torch_dtype": "float32",
             "bos_token_id": bos_token_id,
@@ -148,14 +149,13 @@ class ModelConfig:
 def _check_family(hf: Mapping[str, object]) -> None:
     if hf.get("model_type") != "llama":
         raise ConfigError(
-            f"config.json has model_type {hf.get('model_type')!r}: only 'llama' can be loaded; "
-            f"choose a model of the Llama family"
+            f"config.json has model_type {hf.get('model_type')!r}: only 'llama' is computed here; "
+            f"{_OTHERWISE}"
         )
     for key, expected in _FIXED_IN_HF.items():
         if hf.get(key, expected) != expected:
             raise ConfigError(
-                f"config.json has {key} {hf[key]!r}: only {expected!r} is computed here; "
-                f"choose a Llama model without it"
+                f"config.json has {key} {hf[key]!r}: only {expected!r} is computed here; {_OTHERWISE}"
             )
 
 
@@ -163,8 +163,7 @@ def _rope_theta(hf: Mapping[str, object]) -> float:
     parameters = hf.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping) or parameters.get("rope_type", "default") != "default":
         raise ConfigError(
-            f"config.json has rope_parameters {parameters!r}: only rope_type 'default' is computed here; "
-            f"choose a Llama model with unscaled rotary positions"
+            f"config.json has rope_parameters {parameters!r}: only rope_type 'default' is computed here; {_OTHERWISE}"
         )
     return _number(parameters.get("rope_theta", hf.get("rope_theta", 10000.0)), "rope_theta")
 

@@ -5,64 +5,103 @@ at most `max_sequence_length` tokens, so of a longer prompt only the end is read
 the window its older half is forgotten and the newer half is read again (one longer step every half window,
 not at every token: cached keys and values of later layers depend on what fell out, so they cannot be kept).
 
-What it refuses: an empty prompt and tokens outside the vocabulary. It knows nothing of tokenizers, and leaves
-the model's train/eval mode alone: the model has no dropout, so the mode changes nothing.
+What it refuses: an empty prompt and tokens outside the vocabulary. It knows nothing of tokenizers. The model
+writes in evaluation mode (no dropout) and is in its former mode afterwards.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError
-from diloco.models.transformer import KeyValueCache, Transformer
+from diloco.models.base import LanguageModel
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    top_k: int | None = 50
+    """Sample from the k likeliest tokens; None: from all."""
+    generator: torch.Generator | None = None
+    """On the CPU, where the sampling happens, whatever the model's device; None is torch's global one."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"temperature is {self.temperature}: it must be finite and at least 0; 0 takes the likeliest token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"top_k is {self.top_k}: it must be at least 1; leave it out (None) to sample from all tokens"
+            )
+
+
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     prompt_tokens: Sequence[int],
     *,
     max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    generator: torch.Generator | None = None,
-    stop_token: int | None = None,
+    sampling: Sampling | None = None,
+    stop_tokens: Container[int] = (),
 ) -> list[int]:
-    """The new tokens, without the prompt and without the stop token that ended them.
+    """The new tokens, without the prompt and without the stop token that ended them."""
+    return list(stream(model, prompt_tokens, max_new_tokens, sampling or Sampling(), stop_tokens))
 
-    `generator` lives on the CPU (sampling happens there, whatever the model's device); None is torch's global
-    one. `top_k` None samples from the whole vocabulary.
-    """
-    _check_prompt(prompt_tokens, model.config.vocab_size)
-    _check_sampling(max_new_tokens, temperature, top_k)
-    weight = model.model.embed_tokens.weight
-    window = model.config.max_sequence_length
-    text = list(prompt_tokens)
+
+def stream(
+    model: LanguageModel,
+    prompt_tokens: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Container[int] = (),
+) -> Iterator[int]:
+    """The new tokens, each as soon as it is chosen. Bad input is refused at once, not at the first token."""
+    _check_prompt(prompt_tokens, model.vocab_size)
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
+    return _stream(model, list(prompt_tokens), max_new_tokens, sampling, stop_tokens)
+
+
+def _stream(
+    model: LanguageModel, text: list[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Container[int]
+) -> Iterator[int]:
+    longest = len(text) + max_new_tokens
+    window = min(longest, model.max_sequence_length or longest)
     unread = text[-window:]
-    cache = KeyValueCache(model.config, batch_size=1, device=weight.device, dtype=weight.dtype)
-    for _ in range(max_new_tokens):
-        if cache.length + len(unread) > window:
-            cache.length = 0
-            unread = text[-max(1, window // 2) :]
-        logits = model(torch.tensor([unread], device=weight.device), cache)[0, -1]
-        token = _choose(logits.float().cpu(), temperature, top_k, generator)
-        if token == stop_token:
-            break
-        text.append(token)
-        unread = [token]
-    return text[len(prompt_tokens) :]
+    was_training = model.training
+    model.eval()
+    try:
+        reader = model.reader(window)
+        for _ in range(max_new_tokens):
+            if reader.length + len(unread) > window:
+                reader.forget()
+                unread = text[-max(1, window // 2) :]
+            with torch.no_grad():
+                logits = reader.read(unread)
+            token = _choose(logits.float().cpu(), sampling)
+            if token in stop_tokens:
+                return
+            text.append(token)
+            unread = [token]
+            yield token
+    finally:
+        model.train(was_training)
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
+def _choose(logits: Tensor, sampling: Sampling) -> int:
     """One token from logits (V,)."""
-    if temperature == 0:
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    values, candidates = logits.topk(min(top_k or len(logits), len(logits)))
+    values, candidates = logits.topk(min(sampling.top_k or len(logits), len(logits)))
     # Subtracting the largest first keeps a tiny temperature from turning the quotients into infinities.
-    probabilities = ((values - values[0]) / temperature).softmax(dim=-1)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+    probabilities = ((values - values[0]) / sampling.temperature).softmax(dim=-1)
+    return int(candidates[torch.multinomial(probabilities, 1, generator=sampling.generator)])
 
 
 def _check_prompt(prompt_tokens: Sequence[int], vocab_size: int) -> None:
@@ -74,14 +113,3 @@ def _check_prompt(prompt_tokens: Sequence[int], vocab_size: int) -> None:
                 f"the prompt has token {token}: this model's vocabulary is 0 to {vocab_size - 1}; "
                 f"encode the prompt with the tokenizer that the model was trained with"
             )
-
-
-def _check_sampling(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(
-            f"temperature is {temperature}: it must be finite and at least 0; 0 takes the likeliest token"
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k is {top_k}: it must be at least 1; leave it out (None) to sample from all tokens")

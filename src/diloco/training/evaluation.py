@@ -8,7 +8,7 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.data.order import validation_batches
 from diloco.engines.rounds import Member
-from diloco.models.transformer import Transformer
+from diloco.models.base import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, corpus: Corpus, sequence_length: int, batch_size: int, share: tuple[int, int, int]
+    model: LanguageModel, corpus: Corpus, sequence_length: int, batch_size: int, share: tuple[int, int, int]
 ) -> Evaluation:
     """`share` is (worker, workers, windows of all workers together). Leaves the model in its mode."""
     worker, workers, windows = share

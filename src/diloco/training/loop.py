@@ -18,10 +18,8 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
-from diloco.models.generation import generate
-from diloco.models.presets import preset
-from diloco.models.saving import save_model
-from diloco.models.transformer import Transformer
+from diloco.models.building import build_model
+from diloco.models.generation import Sampling, generate
 from diloco.outer_loop import RoundEvent
 from diloco.training.config import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
@@ -57,11 +55,12 @@ class Training:
         shards = worker_shards(corpus.shards, engine.worker, engine.workers)
         self.batches = WorkerBatches(corpus, length, config.training.batch_size, shards, config.seed)
         torch.manual_seed(config.seed)
-        self.model = Transformer(preset(config.model, vocab_size=corpus.vocab_size, max_sequence_length=length))
+        self.model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
         self.model.to(device)
+        torch.manual_seed(config.seed + engine.worker)  # dropout, where a model has it, is not the same on all workers
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
-        self.mode = self._mode(config.identity(corpus.digest))
+        self.mode = self._mode(config.identity(corpus.digest, self.model.description))
         self.stop_requested = False
         self._evaluation_seconds = 0.0
         self._announced_step = -1
@@ -271,7 +270,7 @@ class Training:
     def save(self) -> None:
         tokenizer = self.corpus.tokenizer_path
         end_of_text = Tokenizer.load(tokenizer).decode([self.corpus.meta.end_of_text])
-        save_model(self.model, self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
+        self.model.save(self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
@@ -288,6 +287,6 @@ class Training:
             return
         tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
         prompt = tokenizer.encode(config.sample_prompt) or [self.corpus.meta.end_of_text]
-        generator = torch.Generator().manual_seed(self.config.seed)
-        tokens = generate(self.model, prompt, max_new_tokens=config.sample_tokens, generator=generator)
+        sampling = Sampling(generator=torch.Generator().manual_seed(self.config.seed))
+        tokens = generate(self.model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
         self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))

@@ -10,7 +10,7 @@ import torch
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.data_parallel import DataParallel
 from diloco.engines.base import Engine
-from diloco.models.transformer import Transformer
+from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer_loop import OuterLoop
 from diloco.training.config import RunConfig
@@ -54,7 +54,7 @@ class Mode(ABC):
 class DiLoCoMode(Mode):
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         inner: torch.optim.Optimizer,
         engine: Engine,
         config: RunConfig,
@@ -101,7 +101,7 @@ class DiLoCoMode(Mode):
 
 class DataParallelMode(Mode):
     def __init__(
-        self, model: Transformer, inner: torch.optim.Optimizer, engine: Engine, config: RunConfig, identity: str
+        self, model: LanguageModel, inner: torch.optim.Optimizer, engine: Engine, config: RunConfig, identity: str
     ) -> None:
         weight = float(config.tokens_per_step)
         self.state: DataParallel = DataParallel(

@@ -1,0 +1,20 @@
+"""From what `--model` names to a model: the one place that knows which kinds there are."""
+
+from diloco.models.base import LanguageModel
+from diloco.models.hugging_face import HuggingFaceModel
+from diloco.models.native import NativeModel
+from diloco.models.presets import preset
+from diloco.models.pretrained import check_model, uses_transformers
+
+
+def build_model(model: str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
+    """The named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
+
+    A preset takes vocabulary and longest sequence as given and draws its weights from torch's global generator. A
+    pre-trained model keeps its own, which must suffice.
+    """
+    found = check_model(model)
+    if found is None:
+        return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length))
+    found.check(vocab_size=vocab_size, sequence_length=sequence_length)
+    return HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)

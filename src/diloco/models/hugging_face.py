@@ -1,0 +1,161 @@
+"""Any causal language model of `transformers` (the extra `hf`) as a model of a run.
+
+Weights are loaded in fp32 from safetensors; code that comes with a model is never run. Dropout is what the model's
+config.json says: it acts in training and not in evaluation. Training asks for no cache and computes the loss from the
+logits itself, in fp32, so that it is the same quantity for every model.
+
+What it refuses: a folder that `transformers` cannot load whole, quantised weights, and a mixture of experts that asks for
+a balancing loss, which would not be part of this loss.
+"""
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diloco.errors import ConfigError
+from diloco.models.base import LanguageModel, Reader
+from diloco.models.folders import replace_bytes, whole_folder
+from diloco.models.pretrained import TOKENIZER_FILE, Pretrained
+from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
+
+GENERATION_FILE = "generation_config.json"
+# Of a config, what says where it came from and not what is computed.
+_NOT_COMPUTED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+
+
+@final
+class HuggingFaceModel(LanguageModel):
+    """A causal language model that `transformers` computes. Its weights are those of `inner`."""
+
+    def __init__(self, inner: Any, origin: Pretrained) -> None:
+        """`inner`: a PreTrainedModel in fp32; `origin`: the folder that it was loaded from."""
+        super().__init__()
+        self.inner = inner
+        self.origin = origin
+
+    @classmethod
+    def load(cls, origin: Pretrained) -> "HuggingFaceModel":
+        """The model of a folder, on the CPU, in training mode. Leaves torch's generator as it was."""
+        from transformers import AutoModelForCausalLM
+
+        before = torch.get_rng_state()
+        try:
+            inner, report = AutoModelForCausalLM.from_pretrained(
+                origin.folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises what the model's own code raises
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(
+                f"model {origin.name!r} cannot be loaded from {origin.folder} as a causal language model: {reason}"
+            ) from error
+        finally:
+            torch.set_rng_state(before)
+        _check_loaded(inner, report, origin)
+        return cls(inner.train(), origin)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.inner.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        return self.origin.max_sequence_length
+
+    @property
+    def description(self) -> str:
+        config = {key: value for key, value in self.inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+        return json.dumps(config, sort_keys=True, default=str)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) for what follows each of tokens (B, T), int64."""
+        logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
+
+    def reader(self, length: int) -> Reader:  # noqa: ARG002 - its cache grows with the text
+        return _Reader(self.inner)
+
+    def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:
+        from transformers import GenerationConfig
+
+        config, own = self.inner.config, False
+        if tokenizer_path is not None:
+            eos_token_id = check_tokenizer(tokenizer_path, self.vocab_size, end_of_text)
+            own = is_same_tokenizer(tokenizer_path, self.origin.folder / TOKENIZER_FILE)
+            if not own:  # the numbers of the former special tokens mean something else now
+                config.bos_token_id, config.eos_token_id, config.pad_token_id = None, eos_token_id, None
+        if hasattr(self.inner, "generation_config"):
+            # transformers refuses to save what some published models have in theirs; the file itself is kept below.
+            self.inner.generation_config = GenerationConfig.from_model_config(config)
+        with whole_folder(folder) as new:
+            self.inner.save_pretrained(new)
+            if own:
+                copy_tokenizer(self.origin.folder, new)
+                if (self.origin.folder / GENERATION_FILE).is_file():
+                    replace_bytes(new / GENERATION_FILE, (self.origin.folder / GENERATION_FILE).read_bytes())
+            elif tokenizer_path is not None:
+                write_tokenizer(new, tokenizer_path, end_of_text, self.max_sequence_length)
+
+
+def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> None:
+    """transformers makes up weights that are missing; here that is an error."""
+    problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
+    problems += [f"{name} has another shape" for name in sorted(map(str, report.get("mismatched_keys", ())))]
+    if problems:
+        raise ConfigError(
+            f"the weights in {origin.folder} are not those of a {type(inner).__name__}: {'; '.join(problems)}; give a "
+            f"folder of a causal language model, saved whole"
+        )
+    if getattr(inner, "is_quantized", False):
+        raise ConfigError(f"model {origin.name!r} has quantised weights: they cannot be trained; give the original model")
+    if getattr(inner.config, "output_router_logits", False):
+        raise ConfigError(
+            f"model {origin.name!r} asks for a router's balancing loss (output_router_logits), which is not computed "
+            f"here: set it to false in {origin.folder / 'config.json'} to train without it"
+        )
+    short = sorted({str(p.dtype) for p in inner.parameters() if p.dtype != torch.float32})
+    if short:
+        raise ConfigError(f"model {origin.name!r} has weights of {', '.join(short)} that do not load in fp32")
+
+
+@final
+class _Reader:
+    """Reads on with the model's own cache; a model without one reads the whole text at each token."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._cached = "past_key_values" in inspect.signature(inner.forward).parameters
+        self._device = next(inner.parameters()).device
+        self.forget()
+
+    def forget(self) -> None:
+        self._text: list[int] = []
+        self._past: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        self._text += tokens
+        if self._cached:
+            ids = torch.tensor([list(tokens)], device=self._device)
+            output = self._inner(input_ids=ids, past_key_values=self._past, use_cache=True)
+            self._past = output.past_key_values
+        else:
+            output = self._inner(input_ids=torch.tensor([self._text], device=self._device), use_cache=False)
+        logits: Tensor = output.logits[0, -1]
+        return logits

@@ -1,0 +1,179 @@
+"""What `--model` may name, and what can be known of a pre-trained model without loading it. Imports no torch.
+
+    tiny                  a preset: our transformer, random weights
+    models/my-llama       a folder of the Llama family: our transformer, its weights
+    hf:models/my-gpt2     a folder of any causal language model of `transformers`, computed by `transformers`
+    hf:openai/gpt2        the same from the Hugging Face hub, downloaded once
+
+A folder is one that `save_pretrained` of transformers writes: config.json, safetensors, tokenizer.json. Refuses pickled
+weights, a vocabulary that is too small for the tokenizer, and sequences that are longer than the model's.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.models.config import ModelConfig
+from diloco.models.hub import cached_folder, hub_folder
+from diloco.models.presets import PRESETS, preset
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
+_PREFIX = "hf:"
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # as different families call it
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pre-trained model's folder and what its config.json says."""
+
+    name: str
+    """As the user gave it."""
+    folder: Path
+    vocab_size: int
+    max_sequence_length: int | None
+
+    @property
+    def tokenizer(self) -> Path:
+        path = self.folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"model {self.name!r} has no {TOKENIZER_FILE} in {self.folder}: give --data.tokenizer, or make one with "
+                f"transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        return path
+
+    def check(self, *, vocab_size: int, sequence_length: int) -> None:
+        """Refuse a tokenizer or sequences that the model has no vectors or positions for."""
+        if vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {vocab_size} tokens and model {self.name!r} has vectors for {self.vocab_size}: "
+                f"use the model's own tokenizer (leave data.tokenizer out)"
+            )
+        if self.max_sequence_length is not None and sequence_length > self.max_sequence_length:
+            raise ConfigError(
+                f"data.sequence_length = {sequence_length} is more than the {self.max_sequence_length} tokens that "
+                f"model {self.name!r} takes: use --data.sequence_length {self.max_sequence_length}"
+            )
+
+
+def uses_transformers(model: str) -> bool:
+    """Is the model computed by `transformers`?"""
+    return model.startswith(_PREFIX)
+
+
+def is_pretrained(model: str) -> bool:
+    """Does it start from weights that someone has trained before?"""
+    return uses_transformers(model) or (model not in PRESETS and ("/" in model or Path(model).is_dir()))
+
+
+def label(model: str) -> str:
+    """A short name without slashes: `gpt2` of `hf:openai/gpt2`."""
+    return Path(model.removeprefix(_PREFIX)).name or "model"
+
+
+def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
+    """Refuse a model that cannot be built, in milliseconds; the folder of a pre-trained one, None for a preset.
+
+    With `weights` a model of the hub is downloaded whole, otherwise only its small files.
+    """
+    if not is_pretrained(model):
+        preset(model)
+        return None
+    if uses_transformers(model) and find_spec("transformers") is None:
+        raise ConfigError(f"model {model!r} needs the package transformers: pip install 'diloco[hf]'")
+    folder = _folder(model, weights)
+    config = read_json(folder / CONFIG_FILE)
+    if not uses_transformers(model):
+        shape = ModelConfig.from_hf_config(config)
+        found = Pretrained(model, folder, shape.vocab_size, shape.max_sequence_length)
+    else:
+        found = Pretrained(model, folder, *_facts(config, folder / CONFIG_FILE))
+    if weights:
+        weight_files(folder)
+    return found
+
+
+def _folder(model: str, weights: bool) -> Path:
+    name = model.removeprefix(_PREFIX)
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if uses_transformers(model) and _could_be_on_the_hub(name):
+            return _from_hub(name, weights)
+        hint = f"; for a model of the Hugging Face hub write {_PREFIX}{name}" if _could_be_on_the_hub(name) else ""
+        raise ConfigError(f"model {model!r}: there is no folder {folder.absolute()}{hint}")
+    if not (folder / CONFIG_FILE).is_file():
+        inside = folder / "model"
+        hint = f"did you mean {model}/model?" if (inside / CONFIG_FILE).is_file() else "give a model's folder"
+        raise ConfigError(f"model {model!r}: {folder} has no {CONFIG_FILE}; {hint}")
+    return folder
+
+
+def _from_hub(name: str, weights: bool) -> Path:
+    """Downloaded once: what is here is used as it is, so that all workers of a machine load the same files."""
+    cached = cached_folder(name)
+    if cached is not None and (cached / CONFIG_FILE).is_file():
+        try:
+            if weights:
+                weight_files(cached)
+        except ConfigError:
+            return hub_folder(name, weights=True)  # only the small files were fetched, or an interrupted download
+        return cached
+    return hub_folder(name, weights=weights)
+
+
+def _could_be_on_the_hub(name: str) -> bool:
+    """`gpt2` or `owner/gpt2`; never a path."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
+
+
+def _facts(config: Mapping[str, Any], path: Path) -> tuple[int, int | None]:
+    """Vocabulary and longest sequence; models of text and images keep those of the text in a part of their own."""
+    text = config.get("text_config") or config
+    vocab_size = text.get("vocab_size")
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError(f"{path} has vocab_size {vocab_size!r}: it must be a whole number; is it a language model's?")
+    lengths = [text[key] for key in _LENGTHS if isinstance(text.get(key), int) and text[key] > 0]
+    return vocab_size, lengths[0] if lengths else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: a model folder has one; check the path") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): restore the file") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}: it must be a JSON object; restore the file")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model folder, one or several; each is there."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise ConfigError(
+            f"{folder / WEIGHTS_FILE} does not exist, nor does {INDEX_FILE}: weights are read from safetensors only; "
+            f"save a pickled model again with transformers' save_pretrained"
+        )
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index} has no weight_map from tensors to files: restore the file")
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name:
+            raise ConfigError(f"{index} names the file {name!r}: the files of a model lie beside it; restore the file")
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name} does not exist, but {INDEX_FILE} names it: copy the whole model folder")
+    return [folder / name for name in files]
