@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.training.config import MODE_DEFAULTS, RECIPES, WITHOUT_EFFECT, RunConfig
+from diloco.training.config import MODE_DEFAULTS, WITHOUT_EFFECT, RunConfig, model_recipe
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
@@ -91,7 +91,7 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """What model and mode suggest, without what belongs to a choice that the user made otherwise."""
-    recipe = RECIPES.get(model, {}) | MODE_DEFAULTS.get(mode, {})
+    recipe = model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
     if "data.tokenizer" in asked:  # it brings its own vocabulary
         recipe.pop("data.vocab_size", None)
     if "outer.optimizer" in asked:  # the numbers are another optimizer's

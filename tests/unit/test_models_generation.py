@@ -5,8 +5,8 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.models.config import ModelConfig
-from diloco.models.generation import generate
-from diloco.models.transformer import Transformer
+from diloco.models.generation import Sampling, generate, stream
+from diloco.models.native import NativeModel
 
 CONFIG = ModelConfig(
     vocab_size=50,
@@ -20,12 +20,13 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
 )
 PROMPT = [3, 14, 15, 9, 2]
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture
-def model() -> Transformer:
+def model() -> NativeModel:
     torch.manual_seed(0)
-    model = Transformer(CONFIG)
+    model = NativeModel(CONFIG)
     for parameter in model.parameters():
         # Weights as drawn predict nearly uniformly; larger ones make each choice depend on the whole context.
         if parameter.dim() == 2:
@@ -33,7 +34,7 @@ def model() -> Transformer:
     return model
 
 
-def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> list[int]:
+def greedy_without_cache(model: NativeModel, prompt: list[int], count: int) -> list[int]:
     """The documented rule, read again from the start at every token."""
     window = CONFIG.max_sequence_length
     text = list(prompt)
@@ -48,16 +49,18 @@ def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> l
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, 16, 40])
-def test_cached_greedy_text_is_the_uncached_one_also_beyond_the_window(model: Transformer, prompt_length: int) -> None:
+def test_cached_greedy_text_is_the_uncached_one_also_beyond_the_window(model: NativeModel, prompt_length: int) -> None:
     prompt = [(7 * i + 3) % CONFIG.vocab_size for i in range(prompt_length)]
     expected = greedy_without_cache(model, prompt, 40)
     assert len(set(expected)) > 3  # else the comparison would say little
-    assert generate(model, prompt, max_new_tokens=40, temperature=0) == expected
+    assert generate(model, prompt, max_new_tokens=40, sampling=GREEDY) == expected
 
 
-def test_the_generator_alone_decides_the_sample(model: Transformer) -> None:
+def test_the_generator_alone_decides_the_sample(model: NativeModel) -> None:
     def sample(seed: int) -> list[int]:
-        return generate(model, PROMPT, max_new_tokens=30, generator=torch.Generator().manual_seed(seed))
+        return generate(
+            model, PROMPT, max_new_tokens=30, sampling=Sampling(generator=torch.Generator().manual_seed(seed))
+        )
 
     first = sample(1)
     torch.manual_seed(99)
@@ -65,20 +68,19 @@ def test_the_generator_alone_decides_the_sample(model: Transformer) -> None:
     assert sample(2) != first
 
 
-def test_top_k_of_one_and_a_tiny_temperature_are_greedy(model: Transformer) -> None:
-    greedy = generate(model, PROMPT, max_new_tokens=20, temperature=0)
-    assert generate(model, PROMPT, max_new_tokens=20, temperature=5.0, top_k=1) == greedy
-    assert generate(model, PROMPT, max_new_tokens=20, temperature=1e-40, top_k=None) == greedy
+def test_top_k_of_one_and_a_tiny_temperature_are_greedy(model: NativeModel) -> None:
+    greedy = generate(model, PROMPT, max_new_tokens=20, sampling=GREEDY)
+    assert generate(model, PROMPT, max_new_tokens=20, sampling=Sampling(5.0, top_k=1)) == greedy
+    assert generate(model, PROMPT, max_new_tokens=20, sampling=Sampling(1e-40, top_k=None)) == greedy
 
 
-def test_top_k_keeps_all_samples_within_the_k_likeliest_tokens(model: Transformer) -> None:
+def test_top_k_keeps_all_samples_within_the_k_likeliest_tokens(model: NativeModel) -> None:
     likeliest = set(model(torch.tensor([PROMPT]))[0, -1].topk(3).indices.tolist())
     generator = torch.Generator().manual_seed(0)
 
     def first_tokens(top_k: int | None) -> set[int]:
         samples = [
-            generate(model, PROMPT, max_new_tokens=1, temperature=9.0, top_k=top_k, generator=generator)
-            for _ in range(60)
+            generate(model, PROMPT, max_new_tokens=1, sampling=Sampling(9.0, top_k, generator)) for _ in range(60)
         ]
         return {sample[0] for sample in samples}
 
@@ -86,15 +88,15 @@ def test_top_k_keeps_all_samples_within_the_k_likeliest_tokens(model: Transforme
     assert len(first_tokens(None)) > 3
 
 
-def test_the_stop_token_ends_the_text_and_is_not_part_of_it(model: Transformer) -> None:
-    greedy = generate(model, PROMPT, max_new_tokens=20, temperature=0)
+def test_the_stop_token_ends_the_text_and_is_not_part_of_it(model: NativeModel) -> None:
+    greedy = generate(model, PROMPT, max_new_tokens=20, sampling=GREEDY)
     stop = greedy[4]
     expected = greedy[: greedy.index(stop)]
-    assert generate(model, PROMPT, max_new_tokens=20, temperature=0, stop_token=stop) == expected
+    assert generate(model, PROMPT, max_new_tokens=20, sampling=GREEDY, stop_tokens={stop}) == expected
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_gradients_and_prompt_are_left_as_they_were(model: Transformer, training: bool) -> None:
+def test_the_mode_gradients_and_prompt_are_left_as_they_were(model: NativeModel, training: bool) -> None:
     model.train(training)
     prompt = list(PROMPT)
     generate(model, prompt, max_new_tokens=3)
@@ -104,11 +106,29 @@ def test_the_mode_gradients_and_prompt_are_left_as_they_were(model: Transformer,
     assert torch.is_grad_enabled()
 
 
-def test_no_new_tokens_asked_for_gives_none(model: Transformer) -> None:
+def test_a_stream_gives_each_token_as_it_is_chosen_and_refuses_bad_input_at_once(model: NativeModel) -> None:
+    expected = generate(model, PROMPT, max_new_tokens=6, sampling=GREEDY)
+    tokens = stream(model, PROMPT, 6, GREEDY)
+    assert [next(tokens) for _ in range(2)] == expected[:2]
+    assert list(tokens) == expected[2:]
+    with pytest.raises(ConfigError, match="no tokens"):
+        stream(model, [], 6, GREEDY)
+
+
+def test_the_former_mode_comes_back_when_a_stream_is_left_early(model: NativeModel) -> None:
+    model.train()
+    tokens = stream(model, PROMPT, 6, GREEDY)
+    next(tokens)
+    assert not model.training  # a model with dropout writes without it
+    tokens.close()  # type: ignore[attr-defined]
+    assert model.training
+
+
+def test_no_new_tokens_asked_for_gives_none(model: NativeModel) -> None:
     assert generate(model, PROMPT, max_new_tokens=0) == []
 
 
-def test_bad_input_is_refused_with_the_value_and_the_rule(model: Transformer) -> None:
+def test_bad_input_is_refused_with_the_value_and_the_rule(model: NativeModel) -> None:
     with pytest.raises(ConfigError, match=r"no tokens.*at least one"):
         generate(model, [], max_new_tokens=1)
     with pytest.raises(ConfigError, match=r"token 50.*0 to 49"):
@@ -116,6 +136,6 @@ def test_bad_input_is_refused_with_the_value_and_the_rule(model: Transformer) ->
     with pytest.raises(ConfigError, match=r"max_new_tokens is -1.*at least 0"):
         generate(model, PROMPT, max_new_tokens=-1)
     with pytest.raises(ConfigError, match=r"temperature is -0.5.*at least 0"):
-        generate(model, PROMPT, max_new_tokens=1, temperature=-0.5)
+        Sampling(temperature=-0.5)
     with pytest.raises(ConfigError, match=r"top_k is 0.*at least 1"):
-        generate(model, PROMPT, max_new_tokens=1, top_k=0)
+        Sampling(top_k=0)

@@ -20,7 +20,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.shards import prepare
 from diloco.engines.connecting import join_from_environment
 from diloco.errors import DiLoCoError
-from diloco.training.config import RunConfig
+from diloco.training.config import RunConfig, check_run_model
 from diloco.training.summary import write_summary
 from diloco.training.worker import START_SECONDS, train_here
 
@@ -54,9 +54,10 @@ def train_as_rank(config: RunConfig, console: Console) -> None:
 
 
 def _prepared(config: RunConfig, leader: bool) -> Corpus:
-    """Each machine tokenises once: its first worker, while the others wait."""
+    """Each machine tokenises (and downloads a model) once: its first worker, while the others wait."""
     if not leader:
         _meet()
+    check_run_model(config)
     corpus = prepare(config.data)
     if leader:
         _meet()

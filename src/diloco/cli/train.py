@@ -20,8 +20,8 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
 from diloco.data.shards import prepare
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
-from diloco.models.presets import preset
-from diloco.training.config import RunConfig
+from diloco.models.pretrained import check_model, label
+from diloco.training.config import RunConfig, check_run_model
 from diloco.training.launcher import LocalWorkers
 from diloco.training.spawn import STOP_SIGNALS
 from diloco.training.summary import write_summary
@@ -31,7 +31,8 @@ _HELP = """\
 
 Train a language model with DiLoCo: workers train apart, and average at times.
 
-  --model PRESET        tiny (default), 60m, 150m, 400m, llama-150m, llama-1b
+  --model M             tiny (default), 60m, 150m, 400m, llama-150m, llama-1b;
+                        a folder (Llama family); hf:NAME_OR_PATH (any causal LM)
   --workers N           workers on this machine, a process each (default 2)
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
@@ -76,7 +77,7 @@ def train(
 
 
 def _train_locally(config: RunConfig, console: Console) -> None:
-    preset(config.model)  # an unknown name is refused before anything is prepared or written
+    check_run_model(config)
     worker_shards(config.data.shards, 0, config.workers)
     with Display(console, config) as display:
         corpus = prepare(config.data, display.preparing)
@@ -106,17 +107,20 @@ def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
 
 
 def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
-    """Refuse a corpus that is too small for these workers before any of them is started."""
+    """Refuse a corpus that is too small for these workers or foreign to the model before any of them is started."""
     check_disjoint(corpus, workers)
     length, batch = config.data.sequence_length, config.training.batch_size
     for worker in range(workers):
         WorkerBatches(corpus, length, batch, worker_shards(corpus.shards, worker, workers), config.seed)
     validation_batches(corpus, length, batch)
+    pretrained = check_model(config.model, weights=False)
+    if pretrained is not None:
+        pretrained.check(vocab_size=corpus.vocab_size, sequence_length=length)
 
 
 def new_run_folder(config: RunConfig) -> Path:
     """Create the run folder with its config.toml; an existing folder with something in it is never written into."""
-    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{config.model}")
+    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{label(config.model)}")
     try:
         if config.out is None:
             folder = _make_unused(folder)

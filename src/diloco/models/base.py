@@ -1,8 +1,8 @@
 """What the rest of the program needs of a model, whoever wrote it.
 
-`NativeModel` (our own transformer) and `HuggingFaceModel` (any causal language model of `transformers`) are such models; the
-training loop, the evaluation and the command line know nothing else of either. A model is an `nn.Module` with fp32
-weights, in training mode when it is built. It knows nothing of optimizers, workers or data.
+`NativeModel` (our own transformer) and `HuggingFaceModel` (any causal language model of `transformers`) are such
+models; the training loop, the evaluation and the command line know nothing else of either. A model is an `nn.Module`
+with fp32 weights, in training mode when it is built. It knows nothing of optimizers, workers or data.
 """
 
 from abc import ABC, abstractmethod

@@ -149,14 +149,11 @@ class ModelConfig:
 def _check_family(hf: Mapping[str, object]) -> None:
     if hf.get("model_type") != "llama":
         raise ConfigError(
-            f"config.json has model_type {hf.get('model_type')!r}: only 'llama' is computed here; "
-            f"{_OTHERWISE}"
+            f"config.json has model_type {hf.get('model_type')!r}: only 'llama' is computed here; {_OTHERWISE}"
         )
     for key, expected in _FIXED_IN_HF.items():
         if hf.get(key, expected) != expected:
-            raise ConfigError(
-                f"config.json has {key} {hf[key]!r}: only {expected!r} is computed here; {_OTHERWISE}"
-            )
+            raise ConfigError(f"config.json has {key} {hf[key]!r}: only {expected!r} is computed here; {_OTHERWISE}")
 
 
 def _rope_theta(hf: Mapping[str, object]) -> float:

@@ -1,7 +1,7 @@
 """A model of the Hugging Face hub as a folder on this machine: downloaded once, afterwards found without a network.
 
-Imports no torch. Takes safetensors and text files only: never pickled weights, never code. Every problem (no network, no
-such model, a gated one) is one ConfigError.
+Imports no torch. Takes safetensors and text files only: never pickled weights, never code. Every problem (no network,
+no such model, a gated one) is one ConfigError.
 """
 
 from pathlib import Path

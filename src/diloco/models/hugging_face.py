@@ -4,13 +4,14 @@ Weights are loaded in fp32 from safetensors; code that comes with a model is nev
 config.json says: it acts in training and not in evaluation. Training asks for no cache and computes the loss from the
 logits itself, in fp32, so that it is the same quantity for every model.
 
-What it refuses: a folder that `transformers` cannot load whole, quantised weights, and a mixture of experts that asks for
-a balancing loss, which would not be part of this loss.
+What it refuses: a folder that `transformers` cannot load whole, quantised weights, and a mixture of experts that asks
+for a balancing loss, which would not be part of this loss.
 """
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
-from diloco.models.folders import replace_bytes, whole_folder
+from diloco.models.folders import whole_folder
 from diloco.models.pretrained import TOKENIZER_FILE, Pretrained
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 
-GENERATION_FILE = "generation_config.json"
 # Of a config, what says where it came from and not what is computed.
 _NOT_COMPUTED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
@@ -44,16 +44,18 @@ class HuggingFaceModel(LanguageModel):
         """The model of a folder, on the CPU, in training mode. Leaves torch's generator as it was."""
         from transformers import AutoModelForCausalLM
 
+        load: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves the report out
         before = torch.get_rng_state()
         try:
-            inner, report = AutoModelForCausalLM.from_pretrained(
-                origin.folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with _no_progress_bars():
+                inner, report = load(
+                    origin.folder,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
         except Exception as error:  # transformers raises what the model's own code raises
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
@@ -100,14 +102,27 @@ class HuggingFaceModel(LanguageModel):
         if hasattr(self.inner, "generation_config"):
             # transformers refuses to save what some published models have in theirs; the file itself is kept below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
-        with whole_folder(folder) as new:
+        with whole_folder(folder) as new, _no_progress_bars():
             self.inner.save_pretrained(new)
             if own:
                 copy_tokenizer(self.origin.folder, new)
-                if (self.origin.folder / GENERATION_FILE).is_file():
-                    replace_bytes(new / GENERATION_FILE, (self.origin.folder / GENERATION_FILE).read_bytes())
             elif tokenizer_path is not None:
                 write_tokenizer(new, tokenizer_path, end_of_text, self.max_sequence_length)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """They would be written into a worker's log, and leave semaphores behind in a process that ends at once."""
+    from transformers.utils import logging
+
+    bars: Any = logging  # not typed
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> None:
@@ -120,7 +135,9 @@ def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> Non
             f"folder of a causal language model, saved whole"
         )
     if getattr(inner, "is_quantized", False):
-        raise ConfigError(f"model {origin.name!r} has quantised weights: they cannot be trained; give the original model")
+        raise ConfigError(
+            f"model {origin.name!r} has quantised weights: they cannot be trained; give the original model"
+        )
     if getattr(inner.config, "output_router_logits", False):
         raise ConfigError(
             f"model {origin.name!r} asks for a router's balancing loss (output_router_logits), which is not computed "

@@ -44,8 +44,8 @@ class Pretrained:
         path = self.folder / TOKENIZER_FILE
         if not path.is_file():
             raise ConfigError(
-                f"model {self.name!r} has no {TOKENIZER_FILE} in {self.folder}: give --data.tokenizer, or make one with "
-                f"transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+                f"model {self.name!r} has no {TOKENIZER_FILE} in {self.folder}: give --data.tokenizer, or make one "
+                f"with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         return path
 

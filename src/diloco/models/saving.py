@@ -1,7 +1,7 @@
 """Our transformer as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, and back.
 
-`config.json`, `model.safetensors` (fp32; tied embeddings once) and, given a tokenizer, its files. Each file appears whole
-or not at all. Reads sharded weights too.
+`config.json`, `model.safetensors` (fp32; tied embeddings once) and, given a tokenizer, its files. Each file appears
+whole or not at all. Reads sharded weights too.
 
 What it refuses: another family than Llama, missing or unexpected tensors (each is named), pickled weights,
 and a tokenizer whose tokens the model has no vectors for.

@@ -1,7 +1,8 @@
 """The tokenizer in a model folder: tokenizer.json and the small files that tell `transformers` how to use it.
 
 A model that was fine-tuned with the tokenizer it came with keeps that tokenizer's files as they were (chat template and
-all); any other tokenizer gets a plain tokenizer_config.json. Refuses a tokenizer whose tokens the model has no vectors for.
+all); any other tokenizer gets a plain tokenizer_config.json. Refuses a tokenizer whose tokens the model has no vectors
+for.
 """
 
 from pathlib import Path
@@ -17,9 +18,11 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TOKENIZER_FILES = (
     *(TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, "added_tokens.json"),
+    # Its stop tokens are the tokenizer's.
+    "generation_config.json",
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-"""What tokenizers of `transformers` leave in a folder; a folder has some of them."""
+"""What goes with a tokenizer of `transformers` in a folder; a folder has some of them."""
 
 
 def open_tokenizer(path: Path) -> Any:

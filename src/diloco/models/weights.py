@@ -85,8 +85,8 @@ def write_weights(
 ) -> None:
     """Write the tensors into `folder` as `dtype` (whole numbers stay as they are), with one shard in memory at a time.
 
-    One file if it fits `max_shard_bytes`, otherwise shards and their index, as `transformers` writes them. `progress` is
-    called with the shards written and all.
+    One file if it fits `max_shard_bytes`, otherwise shards and their index, as `transformers` writes them. `progress`
+    is called with the shards written and all.
     """
     sizes = {name: _size_bytes(name, *size, dtype) for name, size in stored.sizes.items()}
     shards = _shards(sizes, max_shard_bytes)

@@ -4,6 +4,7 @@ The defaults are the DiLoCo paper's. What must differ for a small model is in RE
 defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,6 +12,7 @@ from diloco import __version__
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
+from diloco.models.pretrained import check_model, is_pretrained
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class RunConfig:
     """A whole run."""
 
     model: str = "tiny"
-    """Preset: tiny, 60m, 150m, 400m (the paper's), llama-150m, llama-1b (OpenDiLoCo's)."""
+    """Preset: tiny, 60m, 150m, 400m (the paper's), llama-150m, llama-1b (OpenDiLoCo's). Or a pre-trained model: the
+    folder of a Llama, or hf:NAME_OR_PATH for any causal language model of transformers."""
     workers: int = 2
     """Workers on this machine, a process each; under torchrun its world size counts instead."""
     steps: int = 88_000
@@ -130,10 +133,13 @@ class RunConfig:
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)
 
-    def identity(self, corpus_digest: str) -> str:
-        """What must be the same on all workers: everything but what concerns one machine alone."""
+    def identity(self, corpus_digest: str, model: str) -> str:
+        """What must be the same on all workers: everything but what concerns one machine alone.
+
+        `model` describes the built model: its name may be a path, which is one machine's own.
+        """
         data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
-        shared = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, data=data)
+        shared = replace(self, model=model, out=None, device="auto", backend="gloo", threads=None, port=None, data=data)
         return repr((__version__, corpus_digest, shared))
 
     @property
@@ -159,6 +165,49 @@ RECIPES: dict[str, dict[str, object]] = {
     "llama-150m": _LARGE,
     "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
 }
+FINE_TUNING: dict[str, object] = {
+    # A pre-trained model knows most of what it needs: small steps that change it gently, and no long warm-up.
+    "steps": 500,
+    "inner.lr": 5e-5,
+    "inner.warmup_steps": 20,
+    # Plain averaging: some ten rounds are too few for the paper's momentum, and it cannot overshoot.
+    "outer.optimizer": "sgd",
+    "sync.num_inner_steps": 50,
+    "training.batch_size": 8,
+    "training.sample_prompt": "",
+}
+FINE_TUNING_LENGTH = 1024
+"""Tokens of a sequence if a pre-trained model takes that many."""
+
+
+def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
+    """What a model suggests. A pre-trained one brings its tokenizer, unless that is among the keys `asked` for."""
+    if not is_pretrained(model):
+        return dict(RECIPES.get(model, {}))
+    found = check_model(model, weights=False)
+    assert found is not None
+    recipe = dict(FINE_TUNING)
+    recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
+    if "data.tokenizer" not in asked:
+        recipe["data.tokenizer"] = str(found.tokenizer)
+    if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain averaging has not
+        del recipe["outer.optimizer"]
+    return recipe
+
+
+def check_run_model(config: RunConfig) -> None:
+    """Refuse a model that cannot be built or does not fit the run, before anything is prepared. May download it."""
+    found = check_model(config.model)
+    if found is None:
+        return
+    if config.data.tokenizer is None:
+        raise ConfigError(
+            f"model {config.model!r} was trained with a tokenizer and data.tokenizer is none: a new one would mean "
+            f"nothing to it; give the model's tokenizer.json"
+        )
+    found.check(vocab_size=1, sequence_length=config.data.sequence_length)
+
+
 MODE_DEFAULTS: dict[str, dict[str, object]] = {
     "diloco": {},
     "data-parallel": {"sync.codec": "fp32"},  # the classical baseline averages gradients in full precision

@@ -1,0 +1,1 @@
+"""Small real models of `transformers`, made where they are needed."""
