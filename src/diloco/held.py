@@ -5,13 +5,13 @@ by rank or by flat buffer: a `Held` has the whole tensor's shape and the pieces 
 memory that is trained. Whoever saves reads the pieces, whoever loads writes into them.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from diloco.errors import ConfigError
 
@@ -46,9 +46,10 @@ class Held:
 def hold(tensor: Tensor) -> Held:
     """All of an ordinary tensor, or this rank's shard of a DTensor."""
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and a DTensor has imported it
+    if module is None or not isinstance(tensor, module.DTensor):
         return Held(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),), replicated=True)
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    chunks = tensor.__create_chunk_list__()
     local = tensor.to_local().detach()
     pieces = tuple(Piece(tuple(chunk.offsets), local) for chunk in chunks if local.numel())
     return Held(shape, tensor.dtype, pieces)

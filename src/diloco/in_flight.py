@@ -14,12 +14,12 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.fragments import Fragment
-from diloco.engines.base import PendingRound
+from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.held import Held, Numbers
 from diloco.outer_state import OuterState
+from diloco.worker_round import Outcome, WorkerRound
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Posted:
     key: RoundKey
     at_step: int
     norm: float
-    pending: PendingRound
+    pending: "WorkerRound | Settled"
 
 
-class Settled(PendingRound):
+class Settled:
     """A round whose outcome is known."""
 
-    def __init__(self, outcome: RoundResult | RoundFailed) -> None:
+    def __init__(self, outcome: Outcome | RoundFailed) -> None:
         self.outcome = outcome
 
-    def wait(self) -> RoundResult:
+    def wait(self) -> Outcome:
         if isinstance(self.outcome, RoundFailed):
             raise self.outcome
         return self.outcome
@@ -55,9 +55,10 @@ def settle(posted: Posted) -> Posted:
 
 
 def outcome(posted: Posted) -> RoundResult | RoundFailed:
-    """Of a settled round."""
+    """Of a settled round, for the whole worker."""
     assert isinstance(posted.pending, Settled)
-    return posted.pending.outcome
+    ended = posted.pending.outcome
+    return ended if isinstance(ended, RoundFailed) else ended.result
 
 
 def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, Held], list[Numbers]]:
@@ -66,7 +67,7 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
     numbers = [_to_numbers(posted) for posted in rounds]
     for posted, told in zip(rounds, numbers, strict=True):
         if _has_mean(told):
-            held |= _held_mean(posted.key, _decoded_mean(posted, state.fragments[posted.key.fragment]), state)
+            held |= _held_means(posted.key, _decoded_means(posted, state), state)
     return held, numbers
 
 
@@ -75,22 +76,21 @@ def restoring_rounds(
 ) -> tuple[dict[str, Held], Callable[[], list[Posted]]]:
     """The memory to load the rounds' means into, and what then gives the rounds."""
     held: dict[str, Held] = {}
-    means: list[Tensor | None] = []
+    means: list[list[Tensor]] = []
     for saved in numbers:
         key = RoundKey(**saved["key"])
-        mean = torch.empty_like(state.fragments[key.fragment].anchor) if _has_mean(saved) else None
-        means.append(mean)
-        held |= _held_mean(key, mean, state) if mean is not None else {}
+        mine = [fragment for _, fragment in state.fragments_of(key.fragment)]
+        means.append([torch.empty_like(fragment.anchor) for fragment in mine] if _has_mean(saved) else [])
+        held |= _held_means(key, means[-1], state) if _has_mean(saved) else {}
 
     def rounds() -> list[Posted]:
-        fragments = [state.fragments[saved["key"]["fragment"]] for saved in numbers]
-        return [_from_numbers(*args) for args in zip(numbers, fragments, means, strict=True)]
+        return [_from_numbers(saved, state, loaded) for saved, loaded in zip(numbers, means, strict=True)]
 
     return held, rounds
 
 
-def _held_mean(key: RoundKey, mean: Tensor, state: OuterState) -> dict[str, Held]:
-    return state.held_of(key.fragment, f"in_flight.{key.sequence}", mean)
+def _held_means(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, Held]:
+    return state.held_of(key.fragment, f"in_flight.{key.sequence}", means)
 
 
 def _has_mean(numbers: Mapping[str, Any]) -> bool:
@@ -98,13 +98,16 @@ def _has_mean(numbers: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _decoded_mean(posted: Posted, fragment: Fragment) -> Tensor:
-    """The mean of a settled round in fp32, flat."""
-    result = posted.pending.wait()
-    flat = torch.empty_like(fragment.anchor)
-    for span in fragment.spans():
-        flat[span.slice].copy_(result.mean.decode(span.first_part, span.num_parts))
-    return flat
+def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
+    """The means of a settled round in fp32, flat, for what this rank has of the fragment."""
+    by_lane = dict(zip((lane.number for lane in state.lanes), posted.pending.wait().means, strict=True))
+    decoded = []
+    for lane, fragment in state.fragments_of(posted.key.fragment):
+        flat = torch.empty_like(fragment.anchor)
+        for span in fragment.spans():
+            flat[span.slice].copy_(by_lane[lane.number].decode(span.first_part, span.num_parts))
+        decoded.append(flat)
+    return decoded
 
 
 def _to_numbers(posted: Posted) -> Numbers:
@@ -122,23 +125,35 @@ def _to_numbers(posted: Posted) -> Numbers:
 _RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync")
 
 
-def _from_numbers(numbers: Mapping[str, Any], fragment: Fragment, mean: Tensor | None) -> Posted:
-    """The round again, settled; `mean` is what it decoded to. Whoever stopped then does not stop now."""
+def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:
+    """The round again, settled; `loaded` is what its means decoded to. Whoever stopped then does not stop now."""
     key = RoundKey(**numbers["key"])
     if numbers["result"] is None:
-        ended: RoundResult | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
+        ended: Outcome | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
     else:
-        ended = _result(numbers["result"], fragment, mean)
+        means = _encoded_means(state, key.fragment, loaded)
+        ended = Outcome(_result(numbers["result"], means[0]), means)
     return Posted(key, numbers["at_step"], numbers["norm"], Settled(ended))
 
 
-def _result(saved: Mapping[str, Any], fragment: Fragment, mean: Tensor | None) -> RoundResult:
-    vector = EncodedVector(codec("fp32"), fragment.layout, fragment.anchor.device)
-    if mean is not None:
-        vector.encode(0, mean)
+def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:
+    """One for each lane; empty where this rank has nothing of the fragment, or there was no mean."""
+    rest = list(loaded)
+    means = []
+    for fragment in (lane.fragments[index] for lane in state.lanes):
+        if fragment is None:
+            means.append(EncodedVector(codec("fp32"), PartLayout(0)))
+            continue
+        means.append(EncodedVector(codec("fp32"), fragment.layout, fragment.anchor.device))
+        if rest:
+            means[-1].encode(0, rest.pop(0))
+    return means
+
+
+def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
     members = [member | {"report": Report(**member["report"] | {"stopping": False})} for member in saved["members"]]
     return RoundResult(
-        mean=vector,
+        mean=mean,
         contributors=tuple(saved["contributors"]),
         refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),

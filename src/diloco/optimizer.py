@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
-from diloco.engines.base import Engine
+from diloco.engines.base import Membership
 from diloco.errors import ConfigError
 from diloco.held import as_tensors, copy_into
 from diloco.outer_loop import OuterLoop
@@ -35,7 +35,7 @@ class DiLoCo(torch.optim.Optimizer):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        engine: Engine,
+        engine: Membership,
         *,
         sync: SyncConfig | None = None,
         outer: OuterOptimizer | None = None,

@@ -8,6 +8,9 @@ carries that work, taken from the others' anchor if they went on. No wait is lon
 
 Rounds are numbered in the order in which they are posted, which is the same on every worker. That makes an early
 end safe: a worker that stops says so in its header, and all end after the same full turn through the fragments.
+
+A worker of several ranks runs this on each of them, in step: every rank posts and merges its own lanes (lane.py), and
+what a round decides is decided for the whole worker (worker_round.py).
 """
 
 import logging
@@ -15,46 +18,32 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
-from diloco.core.fragments import Fragment, PartLayout, Span, assign, build_fragments, layout_digest
-from diloco.core.merging import diverged, mean_cosine
+from diloco.core.fragments import Fragment, PartLayout, assign
+from diloco.core.merging import diverged
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
-from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.schedule import Schedule
-from diloco.engines.base import Engine
+from diloco.engines.base import Membership
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, RoundFailed
 from diloco.held import Held, Numbers
 from diloco.in_flight import Posted, outcome, restoring_rounds, saved_rounds, settle
+from diloco.lane import Group, Lane
 from diloco.outer_state import OuterState
 from diloco.parameters import ModelTensors
+from diloco.replica import Replica
+from diloco.worker_round import Outcome, RoundEvent, WorkerRound, similarity
 
 logger = logging.getLogger(__name__)
 
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
-
-
-@dataclass(frozen=True)
-class RoundEvent:
-    """One round as this worker saw it: either a result, or the reason why there is none."""
-
-    key: RoundKey
-    inner_step: int
-    waited_seconds: float
-    norm: float
-    """Of this worker's own outer gradient."""
-    mean_norm: float | None
-    similarity: float | None
-    """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
-    result: RoundResult | None
-    failure: str | None
 
 
 class OuterLoop:
@@ -63,7 +52,7 @@ class OuterLoop:
     def __init__(
         self,
         tensors: ModelTensors,
-        engine: Engine,
+        engine: Membership,
         sync: SyncConfig,
         outer: OuterOptimizer,
         weight: float,
@@ -72,7 +61,7 @@ class OuterLoop:
     ) -> None:
         """`inner_parameters` are those that the inner optimizer has at the moment of the call."""
         self.inner_parameters = inner_parameters
-        self.tensors, self.engine, self.sync, self.weight = tensors, engine, sync, weight
+        self.engine, self.sync, self.weight = engine, sync, weight
         self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.report = Report()
@@ -80,34 +69,31 @@ class OuterLoop:
         self.contributions_refused = 0
         self.bytes_sent = 0
         self.sync_seconds = 0.0
-        self._lay_out(outer, identity)
+        self._lay_out(tensors, outer, identity)
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
         self._posted: list[Posted] = []
         self._behind: set[int] = set()  # fragments whose anchor may not be the others': compare before the next post
         self._astray: set[int] = set()  # of those, the ones whose parameters came from an anchor that nobody else had
         self._exchanged = False
-        engine.serve_state(self.state.global_state)
-        state = engine.fetch_state()
-        if state is not None:
-            self.state.take_over(state)
+        for lane in self.state.lanes:
+            lane.engine.serve_state(partial(self.state.global_state, lane))
+        states = self.replica.fetch_states()
+        if states is not None:
+            self.state.take_over(states)
+        self.replica.changed()
 
-    def _lay_out(self, outer: OuterOptimizer, identity: str) -> None:
-        """Fragments, their schedule, and the memory that travels."""
-        groups = assign(list(self.tensors.averaged), self.sync.fragments)
-        fragments = build_fragments(self.tensors.averaged, groups, outer)
-        offsets = Schedule.spread(self.sync.num_inner_steps, len(fragments)).offsets
-        buffers = self.tensors.averaged_buffers
-        if buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-            fragments += build_fragments(buffers, [list(buffers)], SGD(lr=1.0))
+    def _lay_out(self, tensors: ModelTensors, outer: OuterOptimizer, identity: str) -> None:
+        """Fragments, their schedule, the lanes, and the memory that travels."""
+        sync = self.sync
+        groups = [Group(tuple(names), outer) for names in assign(list(tensors.averaged), sync.fragments)]
+        offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
+        if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
+            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0)))
             offsets = (*offsets, offsets[-1])
-        self.schedule = Schedule(self.sync.num_inner_steps, offsets, self.sync.overlap_steps)
-        self._vectors = [self._vector(fragment.layout, fragment.anchor.device) for fragment in fragments]
-        others = [(name, t.shape, t.dtype) for name, t in sorted(self.tensors.equal_at_start.items())]
-        layout = layout_digest(fragments, others, self.schedule, outer, self.sync, identity)
-        self.state = OuterState(fragments, self.tensors.equal_at_start, layout)
-
-    def _vector(self, layout: PartLayout, device: torch.device) -> EncodedVector:
-        return EncodedVector(codec(self.sync.codec), layout, device)
+        self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
+        common = (self.schedule, outer, sync, identity)
+        self.replica = Replica(tensors, self.engine, groups, sync.codec, common)
+        self.state = OuterState(self.replica.lanes, self.replica.num_lanes, groups, self.engine.ranks)
 
     @property
     def fragments(self) -> list[Fragment]:
@@ -172,14 +158,16 @@ class OuterLoop:
         self.merge_pending()
         self.report = replace(self.report, stopping=self.report.stopping or early)
         if self._last_sequence is None:
-            self._last_sequence = self.state.sequence + len(self.fragments) - 1
+            self._last_sequence = self.state.sequence + self.state.num_fragments - 1
         for index in self.schedule.rotation(self.inner_steps):
             if self.state.sequence <= self._last_sequence:
                 self._post(index)
                 self.merge_pending()
-        for index, fragment in enumerate(self.fragments):
+        for index in range(self.state.num_fragments):
             self._catch_up(index)
+        for fragment in self.fragments:
             fragment.adopt_anchor()
+        self.replica.changed()
         if before_confirming is not None:
             before_confirming()
         self._confirm()
@@ -188,12 +176,14 @@ class OuterLoop:
 
     def _confirm(self) -> None:
         """A last round without payload: everyone learns everyone's final digest and report."""
-        vector = self._vector(PartLayout(0), torch.device("cpu"))
-        contribution = Contribution(
-            vector, 0.0, 0.0, self.anchor_digest(), self.state.layout_digest, report=self._report()
-        )
-        self._start(_CONFIRMATION, contribution)
-        self.bytes_sent += self._posted.pop().pending.wait().bytes_sent
+        vector = EncodedVector(codec(self.sync.codec), PartLayout(0))
+        digest, report = self.anchor_digest(), self._report()
+
+        def contribution(lane: Lane) -> Contribution:
+            return Contribution(vector, 0.0, 0.0, digest, lane.layout_digest, report=report)
+
+        self._start(_CONFIRMATION, contribution, 0.0)
+        self.bytes_sent += self._posted.pop().pending.wait().result.bytes_sent
 
     # One round
 
@@ -202,26 +192,34 @@ class OuterLoop:
 
     def _post(self, index: int) -> None:
         started = time.monotonic()
-        self.tensors.check_unchanged(self.inner_parameters())
+        self.replica.check_unchanged(self.inner_parameters())
         self._catch_up(index)
-        fragment, vector = self.fragments[index], self._vectors[index]
-        norms = []
-        for span, delta in outer_gradient(fragment):
-            norms.append(float(torch.linalg.vector_norm(delta)))
-            vector.encode(span.first_part, delta)
-        contribution = Contribution(
-            vector=vector,
-            weight=self.weight * self._work_behind(index),
-            norm=_total_norm(norms),
-            anchor_digest=self.state.digests[index],
-            layout_digest=self.state.layout_digest,
-            max_norm_ratio=self.sync.max_norm_ratio,
-            report=self._report(),
-        )
-        self._start(index, contribution)
+        norm = self._encode(index)
+        report = self._report()
+
+        def contribution(lane: Lane) -> Contribution:
+            return Contribution(
+                vector=lane.vectors[index],
+                weight=self.weight * self._work_behind(index),
+                norm=norm,
+                anchor_digest=self.state.digests[index],
+                layout_digest=lane.layout_digest,
+                max_norm_ratio=self.sync.max_norm_ratio,
+                report=report,
+            )
+
+        self._start(index, contribution, norm)
         if self.on_post is not None:
             self.on_post(self._posted[-1].key)
         self.sync_seconds += time.monotonic() - started
+
+    def _encode(self, index: int) -> float:
+        """The outer gradient of a fragment into the lanes' vectors; the norm of the whole worker's."""
+        self.replica.settle_buffers(self.replica.groups[index].names)
+        own = math.hypot(*(lane.encode(index) for lane in self.state.lanes))
+        told = self.engine.ranks.gather_numbers(own, self.report.stopping)
+        self.report = replace(self.report, stopping=any(stopping for _, stopping in told))
+        return math.hypot(*(norm for norm, _ in told))
 
     def _report(self) -> Report:
         return replace(
@@ -231,35 +229,37 @@ class OuterLoop:
             sync_seconds=self.sync_seconds,
         )
 
-    def _start(self, index: int, contribution: Contribution) -> None:
+    def _start(self, index: int, contribution: Callable[[Lane], Contribution], norm: float) -> None:
         key = RoundKey(self.state.sequence, index)
-        pending = self.engine.start_round(key, contribution, self.sync.timeout_seconds)
-        self._posted.append(Posted(key, self.inner_steps, contribution.norm, pending))
+        pending = WorkerRound(self.state.lanes, self.engine.ranks, key, contribution, self.sync.timeout_seconds)
+        self._posted.append(Posted(key, self.inner_steps, norm, pending))
         self.state.sequence += 1
 
     def _merge(self, posted: Posted) -> None:
         started = time.monotonic()
-        result, failure, mean_norm = None, None, None
+        ended, failure, mean_norm = None, None, None
         try:
-            result = posted.pending.wait()
+            ended = posted.pending.wait()
         except RoundFailed as error:
             failure = error.reason
             self._note(posted.key, stopping=error.stopping, resync=error.resync)
         waited = time.monotonic() - started
-        if result is None:
+        if ended is None:
             self.rounds_failed += 1
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
-            mean_norm = self._take_in(posted, result)
+            mean_norm = self._take_in(posted, ended)
         self.sync_seconds += time.monotonic() - started
+        result = None if ended is None else ended.result
         if self.on_round is not None:
-            similarity = _similarity(result, mean_norm) if result is not None and mean_norm is not None else None
+            cosine = similarity(result, mean_norm) if result is not None and mean_norm is not None else None
             self.on_round(
-                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, similarity, result, failure)
+                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, cosine, result, failure)
             )
 
-    def _take_in(self, posted: Posted, result: RoundResult) -> float | None:
+    def _take_in(self, posted: Posted, ended: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
+        result = ended.result
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
         self._note(posted.key, stopping=result.stopping, resync=result.resync)
@@ -272,25 +272,22 @@ class OuterLoop:
             return None
         if result.total_weight == 0:
             return None
-        fragment: Fragment = self.fragments[index]
-        norms: list[float] = []
-
-        def mean(span: Span) -> Tensor:
-            delta = result.mean.decode(span.first_part, span.num_parts)
-            norms.append(float(torch.linalg.vector_norm(delta)))
-            return delta
-
         with self.state.lock:
-            outer_step(fragment, mean, self.sync.mixing)
+            own = [
+                lane.merge(index, mean, self.sync.mixing)
+                for lane, mean in zip(self.state.lanes, ended.means, strict=True)
+            ]
             self.state.merged(index, posted.at_step)
-        return _total_norm(norms)
+        self.state.gather_digests([index])
+        self.replica.changed(index)
+        return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
 
     def _note(self, key: RoundKey, *, stopping: bool, resync: bool) -> None:
         """What a round tells of the others, whether it gave a mean or not."""
         if resync:
             self._behind.add(key.fragment)
         if stopping:
-            last = key.sequence + len(self.fragments) - 1
+            last = key.sequence + self.state.num_fragments - 1
             self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
 
     def _diverged(self, result: RoundResult) -> bool:
@@ -317,8 +314,11 @@ class OuterLoop:
                 self._exchange()
 
     def _exchange(self) -> None:
+        if not self._exchanged:
+            self.replica.settle_buffers(self.replica.tensors.averaged_buffers)
         for fragment in self.fragments:
             fragment.exchange()
+        self.replica.changed()
         self._exchanged = not self._exchanged
 
     def anchor_digest(self) -> str:
@@ -335,14 +335,16 @@ class OuterLoop:
         if index not in self._behind:
             return
         self._behind.discard(index)
-        state = self.engine.fetch_state()
-        if state is None:
+        states = self.replica.fetch_states()
+        if states is None:
             return
-        self.state.take_over_fragment(index, state)
+        self.state.take_over_fragment(index, states)
         if index in self._astray:
             self._astray.discard(index)
-            self.fragments[index].adopt_anchor()
+            for _, fragment in self.state.fragments_of(index):
+                fragment.adopt_anchor()
             self.state.merged_at[index] = self.inner_steps
+        self.replica.changed()
         logger.info("worker %d has the others' anchor of fragment %d again", self.engine.worker, index)
 
     # Saving
@@ -388,12 +390,3 @@ class OuterLoop:
 
 
 _COUNTERS = ("rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds")
-
-
-def _total_norm(norms: list[float]) -> float:
-    return math.hypot(*norms)
-
-
-def _similarity(result: RoundResult, mean_norm: float) -> float | None:
-    members = [member for member in result.members if member.worker in result.contributors]
-    return mean_cosine([member.weight for member in members], [member.norm for member in members], mean_norm)

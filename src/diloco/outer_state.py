@@ -1,131 +1,154 @@
 """What the outer loop of one worker holds: anchors, outer momentum, and how far it is. Served to joiners, and saved.
 
 Anchors, momentum and counters are the same on all workers after a round; `inner_steps`, `sequence` and `merged_at` are
-this worker's place in the schedule. Nothing here decides, posts or merges: that is outer_loop.py.
+this worker's place in the schedule. A rank holds what its lanes hold; numbers and digests are the whole worker's, the
+same on all its ranks. Nothing here decides, posts or merges: that is outer_loop.py.
 """
 
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from diloco.core.digest import digest
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState
+from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
-from diloco.held import Held, Numbers, hold
+from diloco.held import Held, Numbers
+from diloco.lane import NOTHING, Group, Lane
 
 
 class OuterState:
-    """The fragments and everything that is counted about them."""
+    """The lanes of one rank and everything that is counted about their fragments."""
 
-    def __init__(self, fragments: Sequence[Fragment], equal_at_start: Mapping[str, Tensor], layout_digest: str) -> None:
-        """`equal_at_start`: tensors that are not averaged, but the same on all workers before the first step."""
-        self.fragments = list(fragments)
-        self.layout_digest = layout_digest
+    def __init__(self, lanes: Sequence[Lane], num_lanes: int, groups: Sequence[Group], ranks: WorkerRanks) -> None:
+        """`num_lanes`: of the whole swarm. `groups`: what each fragment is. Collective among the worker's ranks."""
+        self.lanes, self.num_lanes = list(lanes), num_lanes
+        self.num_fragments = len(groups)
         self.inner_steps = 0
         self.sequence = 0
-        self.merged_at = [0] * len(self.fragments)
+        self.merged_at = [0] * self.num_fragments
         """The step at which each fragment's last merged round was posted."""
-        self.digests: list[str] = []
-        """Of the anchors."""
+        self.merged_rounds = [0] * self.num_fragments
+        self.digests = [NOTHING] * self.num_fragments
+        """Of the worker's anchors, one for each fragment."""
         self.lock = threading.Lock()
         """Held while anchors change, so that a served state is never half merged."""
-        self._equal_at_start = dict(equal_at_start)
-        self._take_digests()
+        self._groups, self._ranks = groups, ranks
+        self.gather_digests(range(self.num_fragments))
 
-    def _take_digests(self) -> None:
-        self.digests = [digest(fragment.anchor) for fragment in self.fragments]
+    @property
+    def fragments(self) -> list[Fragment]:
+        """Those of all lanes, in the schedule's order."""
+        return [fragment for index in range(self.num_fragments) for _, fragment in self.fragments_of(index)]
+
+    def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
+        """What this rank has of one fragment, by lane."""
+        found = [(lane, lane.fragments[index]) for lane in self.lanes]
+        return [(lane, fragment) for lane, fragment in found if fragment is not None]
 
     @property
     def rounds(self) -> int:
         """Merged rounds, of all fragments."""
-        return sum(fragment.rounds for fragment in self.fragments)
+        return sum(self.merged_rounds)
+
+    def merged(self, index: int, posted_at: int) -> None:
+        """A round of this fragment, posted at that step, has moved its anchor; call it with the lock."""
+        self.merged_rounds[index] += 1
+        self.merged_at[index] = max(posted_at, self.merged_at[index])  # a new worker did none of the work before
 
     def anchor_digest(self) -> str:
         return hashlib.sha256("".join(self.digests).encode()).hexdigest()[:16]
 
-    def merged(self, index: int, posted_at: int) -> None:
-        """A round of this fragment, posted at that step, has moved its anchor; call it with the lock."""
-        self.digests[index] = digest(self.fragments[index].anchor)
-        self.merged_at[index] = max(posted_at, self.merged_at[index])  # a new worker did none of the work before
+    def gather_digests(self, indices: Sequence[int]) -> None:
+        """The worker's digest of each fragment: of one lane its own, of several a hash of theirs in lane order."""
+        own = [[NOTHING] * self.num_lanes for _ in indices]
+        for lane in self.lanes:
+            for row, index in zip(own, indices, strict=True):
+                row[lane.number] = lane.digests[index]
+        told = self._ranks.gather("".join("".join(row) for row in own).encode())
+        for position, index in enumerate(indices):
+            cells = range(position * self.num_lanes, (position + 1) * self.num_lanes)
+            lanes = [max(rank[16 * cell : 16 * cell + 16].decode() for rank in told) for cell in cells]
+            joined = hashlib.sha256("".join(lanes).encode()).hexdigest()[:16]
+            self.digests[index] = lanes[0] if self.num_lanes == 1 else joined
 
     # What joiners take over: flat buffers, whose layout all workers have in common
 
-    def outer_tensors(self) -> dict[str, Tensor]:
-        tensors = {}
-        for index, fragment in enumerate(self.fragments):
-            tensors[f"{index}.anchor"] = fragment.anchor
-            tensors |= {f"{index}.{name}": buffer for name, buffer in fragment.state.items()}
-        return tensors
-
-    def _start_tensors(self) -> dict[str, Tensor]:
-        return {f"start.{name}": tensor.detach() for name, tensor in self._equal_at_start.items()}
-
     def numbers(self) -> dict[str, int]:
         numbers = {"inner_steps": self.inner_steps, "sequence": self.sequence, "merged": self.rounds}
-        for index, fragment in enumerate(self.fragments):
-            numbers[f"{index}.rounds"] = fragment.rounds
+        for index in range(self.num_fragments):
+            numbers[f"{index}.rounds"] = self.merged_rounds[index]
             numbers[f"{index}.merged_at"] = self.merged_at[index]
         return numbers
 
-    def global_state(self) -> GlobalState:
+    def global_state(self, lane: Lane) -> GlobalState:
         with self.lock:
-            return GlobalState(self.outer_tensors() | self._start_tensors(), self.numbers(), self.layout_digest)
+            return GlobalState(lane.outer_tensors() | lane.start_tensors(), self.numbers(), lane.layout_digest)
 
-    def take_over(self, state: GlobalState) -> None:
-        """Before the first inner step: everything is the others', the parameters too."""
-        self._copy(state.tensors, self.outer_tensors() | self._start_tensors())
-        self._set_position(state.numbers)
+    def take_over(self, states: Sequence[GlobalState]) -> None:
+        """Before the first inner step: everything is the others', the parameters too. One state for each lane."""
+        with self.lock:
+            for lane, state in zip(self.lanes, states, strict=True):
+                lane.copy(state.tensors, lane.outer_tensors() | lane.start_tensors())
+        self._set_position(states[0].numbers)
         for fragment in self.fragments:
             fragment.adopt_anchor()
 
-    def take_over_fragment(self, index: int, state: GlobalState) -> None:
+    def take_over_fragment(self, index: int, states: Sequence[GlobalState]) -> None:
         """The others' anchor and momentum of one fragment; the parameters stay this worker's own."""
-        mine = {name: tensor for name, tensor in self.outer_tensors().items() if name.startswith(f"{index}.")}
-        self._copy(state.tensors, mine)
-        self.fragments[index].rounds = state.numbers[f"{index}.rounds"]
+        with self.lock:
+            for lane, state in zip(self.lanes, states, strict=True):
+                mine = {name: tensor for name, tensor in lane.outer_tensors().items() if name.startswith(f"{index}.")}
+                lane.copy(state.tensors, mine)
+        self._set_rounds(index, states[0].numbers[f"{index}.rounds"])
+        self.gather_digests(range(self.num_fragments))
 
     def _set_position(self, numbers: Mapping[str, int]) -> None:
         self.inner_steps, self.sequence = numbers["inner_steps"], numbers["sequence"]
-        for index, fragment in enumerate(self.fragments):
-            fragment.rounds = numbers[f"{index}.rounds"]
+        for index in range(self.num_fragments):
+            self._set_rounds(index, numbers[f"{index}.rounds"])
             self.merged_at[index] = numbers[f"{index}.merged_at"]
+        self.gather_digests(range(self.num_fragments))
 
-    @torch.no_grad()
-    def _copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-        with self.lock:
-            for name, tensor in into.items():
-                if tensors[name].data_ptr() != tensor.data_ptr():
-                    tensor.copy_(tensors[name])
-            self._take_digests()
+    def _set_rounds(self, index: int, rounds: int) -> None:
+        self.merged_rounds[index] = rounds
+        for _, fragment in self.fragments_of(index):
+            fragment.rounds = rounds
 
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
     def held(self) -> dict[str, Held]:
         """Anchors and outer momentum; whoever writes into them calls `loaded` afterwards."""
         held: dict[str, Held] = {}
-        for index, fragment in enumerate(self.fragments):
-            for kind, flat in {"anchor": fragment.anchor, **fragment.state}.items():
-                held |= self.held_of(index, f"outer.{kind}", flat)
+        for index, group in enumerate(self._groups):
+            mine = [fragment for _, fragment in self.fragments_of(index)]
+            held |= self.held_of(index, "outer.anchor", [fragment.anchor for fragment in mine])
+            for kind in group.outer.state_names:
+                held |= self.held_of(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
         return held
 
-    def held_of(self, index: int, prefix: str, flat: Tensor) -> dict[str, Held]:
-        """A flat buffer of a fragment, by parameter."""
-        return {f"{prefix}.{name}": hold(view) for name, view in self.fragments[index].views(flat).items()}
+    def held_of(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, Held]:
+        """Flat buffers of what this rank has of a fragment (`fragments_of`), by parameter."""
+        held: dict[str, Held] = {}
+        for (lane, _), flat in zip(self.fragments_of(index), flats, strict=True):
+            for name, more in lane.held(index, prefix, flat).items():
+                held[name] = replace(held[name], pieces=held[name].pieces + more.pieces) if name in held else more
+        return held
 
     def check_fragments(self, numbers: Numbers) -> None:
         saved = sum(name.endswith(".rounds") for name in numbers)
-        if saved != len(self.fragments):
+        if saved != self.num_fragments:
             raise ConfigError(
-                f"the saved state has {saved} fragments, this optimizer {len(self.fragments)}: "
+                f"the saved state has {saved} fragments, this optimizer {self.num_fragments}: "
                 "load it with the same model, fragments and outer optimizer"
             )
 
     def loaded(self, numbers: Numbers) -> None:
         """The memory of `held` has been filled; the model's parameters are the caller's to load."""
         with self.lock:
-            self._take_digests()
+            for lane in self.lanes:
+                lane.take_digests()
         self._set_position(numbers)

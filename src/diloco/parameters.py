@@ -7,13 +7,18 @@
 
 A trainable parameter that the inner optimizer does not know would never move, and one that only the inner optimizer
 knows would never be averaged: both are refused.
+
+Names are the bare model's, whatever wraps it (DDP, torch.compile, activation checkpointing), so that workers that wrap
+it differently still know each other's parameters.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError
 
@@ -25,6 +30,17 @@ class ModelTensors:
     averaged: dict[str, Tensor]
     averaged_buffers: dict[str, Tensor]
     equal_at_start: dict[str, Tensor]
+    sharded_modules: tuple[nn.Module, ...] = ()
+    """What FSDP2 has wrapped: between a forward pass and the next one it may hold gathered copies of parameters."""
+
+    @property
+    def all(self) -> dict[str, Tensor]:
+        return {**self.averaged, **self.averaged_buffers, **self.equal_at_start}
+
+    def drop_gathered(self) -> None:
+        """Before parameters are read or written here: what FSDP2 gathered for a forward pass would be out of date."""
+        for module in self.sharded_modules:
+            module.reshard()  # type: ignore[operator]
 
     def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
         """A parameter that is unfrozen or added later would train without being averaged."""
@@ -45,7 +61,12 @@ class ModelTensors:
 
 def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensors:
     """Sort the model's tensors; refuses parameters that would be forgotten."""
-    parameters = dict(model.named_parameters())
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    sharded = _sharded_modules(model)
+    for module in sharded:
+        module.reshard()  # type: ignore[operator]
+    parameters = {_bare(name): p for name, p in model.named_parameters()}
     optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     forgotten = [name for name, p in trainable.items() if id(p) not in optimized]
@@ -68,9 +89,20 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensor
         )
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to train")
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    saved = {_bare(name) for name in model.state_dict(keep_vars=True)}
+    buffers = {_bare(name): buffer for name, buffer in model.named_buffers() if _bare(name) in saved}
     means = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
     rest = {name: buffer for name, buffer in buffers.items() if name not in means}
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
-    return ModelTensors(dict(trainable), means, {**frozen, **rest})
+    return ModelTensors(dict(trainable), means, {**frozen, **rest}, sharded)
+
+
+def _bare(name: str) -> str:
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _sharded_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and who uses it has imported it
+    return () if fsdp is None else tuple(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))

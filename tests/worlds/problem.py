@@ -12,7 +12,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
 from diloco.optimizer import DiLoCo
-from diloco.outer_loop import RoundEvent
+from diloco.worker_round import RoundEvent
 
 WIDTH, INPUTS, OUTPUTS, BATCH = 48, 12, 3, 8
 _seeding = threading.Lock()  # torch's generator is shared by the threads of a process

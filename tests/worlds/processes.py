@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.engines.connecting import join
+from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 
 # A server that has imported torch once; each worker is a fork of it, still with one thread and no state.
@@ -26,15 +27,24 @@ Work = Callable[..., Any]
 class World:
     """Worker processes that run `work(engine, *arguments)`; each sends one result, or its traceback."""
 
-    def __init__(self, workers: int, work: Work, *arguments: Any, timeout_seconds: float = 20.0) -> None:
+    def __init__(
+        self,
+        workers: int,
+        work: Work,
+        *arguments: Any,
+        timeout_seconds: float = 20.0,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
+        """With `sizes`, the ranks of each worker, there is a process for each rank, in order."""
         self._folder = tempfile.TemporaryDirectory()
         path = str(Path(self._folder.name) / "rendezvous")
         self.processes: list[BaseProcess] = []
         self._results: list[Connection] = []
-        for rank in range(workers):
+        world = sum(sizes or (1,) * workers)
+        for rank in range(world):
             receive, send = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_run, args=(rank, workers, path, timeout_seconds, send, work, arguments), daemon=True
+                target=_run, args=(rank, world, path, timeout_seconds, send, sizes, work, arguments), daemon=True
             )
             process.start()
             send.close()
@@ -75,14 +85,33 @@ def in_processes(workers: int, work: Work, *arguments: Any, timeout_seconds: flo
         return results
 
 
+def with_ranks(sizes: tuple[int, ...], work: Work, *arguments: Any, timeout_seconds: float = 20.0) -> list[Any]:
+    """The same for workers of several ranks; the results in the order of all ranks."""
+    with World(len(sizes), work, *arguments, timeout_seconds=timeout_seconds, sizes=sizes) as world:
+        results = world.results()
+        assert world.exit_codes() == [0] * sum(sizes)
+        return results
+
+
 def _run(
-    rank: int, workers: int, path: str, timeout_seconds: float, send: Connection, work: Work, arguments: Any
+    rank: int,
+    world: int,
+    path: str,
+    timeout_seconds: float,
+    send: Connection,
+    sizes: tuple[int, ...] | None,
+    work: Work,
+    arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        join(path, dist.FileStore(path, workers), rank, workers, 30.0)
-        engine = TorchDistributedEngine(timeout_seconds=timeout_seconds, owns_world=True)
+        join(path, dist.FileStore(path, world), rank, world, 30.0)
+        engine: TorchDistributedEngine | RankedEngine
+        if sizes is None:
+            engine = TorchDistributedEngine(timeout_seconds=timeout_seconds, owns_world=True)
+        else:
+            engine = RankedEngine(sizes, timeout_seconds=timeout_seconds, owns_world=True)
         value = work(engine, *arguments)
         engine.close()
         send.send((True, value))

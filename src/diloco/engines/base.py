@@ -1,18 +1,21 @@
 """The engine contract: who averages with whom. Everything that can fail, wait or travel is behind it.
 
+A `Membership` is a process's place among the workers; it gives an `Engine` for each lane that the process is in. A
+worker of one rank is in one lane, and its engine is its membership too.
+
 - `start_round` returns at once; the transfer runs beside training. `PendingRound.wait` is bounded by the deadline.
 - The divisor is the total weight of the contributions that are really in the mean, never the expected world size.
 - Everyone gets the same bits: a part is accumulated in fp32 in worker order by one worker, its mean encoded once, and
   all decode those bytes. On the CPU every engine gives the same trajectory as `local`, bit for bit.
-- A failed round changes no anchor and loses no local work: the worker trains on, and its next outer gradient carries
-it.
+- A failed round changes no anchor and loses no local work: the next outer gradient carries it.
 - Nothing that arrives is unpickled.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.worker_ranks import WorkerRanks
 
 
 class PendingRound(ABC):
@@ -21,19 +24,47 @@ class PendingRound(ABC):
         """The result; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
 
-class Engine(ABC):
-    """One worker's end of the averaging. `worker` is its number, from 0 to `workers` − 1."""
+class Membership(ABC):
+    """This process's place: in worker `worker`, from 0 to `workers` − 1, and one of its `ranks`."""
 
     worker: int
     workers: int
+    sizes: tuple[int, ...]
+    """The number of ranks of each worker."""
+    ranks: WorkerRanks
 
     @abstractmethod
-    def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
-        """Begin averaging `contribution` with the others' of the same key; returns at once."""
+    def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
+        """Collective: an engine for each lane; None where this process is not in it.
+
+        `owners` has for every lane the rank of each worker that is in it, the same list on all processes.
+        """
 
     @abstractmethod
     def members(self) -> tuple[Member, ...]:
         """The workers as last heard of, this one included."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the others; never waits for a peer."""
+
+
+class Engine(Membership):
+    """One lane's averaging, and for a worker of one rank all of it."""
+
+    ranks = WorkerRanks()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (1,) * self.workers
+
+    def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
+        assert list(owners) == [(0,) * self.workers]
+        return [self]
+
+    @abstractmethod
+    def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
+        """Begin averaging `contribution` with the others' of the same key; returns at once."""
 
     @abstractmethod
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
@@ -45,7 +76,3 @@ class Engine(ABC):
     @abstractmethod
     def fetch_state(self) -> GlobalState | None:
         """The global state if this worker must take it over, None if it holds it already."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the others; never waits for a peer."""

@@ -1,28 +1,51 @@
 """How a worker finds the others: the environment that torchrun sets, or a file that local workers share."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import overload
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from diloco.engines.island import hide_place, keep_one_device
+from diloco.engines.ranked import RankedEngine, sizes_of
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@overload
 def connect(
-    *, island: bool = False, backend: str = "gloo", timeout_seconds: float = 600.0, start_seconds: float = 120.0
-) -> TorchDistributedEngine:
-    """The engine of this process's place in a torch.distributed world; one worker a rank.
+    *, island: bool = ..., backend: str = ..., timeout_seconds: float = ..., start_seconds: float = ...
+) -> TorchDistributedEngine: ...
+@overload
+def connect(
+    *,
+    ranks_per_worker: int | Sequence[int],
+    backend: str = ...,
+    timeout_seconds: float = ...,
+    start_seconds: float = ...,
+) -> RankedEngine: ...
+def connect(
+    *,
+    ranks_per_worker: int | Sequence[int] | None = None,
+    island: bool = False,
+    backend: str = "gloo",
+    timeout_seconds: float = 600.0,
+    start_seconds: float = 120.0,
+) -> TorchDistributedEngine | RankedEngine:
+    """This process's place in a torch.distributed world: one worker a rank, or so many ranks a worker.
 
     Uses the world that is already there, or joins the one that torchrun's environment variables name. All must arrive
     within `start_seconds`; a round may take `timeout_seconds`.
 
     `island`: for a loop that a framework runs (Trainer, Accelerate, Lightning). It then sees a single process with one
     device, and leaves gradients and data alone. Call it first, before the framework looks around.
+
+    `ranks_per_worker`: a number, or one for each worker; consecutive ranks are one worker. Before DiLoCo is built,
+    shard the model over `engine.ranks.mesh("cuda")` (FSDP2) or replicate it over `engine.ranks.group` (DDP).
     """
     owns_world = not dist.is_initialized()
     if island:
@@ -30,6 +53,11 @@ def connect(
         keep_one_device()
     if owns_world:
         join_from_environment(start_seconds)
+    if ranks_per_worker is not None:
+        if island:
+            raise ConfigError("island = True hides the other ranks from a framework: it takes no ranks_per_worker")
+        sizes = sizes_of(ranks_per_worker, dist.get_world_size())
+        return RankedEngine(sizes, backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
     engine = TorchDistributedEngine(backend=backend, timeout_seconds=timeout_seconds, owns_world=owns_world)
     if island:
         engine.hide_world()

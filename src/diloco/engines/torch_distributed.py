@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check
 from diloco.engines.reducing import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.waves import Wave, traffic, waves
+from diloco.engines.worker_ranks import new_group
 from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")
@@ -37,25 +38,48 @@ _CLOSE_SECONDS = 5.0
 _CONTRIBUTIONS, _MEANS = 1, 2  # tags: a mean never takes the place of a contribution to a later wave
 
 
-class TorchDistributedEngine(Engine):
-    """The workers of an initialised torch.distributed world, one worker a rank."""
+@dataclass(frozen=True)
+class LaneGroups:
+    """Some global ranks, one of each worker and in the workers' order, and what they talk over."""
 
-    def __init__(self, *, backend: str = "gloo", timeout_seconds: float = 600.0, owns_world: bool = False) -> None:
+    ranks: tuple[int, ...]
+    control: dist.ProcessGroup
+    payload: dist.ProcessGroup
+
+    @staticmethod
+    def new(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "LaneGroups | None":
+        """Collective over the whole world, in the same order everywhere; None where this rank is not among `ranks`."""
+        control = new_group(ranks, "gloo", timeout_seconds)
+        payload = control if backend == "gloo" else new_group(ranks, backend, timeout_seconds)
+        return None if control is None or payload is None else LaneGroups(tuple(ranks), control, payload)
+
+
+class TorchDistributedEngine(Engine):
+    """One lane of an initialised torch.distributed world: by default all its ranks, one worker a rank."""
+
+    def __init__(
+        self,
+        *,
+        backend: str = "gloo",
+        timeout_seconds: float = 600.0,
+        owns_world: bool = False,
+        groups: LaneGroups | None = None,
+    ) -> None:
         """Collective: every rank builds it at the same point. `backend` is for the payload, headers go over gloo.
 
         `owns_world`: close() also ends torch.distributed, which was initialised for this engine alone.
         """
         if not dist.is_initialized():
             raise EngineError("torch.distributed is not initialised: use diloco.connect(), which does it")
-        self.worker = dist.get_rank()
-        self.workers = dist.get_world_size()
+        groups = groups or LaneGroups.new(range(dist.get_world_size()), backend, timeout_seconds)
+        assert groups is not None
+        self._ranks, self._control, self._payload = groups.ranks, groups.control, groups.payload
+        self.worker = self._ranks.index(dist.get_rank())
+        self.workers = len(self._ranks)
         self.backend = backend
         self._owns_world = owns_world
         self._hidden: dist.ProcessGroup | None = None
-        limit = timedelta(seconds=timeout_seconds)
         self._timeout_seconds = timeout_seconds
-        self._control = dist.new_group(backend="gloo", timeout=limit)
-        self._payload = self._control if backend == "gloo" else dist.new_group(backend=backend, timeout=limit)
         self._members: tuple[Member, ...] = ()
         self._provider: Callable[[], GlobalState] | None = None
         self._source = 0  # whose state counts, at the start and after a divergence
@@ -81,6 +105,11 @@ class TorchDistributedEngine(Engine):
     def fetch_state(self) -> GlobalState | None:
         """Collective: everyone's state becomes that of the source, in place. The source gets None."""
         return self._submit(self._broadcast_state).result()
+
+    @property
+    def intact(self) -> bool:
+        """Neither broken nor closed: a round may follow."""
+        return self._broken is None
 
     def close(self) -> None:
         """Leave. After a lost peer the thread may still sit in C++ and is left behind; it cannot hold up the exit."""
@@ -157,7 +186,7 @@ class TorchDistributedEngine(Engine):
                 resync=decision.resync,
             )
         sent = received = 0
-        if decision.total_weight > 0:
+        if decision.total_weight > 0 and contribution.vector.num_bytes:
             with _own_stream(encoded):
                 self._average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
@@ -222,9 +251,9 @@ class TorchDistributedEngine(Engine):
         for distance in range(1, self.workers):  # so that not all begin with the same peer
             there, back = (self.worker + distance) % self.workers, (self.worker - distance) % self.workers
             if len(outgoing[there]):
-                transfers.append(dist.P2POp(dist.isend, outgoing[there], there, self._payload, tag))
+                transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], self._payload, tag))
             if len(incoming[back]):
-                transfers.append(dist.P2POp(dist.irecv, incoming[back], back, self._payload, tag))
+                transfers.append(dist.P2POp(dist.irecv, incoming[back], self._ranks[back], self._payload, tag))
         return dist.batch_isend_irecv(transfers) if transfers else []
 
     def _broadcast_state(self) -> GlobalState | None:
@@ -234,7 +263,7 @@ class TorchDistributedEngine(Engine):
         digests = self._gather(state.layout_digest.encode().ljust(16), deadline)
         check_same_layout({w: digest.decode("ascii", "replace") for w, digest in enumerate(digests)}, self.worker)
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
-        _finish(dist.broadcast(numbers, self._source, group=self._control, async_op=True), deadline)
+        _finish(dist.broadcast(numbers, self._ranks[self._source], group=self._control, async_op=True), deadline)
         for tensor in state.tensors.values():
             self._broadcast(tensor, deadline)
         if self.worker == self._source:
@@ -246,7 +275,8 @@ class TorchDistributedEngine(Engine):
         staged = tensor.cpu().contiguous()
         if staged.numel():
             data = staged.view(-1).view(torch.uint8)
-            _finish(dist.broadcast(data, self._source, group=self._control, async_op=True), deadline)
+            source = self._ranks[self._source]
+            _finish(dist.broadcast(data, source, group=self._control, async_op=True), deadline)
         if staged is not tensor:
             tensor.copy_(staged)
 

@@ -20,12 +20,12 @@ from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.models.building import build_model
 from diloco.models.generation import Sampling, generate
-from diloco.outer_loop import RoundEvent
 from diloco.training.config import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.worker_round import RoundEvent
 
 logger = logging.getLogger(__name__)
 

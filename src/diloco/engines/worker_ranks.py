@@ -1,0 +1,139 @@
+"""The ranks of one worker among themselves: an island of devices that are close to each other.
+
+Averaging between workers goes lane by lane and needs none of this. What a worker says of itself does: the norm of its
+whole outer gradient, the digest of its whole anchor, whether it stops, whether one of its ranks cannot go on. These are
+a few bytes a round, over a gloo group of their own, which collectives of FSDP or DDP (`group`, `mesh`) cannot get in
+the way of. Every method is collective: all ranks of the worker call it at the same point. No wait is without a bound.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from diloco.errors import ConfigError, EngineError
+
+
+class WorkerRanks:
+    """One rank's end of its worker. Without groups the worker is this process alone, and nothing travels."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        control: "dist.ProcessGroup | None" = None,
+        compute: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        """`ranks` are the worker's global ranks, `rank` is this one's place among them."""
+        self.global_ranks, self.rank = tuple(ranks), rank
+        self._control, self._compute = control, compute
+
+    @property
+    def count(self) -> int:
+        return len(self.global_ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For the worker's own collectives: `DistributedDataParallel(model, process_group=engine.ranks.group)`."""
+        if self._compute is None:
+            raise ConfigError(
+                "this worker has no process group: connect with diloco.connect(ranks_per_worker=...), which makes one"
+            )
+        return self._compute
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """For `fully_shard(model, mesh=engine.ranks.mesh("cuda"))`."""
+        return DeviceMesh.from_group(self.group, device_type)
+
+    # What the ranks tell each other
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes, in rank order; all must give the same number."""
+        if self.count == 1:
+            return [data]
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in self.global_ranks]
+        self._bounded(lambda: dist.all_gather(rows, own, group=self._control))
+        return [bytes(row.tolist()) for row in rows]
+
+    def gather_numbers(self, *values: float) -> list[tuple[float, ...]]:
+        form = struct.Struct(f"<{len(values)}d")
+        return [form.unpack(row) for row in self.gather(form.pack(*values))]
+
+    def any(self, flag: bool) -> bool:
+        return any(value for (value,) in self.gather_numbers(flag))
+
+    def sums(self, *values: float) -> list[float]:
+        """Of all ranks, added in rank order: the same on each."""
+        return [math.fsum(column) for column in zip(*self.gather_numbers(*values), strict=True)]
+
+    def agree(self, error: EngineError | None) -> None:
+        """Raises on all ranks if any of them has an error, so that none goes on to wait for one that has left."""
+        broken = [rank for rank, (bad,) in enumerate(self.gather_numbers(error is not None)) if bad]
+        if error is not None:
+            raise error
+        if broken:
+            raise EngineError(f"rank {broken[0]} of this worker's {self.count} cannot go on: its own log says why")
+
+    # Tensors that every rank holds a copy of
+
+    def share(self, flat: Tensor, bounds: Sequence[int]) -> None:
+        """Everyone's copy of a 1-D tensor becomes rank r's in [bounds[r], bounds[r + 1])."""
+        if self.count == 1:
+            return
+        staged = flat if flat.device.type == "cpu" or self._carries(flat.device) else flat.cpu()
+        works = []
+        for source, (start, stop) in zip(self.global_ranks, pairwise(bounds), strict=True):
+            if start < stop:  # as bytes, since gloo does not know every dtype
+                data = staged[start:stop].view(torch.uint8)
+                works.append(dist.broadcast(data, source, group=self._group_of(staged), async_op=True))
+        self._bounded(lambda: [work.wait() for work in works if work is not None])
+        if staged is not flat:
+            flat.copy_(staged)
+
+    def average(self, tensor: Tensor) -> None:
+        """Everyone's copy becomes the mean of all."""
+        if self.count == 1:
+            return
+        total = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        self._bounded(lambda: dist.all_reduce(total, group=self._control))
+        tensor.copy_(total.div_(self.count))
+
+    def _group_of(self, tensor: Tensor) -> "dist.ProcessGroup | None":
+        return self._control if tensor.device.type == "cpu" else self._compute
+
+    def _carries(self, device: torch.device) -> bool:
+        return self._compute is not None and device.type == "cuda" and "nccl" in str(dist.get_backend(self._compute))
+
+    def _bounded(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise EngineError(
+                f"rank {self.rank} lost another of this worker's {self.count} ranks ({first}): the worker cannot go "
+                "on without it; start the run again"
+            ) from error
+
+    def close(self) -> None:
+        for group in (self._control, self._compute):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._control = self._compute = None
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "dist.ProcessGroup | None":
+    """Collective over the whole world: all ranks make all groups in the same order. None where this rank is not in."""
+    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_seconds))
+    return group if dist.get_rank() in ranks else None
+
+
+def compute_backend() -> str:
+    """What a worker's own collectives run on: CUDA tensors over NCCL where there is CUDA, all others over gloo."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

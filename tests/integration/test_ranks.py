@@ -1,0 +1,247 @@
+"""Workers of several ranks: FSDP2 and DDP inside a worker, lanes between workers. Real processes over gloo.
+
+Each world of processes is started once and tells all its stories; the tests then look at what it told.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from diloco.core.config import SyncConfig
+from diloco.engines.ranked import RankedEngine
+from diloco.errors import ConfigError
+from diloco.optimizer import DiLoCo
+from worlds.processes import with_ranks
+from worlds.ranks import RankStory, build_rank, rank_loss, told, train_rank, whole_parameters
+
+pytestmark = pytest.mark.slow
+
+PLAIN = SyncConfig(3, "fp32")
+STREAMING = SyncConfig(5, "fp32", fragments=2, overlap_steps=2, mixing=0.5)
+PARAMETERS = 10_179
+Told = dict[str, Any]
+
+
+# Stories: each rank runs them and tells what it saw
+
+
+def _disturbed(engine: RankedEngine, disturb: Any) -> RankStory:
+    """Something happens to the last rank of worker 1 after step 3; rounds are every second step."""
+    model, optimizer = build_rank(engine, SyncConfig(2, "fp32"), sgd=True)
+    story = RankStory()
+    for step in range(8):
+        optimizer.zero_grad()
+        rank_loss(model, engine, step).backward()
+        optimizer.inner_step()
+        if step == 3 and engine.worker == 1 and engine.ranks.rank == engine.ranks.count - 1:
+            disturb(model, optimizer)
+        optimizer.post()
+        optimizer.merge()
+        story.digests.append(optimizer.anchor_digest())
+    optimizer.finish()
+    return told(story, model, optimizer, engine)
+
+
+@torch.no_grad()
+def _nan(model: Any, optimizer: DiLoCo) -> None:
+    _local(model.exit.weight).view(-1)[0] = math.nan
+
+
+@torch.no_grad()
+def _astray(model: Any, optimizer: DiLoCo) -> None:
+    optimizer.outer.fragments[-1].anchor[7] += 1.0
+
+
+def saved_and_loaded(engine: RankedEngine) -> dict[str, Any]:
+    """The state of one optimizer, with a round in flight, goes by parameter name into one that never trained."""
+    (model, optimizer), (other_model, other) = (build_rank(engine, STREAMING) for _ in range(2))
+    for step in range(8):
+        optimizer.zero_grad()
+        rank_loss(model, engine, step).backward()
+        optimizer.step()
+    in_flight = optimizer.outer.in_flight
+    state = optimizer.state_dict()
+    held = optimizer.outer.saved()[0]
+    local = {name: _local(p) for name, p in model.named_parameters()}
+    rows = {name: sum(len(piece.tensor) for piece in held[f"outer.anchor.{name}"].pieces) for name in local}
+    other.load_state_dict(copy.deepcopy(state))
+    other_model.load_state_dict(model.state_dict())
+    for one, with_model in ((optimizer, model), (other, other_model)):
+        for step in range(8, 12):
+            one.zero_grad()
+            rank_loss(with_model, engine, step).backward()
+            one.step()
+    return {
+        "in flight": in_flight,
+        "rows": rows == {name: len(tensor) for name, tensor in local.items()},
+        "digests": optimizer.anchor_digest() == other.anchor_digest(),
+        "parameters": torch.equal(whole_parameters(model), whole_parameters(other_model)),
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Mixed(nn.Module):
+    """Frozen and shared tensors, statistics, a parameter with fewer rows than ranks, and a scalar."""
+
+    def __init__(self, worker: int, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5, 3), float(worker)))
+        self.gain = nn.Parameter(torch.full((1,), float(worker)))
+        self.frozen = nn.Parameter(torch.full((5,), worker + 0.5, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("running", torch.full((3,), float(10 * worker + rank)))
+        self.register_buffer("count", torch.tensor(worker + 7))
+        self.register_buffer("none", torch.zeros(0, dtype=torch.int64))
+
+
+def mixed(engine: RankedEngine) -> dict[str, Any]:
+    model = Mixed(engine.worker, engine.ranks.rank)
+    optimizer = DiLoCo(model, torch.optim.SGD([model.weight, model.gain], lr=0.1), engine, sync=SyncConfig(1, "fp32"))
+    start = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model.running += engine.worker + engine.ranks.rank  # each rank counts by itself
+        model.weight += 1.0 + engine.worker
+    optimizer.step()
+    optimizer.finish()
+    return {"start": start, "end": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
+
+
+def refused(engine: RankedEngine) -> dict[str, str]:
+    """Each with a model of one parameter, on the workers of several ranks; nothing has been sent when it is refused."""
+    answers: dict[str, str] = {}
+    if engine.ranks.count == 1:
+        return answers
+    mesh = engine.ranks.mesh("cpu")
+    tensors = {
+        "columns": distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]),
+        "transposed": torch.zeros(4, 3).T,
+    }
+    for name, tensor in tensors.items():
+        model = nn.ParameterDict({"weight": nn.Parameter(tensor)})
+        with pytest.raises(ConfigError) as caught:
+            DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), engine)
+        answers[name] = str(caught.value)
+    return answers
+
+
+def tell(engine: RankedEngine) -> Told:
+    return {
+        "fsdp": train_rank(engine, PLAIN, 10),
+        "ddp": train_rank(engine, PLAIN, 10, "ddp"),
+        "streaming": train_rank(engine, STREAMING, 14),
+        "adamw int8": train_rank(engine, SyncConfig(3, "int8"), 7),
+        "early": train_rank(engine, SyncConfig(4, "fp32"), 20, stop_after=6 if engine.worker == 1 else None),
+        "nan": _disturbed(engine, _nan),
+        "astray": _disturbed(engine, _astray),
+        "saved": saved_and_loaded(engine),
+        "mixed": mixed(engine),
+        "refused": refused(engine),
+    }
+
+
+# What they saw
+
+
+@pytest.fixture(scope="module")
+def ones() -> list[Told]:
+    """Two workers of one rank each: what the others are compared with."""
+    return with_ranks((1, 1), tell)
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (1, 2)], ids=["2 + 2 ranks", "1 + 2 ranks"])
+def world(request: pytest.FixtureRequest) -> tuple[tuple[int, ...], list[Told]]:
+    return request.param, with_ranks(request.param, tell)
+
+
+World = tuple[tuple[int, ...], list[Told]]
+TRAJECTORIES = ("fsdp", "ddp", "streaming", "early")
+
+
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_the_trajectory_is_that_of_single_ranks_up_to_rounding(ones: list[Told], world: World, name: str) -> None:
+    sizes, ranks = world
+    workers = [worker for worker, size in enumerate(sizes) for _ in range(size)]
+    for worker, rank in zip(workers, ranks, strict=True):
+        story: RankStory = rank[name]
+        reference: RankStory = ones[worker][name]
+        assert story.steps == reference.steps
+        assert story.final == pytest.approx(reference.final, abs=1e-5)
+        assert story.evaluated == pytest.approx(reference.evaluated, rel=1e-4)
+        assert story.norms == pytest.approx(reference.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [*TRAJECTORIES, "adamw int8", "nan", "astray"])
+def test_i1_all_ranks_of_all_workers_have_the_same_digests_at_every_step_and_the_same_parameters(
+    world: World, name: str
+) -> None:
+    _, ranks = world
+    first: RankStory = ranks[0][name]
+    assert len(set(first.digests)) > 1
+    for rank in ranks:
+        story: RankStory = rank[name]
+        assert story.final == first.final
+        assert story.digests[-1] == first.digests[-1]
+        assert set(story.member_digests) == {first.digests[-1]}
+        if name not in ("astray", "early"):  # in which one worker is apart for some steps, on purpose
+            assert story.digests == first.digests
+
+
+def test_i2_anchors_are_held_once_in_each_worker_whatever_its_ranks_share(world: World) -> None:
+    sizes, ranks = world
+    for name in ("fsdp", "ddp"):
+        elements = [rank[name].state_elements for rank in ranks]
+        assert sum(elements) == PARAMETERS * len(sizes)
+        assert all(count < 0.6 * PARAMETERS for count in elements[-2:])
+
+
+def test_a_worker_reports_the_bytes_of_all_its_ranks(ones: list[Told], world: World) -> None:
+    _, ranks = world
+    sent = {rank["fsdp"].bytes_sent for rank in ranks}
+    assert len(sent) == 1
+    assert sent.pop() == pytest.approx(ones[0]["fsdp"].bytes_sent, rel=0.05)
+
+
+def test_nan_in_one_rank_s_shard_refuses_the_whole_worker_in_every_lane(world: World) -> None:
+    _, ranks = world
+    for rank in ranks:
+        story: RankStory = rank["nan"]
+        assert story.refused >= 1
+        assert all(math.isfinite(value) for value in story.final)
+
+
+def test_a_lane_with_another_anchor_is_found_and_the_whole_worker_resynchronised(world: World) -> None:
+    sizes, ranks = world
+    failed = [rank["astray"].failed for rank in ranks]
+    assert failed == [0] * sizes[0] + [1] * sizes[1]
+
+
+def test_i5_a_state_with_a_round_in_flight_goes_by_parameter_name_into_another_optimizer(world: World) -> None:
+    _, ranks = world
+    for rank in ranks:
+        assert rank["saved"] == {"in flight": 1, "rows": True, "digests": True, "parameters": True}
+
+
+def test_frozen_tensors_buffers_and_parameters_of_few_rows_are_the_same_on_all_ranks(world: World) -> None:
+    sizes, ranks = world
+    for rank in ranks:
+        assert rank["mixed"] == ranks[0]["mixed"]
+    start, end = ranks[0]["mixed"]["start"], ranks[0]["mixed"]["end"]
+    assert start["count"] == 7 and start["frozen"] == [0.5] * 5 and start["running"] == [0.0] * 3
+    # worker i moved by 1 + i, and its ranks counted i + rank each: means of both workers
+    assert end["running"] == pytest.approx([sum(w + (size - 1) / 2 for w, size in enumerate(sizes)) / 2] * 3)
+    assert end["weight"][0] == end["weight"][4] and end["gain"] == start["gain"]
+
+
+def test_what_is_not_cut_by_rows_over_the_worker_s_ranks_is_refused_with_the_remedy(world: World) -> None:
+    sizes, ranks = world
+    for rank in ranks[sizes[0] if sizes[0] == 1 else 0 :]:
+        assert "Shard(dim=1)" in rank["refused"]["columns"]
+        assert "fully_shard(model, mesh=engine.ranks.mesh(device_type))" in rank["refused"]["columns"]
+        assert "make it contiguous" in rank["refused"]["transposed"]
