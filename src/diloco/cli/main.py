@@ -26,6 +26,18 @@ app.command(
     help="Put runs side by side in one table.",
     help_epilogue="Example:  diloco compare runs/diloco runs/data-parallel",
 )
+app.command(
+    "diloco.cli.generate:generate",
+    name="generate",
+    help="Write on from a prompt.",
+    help_epilogue='Example:  diloco generate runs/mine "Once upon a time" --max-tokens 100 --seed 1',
+)
+app.command(
+    "diloco.cli.export:export",
+    name="export",
+    help="Write a run's model as a folder that transformers loads.",
+    help_epilogue="Example:  diloco export runs/mine --to my-model --dtype bfloat16",
+)
 
 
 def main() -> NoReturn:

@@ -27,12 +27,12 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
     sample = next((event for event in reversed(read_events(folder)) if event["type"] == "sample"), None)
     if sample is not None:
-        text = Text.assemble((_printable(sample["prompt"]), "bold"), _printable(sample["text"]))
+        text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """A model may write any character, also those that a terminal obeys."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text

@@ -1,10 +1,14 @@
 """From what `--model` names to a model: the one place that knows which kinds there are."""
 
+from pathlib import Path
+
+from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
+from diloco.models.config import ModelConfig
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.native import NativeModel
 from diloco.models.presets import preset
-from diloco.models.pretrained import check_model, uses_transformers
+from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_transformers
 
 
 def build_model(model: str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
@@ -18,3 +22,14 @@ def build_model(model: str, *, vocab_size: int, sequence_length: int) -> Languag
         return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length))
     found.check(vocab_size=vocab_size, sequence_length=sequence_length)
     return HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)
+
+
+def open_model(folder: Path) -> LanguageModel:
+    """The model of a folder, to write with: by our own transformer if that computes it, otherwise by `transformers`."""
+    try:
+        ModelConfig.from_hf_config(read_json(folder / CONFIG_FILE))
+    except ConfigError:
+        name = f"hf:{folder.absolute()}"
+    else:
+        name = str(folder.absolute())
+    return build_model(name, vocab_size=1, sequence_length=1)

@@ -5,6 +5,7 @@ A kill in between leaves the old one as it was, and at most a hidden temporary b
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +13,15 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make the file beside `path`, then move it there in one step."""
     temporary = _beside(path)
     try:
         write(temporary)
+        _open_to_readers(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -43,12 +47,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"the model folder {path} cannot be made ({error.strerror}): choose another place") from error
     try:
         yield temporary
-        if path.exists():
+        for file in temporary.iterdir():
+            _open_to_readers(file)
+        if path.exists() and any(path.iterdir()):
             path.rename(former)  # a folder with content cannot be renamed over
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)
+
+
+def _open_to_readers(file: Path) -> None:
+    """safetensors makes files for their owner alone; whoever may read the folder may read what is in it."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def check_unused(path: Path) -> None:
@@ -58,6 +69,15 @@ def check_unused(path: Path) -> None:
             raise ConfigError(f"{path} exists and is not an empty folder: choose another, or remove it")
     except OSError as error:
         raise ConfigError(f"{path} cannot be looked at ({error.strerror}): choose another place") from error
+
+
+def size_bytes(text: str) -> int:
+    """`5GB` or `300 MiB` as a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    size = float(found[1]) * _UNITS.get(found[2], 0) if found else 0
+    if size < 1:
+        raise ConfigError(f"{text!r} is not a size: give a number and a unit, such as 5GB or 300MB")
+    return int(size)
 
 
 def _beside(path: Path, suffix: str = "") -> Path:

@@ -73,6 +73,12 @@ def is_pretrained(model: str) -> bool:
     return uses_transformers(model) or (model not in PRESETS and ("/" in model or Path(model).is_dir()))
 
 
+def is_local(name: str) -> bool:
+    """Is it a path (or a word of our own), and not the name of something on the hub?"""
+    bare = name.removeprefix(_PREFIX)
+    return not uses_transformers(name) or not _could_be_on_the_hub(bare) or Path(bare).expanduser().is_dir()
+
+
 def label(model: str) -> str:
     """A short name without slashes: `gpt2` of `hf:openai/gpt2`."""
     return Path(model.removeprefix(_PREFIX)).name or "model"

@@ -6,16 +6,20 @@ takes it for a complete one.
 
 import json
 import math
+import platform
 import statistics
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.training.config import RunConfig
 from diloco.training.events import Event, read_events
 
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
+_ADDED_LATER = frozenset({"versions"})  # the summaries of earlier runs are read all the same
 
 
 def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
@@ -56,9 +60,15 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "communication_reduction": baseline / sent if sent else None,
         "compute_utilization": _utilization(reports),
         "anchor_digests": [member["anchor_digest"] for member in members],
+        "versions": _versions(),
         "seconds": events[-1]["time"] - events[0]["time"] if events else 0.0,
         "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of what computed here; torch is asked for without importing it."""
+    return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
 
 
 def _last(events: list[Event], type_: str) -> Event | None:
@@ -132,6 +142,8 @@ def read_summary(folder: Path) -> Summary:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}): the run folder is damaged") from error
     expected = summarize(RunConfig(), [])
+    for name in _ADDED_LATER & expected.keys():
+        del expected[name]
     missing = sorted(expected.keys() - summary.keys()) if isinstance(summary, dict) else sorted(expected)
     if missing:
         raise ConfigError(f"{path} is not the summary of a run: it has no {', '.join(missing[:3])}")

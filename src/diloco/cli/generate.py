@@ -1,0 +1,92 @@
+"""`diloco generate RUN "prompt"`: text from a run's model or any model folder, shown as it is written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from diloco.cli.display import PatientConsole
+from diloco.cli.report import printable
+from diloco.errors import ConfigError
+from diloco.training.run_folder import any_model
+
+_TEMPERATURE, _TOP_K = 0.8, 50
+
+
+def generate(
+    model: Path,
+    prompt: str,
+    /,
+    *,
+    max_tokens: Annotated[int, Parameter(name="--max-tokens")] = 200,
+    temperature: Annotated[float | None, Parameter(name="--temperature")] = None,
+    top_k: Annotated[int | None, Parameter(name="--top-k")] = None,
+    seed: Annotated[int | None, Parameter(name="--seed")] = None,
+    greedy: Annotated[bool, Parameter(name="--greedy")] = False,
+    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(name="--device")] = "auto",
+    threads: Annotated[int | None, Parameter(name="--threads")] = None,
+) -> None:
+    """Write on from a prompt.
+
+    Parameters
+    ----------
+    model
+        A run folder, or a model folder.
+    prompt
+        The text to go on from.
+    max_tokens
+        Write at most so many tokens.
+    temperature
+        Above 1 more surprising, below 1 less (default 0.8).
+    top_k
+        Choose among so many of the likeliest tokens (default 50).
+    seed
+        The same seed writes the same text (default: another text each time).
+    greedy
+        Always take the likeliest token.
+    device
+        Where the model computes; auto takes a CUDA device if there is one.
+    threads
+        CPU threads; 1 is best on a busy machine (default: all cores).
+    """
+    folder = any_model(model)
+    if max_tokens < 1:
+        raise ConfigError(f"--max-tokens {max_tokens} must be at least 1")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads {threads} must be at least 1")
+    chosen = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
+    useless = [name for name, value in chosen.items() if value is not None]
+    if greedy and useless:
+        raise ConfigError(f"{useless[0]} has no effect with --greedy: leave out one of the two")
+    from diloco.models.writing import Writer
+
+    console = PatientConsole()
+    with console.status("loading the model"):
+        writer = Writer(folder, device, threads)
+        pieces = writer.write(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else _TEMPERATURE if temperature is None else temperature,
+            top_k=_TOP_K if top_k is None else top_k,
+            seed=seed,
+        )
+    _show(console, prompt, pieces)
+
+
+def _show(console: PatientConsole, prompt: str, pieces: Iterator[str]) -> None:
+    """Written past rich, which would turn tabs into spaces; to a reader that may go away."""
+    bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.no_color else ("", "")
+    try:
+        console.file.write(f"{bold}{printable(prompt)}{plain}")
+        console.file.flush()
+        for piece in pieces:
+            console.file.write(printable(piece))
+            console.file.flush()
+        console.file.write("\n")
+        console.file.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
+    except KeyboardInterrupt:
+        console.file.write("\n")
+        raise

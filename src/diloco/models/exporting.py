@@ -1,0 +1,49 @@
+"""A model folder as one to give away: any float type, shards of a wanted size, every file that `transformers` likes.
+
+Works on files, tensor by tensor, whatever the model: nothing is computed, and no more than a shard is in memory. The
+new folder appears whole or not at all, and never in the place of something else.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from diloco.models.folders import check_unused, replace_json, whole_folder
+from diloco.models.pretrained import CONFIG_FILE, read_json
+from diloco.models.tokenizer_files import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, copy_tokenizer
+from diloco.models.weights import StoredWeights, write_weights
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+CARD_FILE = "README.md"
+GENERATION_FILE = "generation_config.json"
+
+
+def export_model(
+    source: Path,
+    target: Path,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    max_shard_bytes: int,
+    card: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the model folder `source` anew as `target`, with `card` as its README.md."""
+    target = target.expanduser().resolve()
+    check_unused(target)
+    config = read_json(source / CONFIG_FILE)
+    with StoredWeights(source) as stored, whole_folder(target) as new:
+        write_weights(stored, new, getattr(torch, dtype), max_shard_bytes, progress)
+        # Versions 5 and 4 of transformers look for the type under different names.
+        replace_json(new / CONFIG_FILE, {**config, "dtype": dtype, "torch_dtype": dtype})
+        copy_tokenizer(source, new)
+        if not (new / GENERATION_FILE).exists():
+            replace_json(new / GENERATION_FILE, {k: v for k, v in config.items() if k.endswith("_token_id")})
+        if not (new / SPECIAL_TOKENS_FILE).exists() and (new / TOKENIZER_CONFIG_FILE).exists():
+            replace_json(new / SPECIAL_TOKENS_FILE, _special_tokens(read_json(new / TOKENIZER_CONFIG_FILE)))
+        (new / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in _SPECIAL if config.get(name) is not None}

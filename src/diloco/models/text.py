@@ -1,0 +1,70 @@
+"""A model folder's tokenizer, for prompts and for text that comes token by token.
+
+A prompt gets what the tokenizer puts in front of texts (some models expect a token for the start) but never an end.
+Text comes out as soon as it is certain: a token may be part of a character, or depend on the one before for its space.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from diloco.errors import ConfigError
+from diloco.models.pretrained import CONFIG_FILE, TOKENIZER_FILE, read_json
+from diloco.models.tokenizer_files import TOKENIZER_CONFIG_FILE, open_tokenizer
+
+_CONTEXT = 4  # tokens that are decoded again with the next one, for what decoders do at the start of a text
+_LONGEST_CHARACTER = 4  # bytes, and so tokens, of one character in UTF-8
+
+
+@final
+class PromptTokenizer:
+    """The tokenizer of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / TOKENIZER_FILE).is_file():
+            raise ConfigError(f"{folder} has no {TOKENIZER_FILE}: a prompt cannot be read; give a folder that has one")
+        self._inner = open_tokenizer(folder / TOKENIZER_FILE)
+        self.stop_tokens = _stop_tokens(folder, self._inner)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt, which the model is to go on from."""
+        plain: list[int] = self._inner.encode(prompt, add_special_tokens=False).ids
+        if not plain:
+            raise ConfigError(f"the prompt {prompt!r} has no tokens: a model goes on from a text; give it some")
+        tokens: list[int] = list(self._inner.encode(prompt).ids)
+        while tokens[-1] in self.stop_tokens and tokens[-1] != plain[-1]:  # the text is not to end here
+            tokens.pop()
+        return tokens
+
+    def pieces(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+        """The text of `tokens`, which follow `prompt`, in pieces of whole characters."""
+        held = list(prompt[-_CONTEXT:])
+        shown, waiting = self._decode(held), 0
+        for token in tokens:
+            held.append(token)
+            text, waiting = self._decode(held), waiting + 1
+            if text.endswith("\N{REPLACEMENT CHARACTER}") and waiting < _LONGEST_CHARACTER:
+                continue  # perhaps the first bytes of a character
+            yield text[len(shown) :]
+            held, waiting = held[-_CONTEXT:], 0
+            shown = self._decode(held)
+        if waiting:
+            yield self._decode(held)[len(shown) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._inner.decode(tokens, skip_special_tokens=True))
+
+
+def _stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that one of the folder's files calls an end."""
+    found: set[int] = set()
+    for name in (CONFIG_FILE, "generation_config.json"):
+        if (folder / name).is_file():
+            ends = read_json(folder / name).get("eos_token_id")
+            found.update(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
+    if (folder / TOKENIZER_CONFIG_FILE).is_file():
+        token = read_json(folder / TOKENIZER_CONFIG_FILE).get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        number = tokenizer.token_to_id(content) if isinstance(content, str) else None
+        found.update([] if number is None else [number])
+    return frozenset(found)
