@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.models.config import ModelConfig
+from diloco.models.head import next_token_loss
 from diloco.models.transformer import KeyValueCache, Transformer
 
 GROUPED = ModelConfig(
@@ -69,15 +70,15 @@ def test_a_new_model_predicts_nearly_uniformly() -> None:
 
 
 def test_the_loss_is_fp32_when_the_logits_are_not() -> None:
-    class ShortLogits(Transformer):
-        def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-            return super().forward(tokens, cache).bfloat16()
-
-    model, tokens = ShortLogits(GROUPED), some_tokens()
-    loss = model.loss(tokens, tokens).detach()
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 16, generator=generator).half()
+    matrix = torch.randn(50, 16, generator=generator).half()
+    targets = torch.randint(0, 50, (7,), generator=generator)
+    loss = next_token_loss(hidden, matrix, targets)
     assert loss.dtype == torch.float32
-    expected = torch.nn.functional.cross_entropy(model(tokens).detach().double().flatten(0, 1), tokens.flatten())
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    logits = torch.nn.functional.linear(hidden, matrix)
+    assert logits.dtype == torch.float16
+    assert float(loss) == pytest.approx(float(torch.nn.functional.cross_entropy(logits.double(), targets)), rel=1e-6)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
