@@ -16,33 +16,43 @@ from diloco.core.fragments import PartLayout
 class EncodedVector:
     """`data` is [parts, part_bytes] uint8, contiguous."""
 
-    def __init__(self, codec: Codec, layout: PartLayout, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, codec: Codec, layout: PartLayout, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> None:
+        """`pinned`: on the CPU, for values that are on a GPU."""
         self.codec = codec
         self.layout = layout
         rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
-        self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device)
+        self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel()
 
     def encode(self, first_part: int, values: Tensor) -> None:
-        """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing."""
-        self.codec.encode(*self._rows(first_part, values))
+        """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing.
 
-    def decode(self, first_part: int, num_parts: int) -> Tensor:
-        """The flat fp32 values of consecutive parts, without the padding of the last one.
-
-        They are in scratch memory: use them before this thread's next call.
+        Values on a GPU are encoded there; into memory on the CPU the bytes then go in the GPU's own time.
         """
-        part = self.layout.part_elements
-        out = scratch("decoded", (num_parts, part), self.data.device)
-        self.codec.decode(self.data[first_part : first_part + num_parts], out)
-        return out.view(-1)[: self.layout.numel - first_part * part]
-
-    def _rows(self, first_part: int, values: Tensor) -> tuple[Tensor, Tensor]:
         part = self.layout.part_elements
         rows = -(-values.numel() // part)
         if values.numel() < rows * part:
             values = torch.nn.functional.pad(values, (0, rows * part - values.numel()))
-        return values.view(rows, part), self.data[first_part : first_part + rows]
+        out = self.data[first_part : first_part + rows]
+        if values.device == out.device:
+            self.codec.encode(values.view(rows, part), out)
+            return
+        encoded = torch.empty(out.shape, dtype=torch.uint8, device=values.device)
+        self.codec.encode(values.view(rows, part), encoded)
+        out.copy_(encoded, non_blocking=True)
+
+    def decode(self, first_part: int, num_parts: int, device: torch.device | None = None) -> Tensor:
+        """The flat fp32 values of consecutive parts, without the padding of the last one, on `device` or where `data` is.
+
+        They are in scratch memory: use them before this thread's next call.
+        """
+        part = self.layout.part_elements
+        device = device or self.data.device
+        out = scratch("decoded", (num_parts, part), device)
+        self.codec.decode(self.data[first_part : first_part + num_parts].to(device, non_blocking=True), out)
+        return out.view(-1)[: self.layout.numel - first_part * part]

@@ -1,7 +1,7 @@
 """The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from diloco.errors import ConfigError
@@ -71,6 +71,8 @@ class SyncConfig:
     """Merge a round so many inner steps after it was posted, training on meanwhile."""
     mixing: float = 0.0
     """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
+    offload: bool = field(default=False, repr=False)  # a worker's own affair: the others need not do it too
+    """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 1000.0
     """Refuse a contribution whose norm is above so many times the round's median; none: never."""
     timeout_seconds: float = 600.0

@@ -2,7 +2,8 @@
 
 Each round the workers compare the digests of their anchors, so it must cost little more than reading the memory once:
 a multilinear hash over the bits, not a cryptographic one. It finds accidents (a lost update, a flipped bit, a worker
-that stepped alone), it does not stand against a forger.
+that stepped alone), it does not stand against a forger. It is taken span by span, while the outer step has a span at
+hand.
 """
 
 from functools import lru_cache
@@ -10,37 +11,62 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_ROW = 4096  # elements a row: each column has a multiplier, and each row has one
-_ROWS_AT_ONCE = {"cpu": 32}  # 512 KiB: stays in cache
-_ROWS_AT_ONCE_ELSEWHERE = 8192
+ROW = 1024  # elements a row: each column has a multiplier, and each row has one
+_ROWS_AT_ONCE = {"cpu": 128}  # 512 KiB: stays in cache
+_ROWS_AT_ONCE_ELSEWHERE = 32768
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 
-@lru_cache(maxsize=8)
-def _multipliers(count: int, salt: int, device: torch.device) -> Tensor:
+def _multipliers(first: int, count: int, salt: int, device: torch.device) -> Tensor:
     """Odd 64-bit pseudo-random numbers (splitmix64): odd, so that any single changed bit changes the sum."""
-    x = torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + salt
+    x = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device) * _GOLDEN + salt
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((x ^ ((x >> 31) & ((1 << 33) - 1))) | 1).to(device)
+    return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
 
 
-@torch.no_grad()
-def digest(flat: Tensor) -> str:
-    """Sixteen hexadecimal digits for the bits and the length of `flat` (fp32, one dimension, contiguous)."""
-    assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous()
-    columns = _multipliers(_ROW // 2, 1, flat.device)
-    step = _ROW * _ROWS_AT_ONCE.get(flat.device.type, _ROWS_AT_ONCE_ELSEWHERE)
-    product = torch.empty(min(step, flat.numel() + _ROW) // _ROW, _ROW // 2, dtype=torch.int64, device=flat.device)
-    row_sums = []
-    for start in range(0, flat.numel(), step):
-        chunk = flat[start : start + step]
-        if chunk.numel() % _ROW or chunk.storage_offset() % 2:  # int64 needs whole rows at an even offset
-            padded = chunk.new_zeros(-(-chunk.numel() // _ROW) * _ROW)
+@lru_cache(maxsize=8)
+def _column_multipliers(device: torch.device) -> Tensor:
+    return _multipliers(0, ROW // 2, 1, device)
+
+
+class Digest:
+    """The digest of a tensor that is given piece by piece, in order; every piece but the last is whole rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._columns = _column_multipliers(device)
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._numel = 0
+
+    @torch.no_grad()
+    def add(self, flat: Tensor) -> None:
+        """`flat`: fp32, one dimension, contiguous."""
+        assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous() and self._numel % ROW == 0
+        step = ROW * _ROWS_AT_ONCE.get(flat.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+        for start in range(0, flat.numel(), step):
+            sums = self._row_sums(flat[start : start + step])
+            first = (self._numel + start) // ROW
+            self._total += (sums * _multipliers(first, sums.numel(), 2, flat.device)).sum()
+        self._numel += flat.numel()
+
+    def _row_sums(self, chunk: Tensor) -> Tensor:
+        if chunk.numel() % ROW or chunk.data_ptr() % 8:  # int64 needs whole rows at an even offset
+            padded = chunk.new_zeros(-(-chunk.numel() // ROW) * ROW)
             padded[: chunk.numel()] = chunk
             chunk = padded
-        rows = chunk.view(torch.int64).view(-1, _ROW // 2)
-        row_sums.append(torch.mul(rows, columns, out=product[: len(rows)]).sum(1))
-    sums = torch.cat(row_sums) if row_sums else torch.zeros(0, dtype=torch.int64, device=flat.device)
-    total = int((sums * _multipliers(sums.numel(), 2, flat.device)).sum())
-    return f"{(total ^ (flat.numel() * _GOLDEN)) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+        if chunk.device.type == "cuda":
+            from diloco.core.kernels import weighted_row_sums
+
+            return weighted_row_sums(chunk, self._columns)
+        return (chunk.view(torch.int64).view(-1, ROW // 2) * self._columns).sum(1)
+
+    def hexdigest(self) -> str:
+        """Sixteen hexadecimal digits for the bits and the length of all that was given."""
+        return f"{(int(self._total) ^ (self._numel * _GOLDEN)) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def digest(flat: Tensor) -> str:
+    """Sixteen hexadecimal digits for the bits and the length of `flat` (fp32, one dimension, contiguous)."""
+    whole = Digest(flat.device)
+    whole.add(flat)
+    return whole.hexdigest()

@@ -15,12 +15,17 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from diloco.core import offload as offloading
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.core.kernels import Kernels
 
 PART_QUANTUM = 1024  # every part is a multiple of this, so that codecs can use blocks that divide it
 _MAX_PART_ELEMENTS = 64 * PART_QUANTUM
@@ -70,23 +75,33 @@ class Fragment:
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     outer_opt: OuterOptimizer
+    offload: bool = False
+    """Anchor and state lie in pinned CPU memory; the tensors are on a GPU."""
     anchor: Tensor = field(init=False)
     state: dict[str, Tensor] = field(init=False)
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        device = self.tensors[0].device
+        self.device = device = self.tensors[0].device
         ends = torch.tensor([tensor.numel() for tensor in self.tensors]).cumsum(0).tolist()
         self._starts: list[int] = [0, *ends[:-1]]
         self.layout = PartLayout(ends[-1])
-        self._span_parts = max(1, span_elements(device) // self.layout.part_elements)
+        elements = offloading.SPAN_ELEMENTS if self.offload else span_elements(device)
+        self._span_parts = min(self.layout.num_parts, max(1, elements // self.layout.part_elements))
         self._kept: list[Tensor] | None = None
         self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
         self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
         self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
-        self.anchor = torch.empty(self.numel, device=device)
-        self.state = {name: torch.zeros(self.numel, device=device) for name in self.outer_opt.state_names}
+        self._kernels: Kernels | None = None
+        self._staging: offloading.Staging | None = None
+        self.anchor = self._outer_memory()
+        self.state = {name: self._outer_memory() for name in self.outer_opt.state_names}
+        if self.offload:
+            self._staging = offloading.Staging(1 + len(self.state), self._scratch.numel(), device)
         self.take_anchor()
+
+    def _outer_memory(self) -> Tensor:
+        return offloading.pinned(self.numel) if self.offload else torch.zeros(self.numel, device=self.device)
 
     @property
     def numel(self) -> int:
@@ -116,7 +131,7 @@ class Fragment:
 
     def read(self, span: Span) -> Tensor:
         """θ_i of a span in fp32, in scratch memory that the next read overwrites."""
-        out = self._scratch[: span.stop - span.start]
+        out = self.scratch(span)
         for tensor, here, there in self._pieces(span):
             out[there].copy_(_flat_view(tensor)[here])
         return out
@@ -135,20 +150,43 @@ class Fragment:
             first, last = max(span.start, start), min(span.stop, start + tensor.numel())
             yield tensor, slice(first - start, last - start), slice(first - span.start, last - span.start)
 
-    def state_of(self, span: Span) -> Mapping[str, Tensor]:
-        return {name: buffer[span.slice] for name, buffer in self.state.items()}
+    def visit(self, *, write: bool = False) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
+        """Anchor and outer state span by span, where θ_i is; with `write` they may be changed in place."""
+        if self._staging is None:
+            for span in self.spans():
+                yield span, self.anchor[span.slice], {name: buffer[span.slice] for name, buffer in self.state.items()}
+            return
+        spans = list(self.spans())
+        home = [self.anchor, *self.state.values()]
+        for here, span in zip(self._staging.visit(home, [s.slice for s in spans], write=write), spans, strict=False):
+            yield span, here[0], dict(zip(self.state, here[1:], strict=True))
+
+    @property
+    def kernels(self) -> "Kernels | None":
+        """What goes through this fragment in one pass; only for fp32 parameters on a GPU."""
+        if self.device.type != "cuda" or any(tensor.dtype != torch.float32 for tensor in self.tensors):
+            return None
+        if self._kernels is None or self._kernels.moved:
+            from diloco.core.kernels import Kernels
+
+            self._kernels = Kernels(self.tensors, self.layout.part_elements)
+        return self._kernels
+
+    def scratch(self, span: Span) -> Tensor:
+        """fp32 memory for a span, which the next `read` overwrites."""
+        return self._scratch[: span.stop - span.start]
 
     @torch.no_grad()
     def take_anchor(self) -> None:
         """anchor ← θ_i."""
-        for span in self.spans():
-            self.anchor[span.slice].copy_(self.read(span))
+        for span, anchor, _ in self.visit(write=True):
+            anchor.copy_(self.read(span))
 
     @torch.no_grad()
     def adopt_anchor(self) -> None:
         """θ_i ← anchor (line 3 of Algorithm 1)."""
-        for span in self.spans():
-            self.write(span, self.anchor[span.slice])
+        for span, anchor, _ in self.visit():
+            self.write(span, anchor)
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -161,10 +199,10 @@ class Fragment:
         if self._kept is not None or not self._swappable:
             self._keep_or_restore()
             return
-        for span in self.spans():
+        for span, anchor, _ in self.visit(write=True):
             theta_i = self.read(span)
-            self.write(span, self.anchor[span.slice])
-            self.anchor[span.slice].copy_(theta_i)
+            self.write(span, anchor)
+            anchor.copy_(theta_i)
 
     def _keep_or_restore(self) -> None:
         if self._kept is None:
@@ -210,7 +248,11 @@ def assign(names: Sequence[str], fragments: int) -> list[list[str]]:
 
 
 def build_fragments(
-    parameters: Mapping[str, Tensor], groups: Sequence[Sequence[str]], outer_opt: OuterOptimizer
+    parameters: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
+    outer_opt: OuterOptimizer,
+    *,
+    offload: bool = False,
 ) -> list[Fragment]:
     """One fragment for each group of names; every parameter must be in exactly one group."""
     named = [name for group in groups for name in group]
@@ -223,8 +265,17 @@ def build_fragments(
         )
     for name, tensor in parameters.items():
         _check_averageable(name, tensor)
+        if offload and tensor.device.type != "cuda":
+            raise ConfigError(
+                f"sync.offload moves anchors from a GPU to the CPU, but parameter '{name}' is on {tensor.device}: "
+                "leave it out"
+            )
     _check_disjoint(parameters)
-    return [Fragment(tuple(group), tuple(parameters[name] for name in group), outer_opt) for group in groups if group]
+    return [
+        Fragment(tuple(group), tuple(parameters[name] for name in group), outer_opt, offload)
+        for group in groups
+        if group
+    ]
 
 
 def _check_averageable(name: str, tensor: Tensor) -> None:

@@ -1,17 +1,17 @@
 """The statements of outer_step.py as GPU kernels (Triton), each one pass over memory.
 
-On a GPU an outer step costs what its memory traffic costs. Written as tensor operations, Nesterov and the copy back
-read and write every element twenty times; here it is six (θ_i, anchor and momentum, each read and written once), or
-seven with the mean outer gradient. A worker's parameters are many tensors and the anchor is one: a table of
-`entries` (address of some elements of θ_i, their place in the fragment, how many) lets one launch go through all.
+On a GPU an outer step costs what its memory traffic costs. As tensor operations, the outer gradient, Nesterov and the
+copy back read or write every element some twenty times. Here the outer gradient is three accesses, and the step six
+(anchor and momentum read and written, Δ read, θ_i written). A worker's parameters are many tensors and the anchor is one: a
+table of `entries` (address of some elements of θ_i, their place in the fragment, how many) lets one launch go through all.
 
 The results are those of the tensor operations bit for bit: multiply-add is fused exactly where torch's own kernels
 fuse it, and nowhere else. So a worker with these kernels and one without hold the same anchors. Only fp32 parameters
-on a GPU come here; `fits` says whether a fragment does. Imported only where there is a GPU, since Triton may be absent
-elsewhere.
+on a GPU come here. Imported only where there is a GPU, since Triton may be absent elsewhere.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
+
 _BLOCK = 4096
-_KINDS = {"sgd": 0, "sgdm": 1, "nesterov": 2}
+_KINDS: dict[type[OuterOptimizer], int] = {SGD: 0, SGDMomentum: 1, Nesterov: 2}
 
 
 @triton.jit
@@ -34,40 +36,39 @@ def _entry(table, number, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _gradient_kernel(table, first, anchor, delta, offset, squares, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """delta ← anchor − θ_i, and the sum of its squares, an entry a program."""
+def _gradient_kernel(table, first, offset, anchor, delta, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """delta ← anchor − θ_i, an entry a program; both begin at element `offset` of the fragment."""
     theta, start, count = _entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
-    difference = tl.load(anchor + start + at, mask, 0.0) - tl.load(theta + at, mask, 0.0)
-    tl.store(delta + (start - offset) + at, difference, mask)
-    tl.store(squares + tl.program_id(0), tl.sum(difference * difference))
+    here = start - offset + at
+    tl.store(delta + here, tl.load(anchor + here, mask, 0.0) - tl.load(theta + at, mask, 0.0), mask)
 
 
 @triton.jit
 def _step_kernel(
-    table, first, anchor, momentum, delta, offset, squares, lr, mu, mixing,
+    table, first, offset, anchor, momentum, delta, lr, mu, mixing,
     KIND: tl.constexpr, ALONE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """OuterOpt on the anchor, and θ_i after it. ALONE: Δ is this worker's own, anchor − θ_i."""
     theta, start, count = _entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
-    a = tl.load(anchor + start + at, mask, 0.0)
+    here = start - offset + at
+    a = tl.load(anchor + here, mask, 0.0)
     if ALONE:
         d = a - tl.load(theta + at, mask, 0.0)
     else:
-        d = tl.load(delta + (start - offset) + at, mask, 0.0)
-    tl.store(squares + tl.program_id(0), tl.sum(d * d))
+        d = tl.load(delta + here, mask, 0.0)
     if KIND == 0:
         a = tl.fma(-lr, d, a)
     else:
-        b = tl.load(momentum + start + at, mask, 0.0) * mu + d
-        tl.store(momentum + start + at, b, mask)
+        b = tl.load(momentum + here, mask, 0.0) * mu + d
+        tl.store(momentum + here, b, mask)
         if KIND == 2:
             b = tl.fma(mu, b, d)
         a = tl.fma(-lr, b, a)
-    tl.store(anchor + start + at, a, mask)
+    tl.store(anchor + here, a, mask)
     if MIX:  # torch.lerp's two branches
         own = tl.load(theta + at, mask, 0.0)
         weight = 1.0 - mixing
@@ -77,21 +78,76 @@ def _step_kernel(
     tl.store(theta + at, a, mask)
 
 
-class Entries:
-    """The table of a fragment's elements: where θ_i's lie, and which place they have in the fragment."""
+@triton.jit
+def _row_sum_kernel(words, columns, sums, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, WIDTH)[None, :]
+    products = tl.load(words + row * WIDTH + at) * tl.load(columns + at)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.sum(products, 1))
 
-    def __init__(self, tensors: Sequence[Tensor], grid: int) -> None:
-        """No entry crosses a multiple of `grid`, so that whole parts are whole entries."""
-        self.block = min(_BLOCK, grid)
+
+def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
+    """The sum of each row's 64-bit words times `columns`; `flat` is whole rows."""
+    width = columns.numel()
+    words = flat.view(torch.int64)
+    sums = torch.empty(words.numel() // width, dtype=torch.int64, device=flat.device)
+    _row_sum_kernel[(sums.numel(),)](words, columns, sums, WIDTH=width, ROWS=1)
+    return sums
+
+
+class Kernels:
+    """The kernels over one fragment's tensors, which must stay where they are; see `moved`."""
+
+    def __init__(self, tensors: Sequence[Tensor], part_elements: int) -> None:
+        """No entry crosses a multiple of the block, of which a part is a multiple: so a span is whole entries."""
+        self._tensors = tensors
+        self._block = _BLOCK if part_elements % _BLOCK == 0 else 1024
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         rows: list[tuple[int, int, int]] = []
         begin = 0
-        for tensor in tensors:
+        for tensor, address in zip(tensors, self._addresses, strict=True):
             end = begin + tensor.numel()
-            cuts = [begin, *range((begin // self.block + 1) * self.block, end, self.block), end]
-            address = tensor.data_ptr()
+            cuts = [begin, *range((begin // self._block + 1) * self._block, end, self._block), end]
             rows += [(address + (a - begin) * 4, a, b - a) for a, b in pairwise(cuts)]
             begin = end
-        self.starts = [row[1] for row in rows]
-        self.aligned = all(row[0] % 16 == 0 and row[1] % 4 == 0 and row[2] % 4 == 0 for row in rows)
-        self.table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
-        self.squares = torch.empty(len(rows), device=tensors[0].device)
+        self._starts = [start for _, start, _ in rows]
+        self._aligned = all(address % 16 == 0 and (start | count) % 4 == 0 for address, start, count in rows)
+        self._table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
+
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor has other memory than when this was built."""
+        return any(t.data_ptr() != address for t, address in zip(self._tensors, self._addresses, strict=True))
+
+    def _entries(self, start: int, stop: int) -> tuple[int, int]:
+        first = bisect_left(self._starts, start)
+        return first, bisect_left(self._starts, stop) - first
+
+    def outer_gradient(self, start: int, anchor: Tensor, out: Tensor) -> None:
+        """out ← anchor − θ_i for the fragment's elements from `start` on."""
+        first, count = self._entries(start, start + anchor.numel())
+        _gradient_kernel[(count,)](
+            self._table, first, start, anchor, out, BLOCK=self._block, ALIGNED=self._aligned, enable_fp_fusion=False
+        )
+
+    @staticmethod
+    def know(outer: OuterOptimizer) -> bool:
+        return type(outer) in _KINDS
+
+    def outer_step(
+        self,
+        start: int,
+        outer: OuterOptimizer,
+        anchor: Tensor,
+        state: Mapping[str, Tensor],
+        delta: Tensor | None,
+        mixing: float,
+    ) -> None:
+        """The anchor's step along `delta` (None: this worker's own, anchor − θ_i), and θ_i after it."""
+        first, count = self._entries(start, start + anchor.numel())
+        _step_kernel[(count,)](
+            self._table, first, start, anchor, state.get("momentum", anchor), anchor if delta is None else delta,
+            getattr(outer, "lr"), getattr(outer, "momentum", 0.0), mixing,
+            KIND=_KINDS[type(outer)], ALONE=delta is None, MIX=mixing > 0,
+            BLOCK=self._block, ALIGNED=self._aligned, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from diloco.core.digest import Digest
 from diloco.core.fragments import Fragment, Span
 
 
@@ -30,27 +31,40 @@ def outer_gradient(fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
     The tensor is scratch memory: use it before asking for the next one.
     """
     fragment.check_memory()
-    for span in fragment.spans():
-        theta_i = fragment.read(span)
-        yield span, torch.sub(fragment.anchor[span.slice], theta_i, out=theta_i)
+    kernels = fragment.kernels
+    for span, theta, _ in fragment.visit():
+        if kernels is not None:  # the same in one pass over a GPU's memory
+            delta = fragment.scratch(span)
+            kernels.outer_gradient(span.start, theta, out=delta)
+        else:
+            theta_i = fragment.read(span)
+            delta = torch.sub(theta, theta_i, out=theta_i)
+        yield span, delta
 
 
 @torch.no_grad()
 def outer_step(
     fragment: Fragment,
-    mean_outer_gradient: Callable[[Span], Tensor],
+    mean_outer_gradient: Callable[[Span], Tensor] | None,
     mixing: float = 0.0,
-) -> None:
-    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
+) -> str:
+    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it. The new anchor's digest.
 
-    `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker.
+    `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker; None: this worker is alone
+    (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
     `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does.
     """
     fragment.rounds += 1
-    for span in fragment.spans():
-        theta = fragment.anchor[span.slice]
-        delta = mean_outer_gradient(span)
-        fragment.outer_opt.update(theta, delta, fragment.state_of(span), fragment.rounds)  # line 14
-        if mixing:
-            theta = fragment.read(span).lerp_(theta, 1.0 - mixing)
-        fragment.write(span, theta)  # line 3
+    digest = Digest(fragment.device)
+    kernels = fragment.kernels
+    for span, theta, state in fragment.visit(write=True):
+        delta = None if mean_outer_gradient is None else mean_outer_gradient(span)
+        if kernels is not None and kernels.know(fragment.outer_opt):  # the same in one pass over a GPU's memory
+            kernels.outer_step(span.start, fragment.outer_opt, theta, state, delta, mixing)
+        else:
+            if delta is None:
+                delta = theta - fragment.read(span)
+            fragment.outer_opt.update(theta, delta, state, fragment.rounds)  # line 14
+            fragment.write(span, fragment.read(span).lerp_(theta, 1.0 - mixing) if mixing else theta)  # line 3
+        digest.add(theta)
+    return digest.hexdigest()

@@ -1,10 +1,10 @@
 """The output matrix and the loss together: mean cross entropy of next tokens, without keeping the logits.
 
-The logits are by far a language model's largest tensor (B · T · V). Taken apart, matrix, softmax and loss write and read
-them five times and hold them twice. Here, for bf16 on a GPU, they are made a few thousand rows at a time; a kernel turns
-each row into its loss and, in place, its gradient; and the gradients of hidden states and matrix follow while the chunk
-is still there. The numbers are those of F.cross_entropy in fp32 on bf16 logits. Everywhere else (CPU, fp32, fp16, whose
-range is too small for gradients before the loss scale, evaluation) it is F.cross_entropy itself.
+The logits are by far a language model's largest tensor (B · T · V). Taken apart, matrix, softmax and loss write and
+read them five times and hold them twice. Here, for bf16 on a GPU, they are made a few thousand rows at a time; a kernel
+turns each row into its loss and, in place, its gradient; and the gradients of hidden states and matrix follow while the
+chunk is still there. The numbers are those of F.cross_entropy in fp32 on bf16 logits. Everywhere else (CPU, fp32, fp16,
+whose range is too small for gradients before the loss scale, evaluation) it is F.cross_entropy itself.
 """
 
 from typing import Any
@@ -45,6 +45,6 @@ class _FusedLoss(torch.autograd.Function):
         return losses.mean()
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden_gradient, matrix_gradient = ctx.saved_tensors
         return hidden_gradient * scale, matrix_gradient * scale, None

@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _kernel(logits, targets, losses, scale, columns, row_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kernel(logits, targets, losses, scale, columns, row_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     target = tl.load(targets + row)

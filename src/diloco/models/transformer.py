@@ -5,8 +5,8 @@ RMSNorm (arXiv 1910.07467), rotary positions (2104.09864) in Hugging Face's half
 embeddings may be tied; a tied model has no `lm_head` tensor at all, as in the files that `transformers`
 writes, so that every tensor of `state_dict()` is stored once and a save of it is an export.
 
-Under bf16 autocast the residual stream is bf16 too, which is worth 5 % of a step on a GPU; sums inside norms and the loss stay
-fp32, and so do the weights.
+Under bf16 autocast the residual stream is bf16 too, which is worth 5 % of a step on a GPU; sums inside norms and
+the loss stay fp32, and so do the weights.
 
 What it refuses: more tokens than its rotary tables have positions. It reads no files, chooses no seed (a new
 `Transformer` draws its weights from torch's global generator, which the caller seeds) and moves nothing
@@ -216,9 +216,7 @@ class Transformer(nn.Module):
         self.model = Decoder(config)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size)
 
-    def forward(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, targets: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) for what follows each of tokens (B, T), int64; they go on from the cache.
 
         With targets (B, T): their mean cross entropy instead. One way in for both, since wrappers of a module (FSDP's

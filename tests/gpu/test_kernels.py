@@ -1,0 +1,167 @@
+"""The kernels of a GPU give the bits of the tensor operations that they replace. Needs a CUDA device."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.floats import Float16
+from diloco.core import fragments
+from diloco.core.digest import digest
+from diloco.core.fragments import Fragment, PartLayout
+from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
+from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.models.head import next_token_loss
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = [(1000, 999), (77,), (513, 512), (3,)]  # odd sizes: nothing is aligned
+EVEN_SHAPES = [(1024, 1024), (512,), (256, 4096)]
+OUTER: list[OuterOptimizer] = [SGD(0.7), SGDMomentum(0.7, 0.9), Nesterov(0.7, 0.9)]
+
+
+def make(shapes: Sequence[tuple[int, ...]], outer: OuterOptimizer, *, offload: bool = False) -> Fragment:
+    generator = torch.Generator("cuda").manual_seed(1)
+    tensors = [torch.nn.Parameter(torch.randn(shape, device="cuda", generator=generator) * 0.02) for shape in shapes]
+    fragment = Fragment(tuple(map(str, range(len(shapes)))), tuple(tensors), outer, offload)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(torch.randn(tensor.shape, device="cuda", generator=generator), alpha=1e-3)
+        for name, buffer in fragment.state.items():
+            values = torch.randn(buffer.shape, device="cuda", generator=generator) * 0.01
+            fragment.state[name].copy_(values)
+    return fragment
+
+
+def delta_of(fragment: Fragment) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(2)
+    return torch.randn(fragment.numel, device="cuda", generator=generator) * 1e-3
+
+
+def contents(fragment: Fragment) -> list[torch.Tensor]:
+    return [
+        fragment.anchor.cpu(),
+        *(s.cpu() for s in fragment.state.values()),
+        *(t.detach().cpu() for t in fragment.tensors),
+    ]
+
+
+def same(mine: Fragment, other: Fragment) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(contents(mine), contents(other), strict=True))
+
+
+@pytest.mark.parametrize("outer", OUTER, ids=lambda outer: outer.name)
+@pytest.mark.parametrize("mixing", [0.0, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN_SHAPES], ids=["odd", "even"])
+def test_a_step_in_one_pass_is_the_step_of_tensor_operations_bit_for_bit(
+    outer: OuterOptimizer, mixing: float, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, plain, offloaded = make(shapes, outer), make(shapes, outer), make(shapes, outer, offload=True)
+    delta = delta_of(fused)
+    digests = []
+    for fragment in (fused, offloaded):
+        assert fragment.kernels is not None
+        digests.append(outer_step(fragment, lambda span: delta[span.slice].clone(), mixing))
+    monkeypatch.setattr(Fragment, "kernels", None)
+    digests.append(outer_step(plain, lambda span: delta[span.slice].clone(), mixing))
+    assert same(fused, plain)
+    assert same(offloaded, plain)
+    assert set(digests) == {digest(plain.anchor.cpu())}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("outer", OUTER, ids=lambda outer: outer.name)
+def test_alone_a_worker_takes_the_step_along_its_own_outer_gradient(outer: OuterOptimizer, offload: bool) -> None:
+    alone, two_passes = make(SHAPES, outer, offload=offload), make(SHAPES, outer)
+    delta = torch.cat([piece.clone() for _, piece in outer_gradient(two_passes)])
+    outer_step(two_passes, lambda span: delta[span.slice].clone())
+    outer_step(alone, None)
+    assert same(alone, two_passes)
+
+
+def test_a_fragment_in_many_spans_is_one_in_a_single_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make(SHAPES, OUTER[2])
+    monkeypatch.setitem(fragments._SPAN_ELEMENTS, "cuda", 1 << 14)
+    monkeypatch.setattr("diloco.core.offload.SPAN_ELEMENTS", 1 << 14)
+    cut, offloaded = make(SHAPES, OUTER[2]), make(SHAPES, OUTER[2], offload=True)
+    assert len(list(cut.spans())) > 50
+    for fragment in (whole, cut, offloaded):
+        delta = torch.cat([piece.clone() for _, piece in outer_gradient(fragment)])
+        outer_step(fragment, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
+    assert same(cut, whole)
+    assert same(offloaded, whole)
+
+
+def test_a_parameter_that_got_other_memory_is_found_again() -> None:
+    fragment, reference = make(SHAPES, OUTER[2]), make(SHAPES, OUTER[2])
+    assert fragment.kernels is not None
+    tensor = fragment.tensors[0]
+    tensor.data = tensor.data.clone()
+    outer_step(fragment, None)
+    outer_step(reference, None)
+    assert same(fragment, reference)
+
+
+def test_an_evaluation_with_offloaded_anchors_leaves_everything_as_it_was() -> None:
+    fragment = make(SHAPES, OUTER[2], offload=True)
+    before = [tensor.clone() for tensor in contents(fragment)]
+    fragment.exchange()
+    assert torch.equal(torch.cat([t.detach().flatten().cpu() for t in fragment.tensors]), before[0])
+    fragment.exchange()
+    assert all(torch.equal(a, b) for a, b in zip(contents(fragment), before, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-20, 1.0, 3e38])
+def test_fp16_parts_have_the_same_bytes_on_both_devices(scale: float) -> None:
+    values = torch.randn(5, 3 * 1024, generator=torch.Generator().manual_seed(0)) * scale
+    values = values.clamp(-3.4e38, 3.4e38)
+    codec = Float16()
+    on_cpu = torch.empty(5, codec.part_bytes(3 * 1024), dtype=torch.uint8)
+    on_gpu = torch.empty_like(on_cpu, device="cuda")
+    codec.encode(values, on_cpu)
+    codec.encode(values.cuda(), on_gpu)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+    back, there = torch.empty_like(values), torch.empty_like(values, device="cuda")
+    codec.decode(on_cpu, back)
+    codec.decode(on_gpu, there)
+    assert torch.equal(there.cpu(), back)
+
+
+def test_a_vector_in_pinned_memory_holds_the_bytes_of_one_on_the_gpu() -> None:
+    layout = PartLayout(200_000)
+    values = torch.randn(layout.numel, device="cuda")
+    there = EncodedVector(Float16(), layout, "cuda")
+    here = EncodedVector(Float16(), layout, "cpu", pinned=True)
+    for vector in (there, here):
+        vector.encode(0, values)
+    torch.cuda.synchronize()
+    assert torch.equal(there.data.cpu(), here.data)
+    decoded = here.decode(0, layout.num_parts, torch.device("cuda"))
+    assert torch.equal(decoded, there.decode(0, layout.num_parts))
+
+
+def test_a_digest_does_not_depend_on_the_device() -> None:
+    for size in (1, 1023, 1024, 5000, 40_000_001):
+        values = torch.randn(size)
+        assert digest(values.cuda()) == digest(values)
+
+
+@pytest.mark.parametrize("rows", [100, 20_000])
+def test_the_fused_loss_and_its_gradients_are_those_of_cross_entropy(rows: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    matrix = torch.nn.Parameter(torch.randn(5003, 64, device="cuda") * 0.2)
+    targets = torch.randint(0, 5003, (rows,), device="cuda")
+    (3 * next_token_loss(hidden, matrix, targets)).backward()
+    mine = hidden.grad.float(), matrix.grad.clone()
+    hidden.grad = matrix.grad = None
+    logits = torch.nn.functional.linear(hidden, matrix.bfloat16())
+    expected = torch.nn.functional.cross_entropy(logits.float(), targets)
+    (3 * expected).backward()
+    theirs = hidden.grad.float(), matrix.grad
+    for a, b in zip(mine, theirs, strict=True):
+        assert float((a - b).norm() / b.norm()) < 0.01
+    with torch.no_grad():
+        assert float(next_token_loss(hidden, matrix, targets)) == pytest.approx(float(expected), rel=1e-4)
+    assert float(next_token_loss(hidden, matrix, targets)) == pytest.approx(float(expected), rel=1e-4)
