@@ -47,9 +47,9 @@ class EncodedVector:
         out.copy_(encoded, non_blocking=True)
 
     def decode(self, first_part: int, num_parts: int, device: torch.device | None = None) -> Tensor:
-        """The flat fp32 values of consecutive parts, without the padding of the last one, on `device` or where `data` is.
+        """The flat fp32 values of consecutive parts, without the padding of the last one.
 
-        They are in scratch memory: use them before this thread's next call.
+        They are on `device`, or where `data` is, and in scratch memory: use them before this thread's next call.
         """
         part = self.layout.part_elements
         device = device or self.data.device

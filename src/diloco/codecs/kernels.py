@@ -1,7 +1,7 @@
 """The fp16 codec on a GPU (Triton): a part is read once from memory to encode it, written once to decode it.
 
-The bytes are those of floats.Float16's tensor operations. Imported only where there is a GPU, since Triton may be absent
-elsewhere.
+The bytes are those of floats.Float16's tensor operations. Imported only where there is a GPU, since Triton may be
+absent elsewhere.
 """
 
 import triton

@@ -2,8 +2,9 @@
 
 On a GPU an outer step costs what its memory traffic costs. As tensor operations, the outer gradient, Nesterov and the
 copy back read or write every element some twenty times. Here the outer gradient is three accesses, and the step six
-(anchor and momentum read and written, Δ read, θ_i written). A worker's parameters are many tensors and the anchor is one: a
-table of `entries` (address of some elements of θ_i, their place in the fragment, how many) lets one launch go through all.
+(anchor and momentum read and written, Δ read, θ_i written). A worker's parameters are many tensors and the anchor is
+one: a table of `entries` (address of some elements of θ_i, their place in the fragment, how many) lets one launch go
+through all.
 
 The results are those of the tensor operations bit for bit: multiply-add is fused exactly where torch's own kernels
 fuse it, and nowhere else. So a worker with these kernels and one without hold the same anchors. Only fp32 parameters
@@ -22,6 +23,7 @@ from torch import Tensor
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
 
 _BLOCK = 4096
+_ROWS = 8
 _KINDS: dict[type[OuterOptimizer], int] = {SGD: 0, SGDMomentum: 1, Nesterov: 2}
 
 
@@ -47,7 +49,7 @@ def _gradient_kernel(table, first, offset, anchor, delta, BLOCK: tl.constexpr, A
 
 @triton.jit
 def _step_kernel(
-    table, first, offset, anchor, momentum, delta, lr, mu, mixing,
+    table, first, offset, anchor, momentum, delta, lr, mu, weight,
     KIND: tl.constexpr, ALONE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """OuterOpt on the anchor, and θ_i after it. ALONE: Δ is this worker's own, anchor − θ_i."""
@@ -71,7 +73,6 @@ def _step_kernel(
     tl.store(anchor + here, a, mask)
     if MIX:  # torch.lerp's two branches
         own = tl.load(theta + at, mask, 0.0)
-        weight = 1.0 - mixing
         near = tl.fma(weight, a - own, own)
         far = tl.fma(-(a - own), 1.0 - weight, a)
         a = tl.where(weight < 0.5, near, far)
@@ -79,11 +80,11 @@ def _step_kernel(
 
 
 @triton.jit
-def _row_sum_kernel(words, columns, sums, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+def _row_sum_kernel(words, columns, sums, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, WIDTH)[None, :]
-    products = tl.load(words + row * WIDTH + at) * tl.load(columns + at)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.sum(products, 1))
+    products = tl.load(words + row[:, None] * WIDTH + at, row[:, None] < rows, 0) * tl.load(columns + at)
+    tl.store(sums + row, tl.sum(products, 1), row < rows)
 
 
 def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
@@ -91,8 +92,13 @@ def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
     width = columns.numel()
     words = flat.view(torch.int64)
     sums = torch.empty(words.numel() // width, dtype=torch.int64, device=flat.device)
-    _row_sum_kernel[(sums.numel(),)](words, columns, sums, WIDTH=width, ROWS=1)
+    _row_sum_kernel[(triton.cdiv(sums.numel(), _ROWS),)](words, columns, sums, sums.numel(), WIDTH=width, ROWS=_ROWS)
     return sums
+
+
+def _numbers(outer: OuterOptimizer) -> tuple[float, float]:
+    assert isinstance(outer, SGD | SGDMomentum | Nesterov)
+    return outer.lr, 0.0 if isinstance(outer, SGD) else outer.momentum
 
 
 class Kernels:
@@ -147,7 +153,7 @@ class Kernels:
         first, count = self._entries(start, start + anchor.numel())
         _step_kernel[(count,)](
             self._table, first, start, anchor, state.get("momentum", anchor), anchor if delta is None else delta,
-            getattr(outer, "lr"), getattr(outer, "momentum", 0.0), mixing,
+            *_numbers(outer), 1.0 - mixing,
             KIND=_KINDS[type(outer)], ALONE=delta is None, MIX=mixing > 0,
             BLOCK=self._block, ALIGNED=self._aligned, enable_fp_fusion=False,
         )  # fmt: skip

@@ -47,15 +47,16 @@ def outer_step(
     fragment: Fragment,
     mean_outer_gradient: Callable[[Span], Tensor] | None,
     mixing: float = 0.0,
-) -> str:
-    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it. The new anchor's digest.
+    digest: Digest | None = None,
+) -> None:
+    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
 
     `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker; None: this worker is alone
     (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
     `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does.
+    `digest` is given the new anchor, span by span.
     """
     fragment.rounds += 1
-    digest = Digest(fragment.device)
     kernels = fragment.kernels
     for span, theta, state in fragment.visit(write=True):
         delta = None if mean_outer_gradient is None else mean_outer_gradient(span)
@@ -66,5 +67,5 @@ def outer_step(
                 delta = theta - fragment.read(span)
             fragment.outer_opt.update(theta, delta, state, fragment.rounds)  # line 14
             fragment.write(span, fragment.read(span).lerp_(theta, 1.0 - mixing) if mixing else theta)  # line 3
-        digest.add(theta)
-    return digest.hexdigest()
+        if digest is not None:
+            digest.add(theta)
