@@ -4,7 +4,6 @@ Fragments are cut by whole parameters (core/fragments.py); of each, a lane has t
 (core/lanes.py). A lane that holds nothing of a fragment takes part in its rounds with a header alone.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.digest import digest
+from diloco.core.config import SyncConfig
+from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
 from diloco.core.lanes import LaneLayout, Piece
 from diloco.core.outer_optimizers import OuterOptimizer
@@ -51,6 +51,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         self.digests = [NOTHING] * len(self.fragments)
+        self._norms = [0.0] * len(self.fragments)  # of this worker's latest outer gradients
         self.take_digests()
 
     def take_digests(self) -> None:
@@ -60,29 +61,32 @@ class Lane:
 
     def encode(self, index: int) -> float:
         """Put the outer gradient of a fragment into its vector; its norm."""
-        fragment = self.fragments[index]
+        fragment, vector = self.fragments[index], self.vectors[index]
         norms = []
         if fragment is not None:
             for span, delta in outer_gradient(fragment):
-                norms.append(float(torch.linalg.vector_norm(delta)))
-                self.vectors[index].encode(span.first_part, delta)
-        return math.hypot(*norms)
+                norms.append(torch.linalg.vector_norm(delta))
+                if vector.num_bytes:
+                    vector.encode(span.first_part, delta)
+        self._norms[index] = _total(norms)
+        return self._norms[index]
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm."""
         fragment = self.fragments[index]
         if fragment is None:
             return 0.0
-        norms: list[float] = []
+        device, taken = fragment.device, Digest(fragment.device)
+        norms: list[Tensor] = []
 
         def mean(span: Span) -> Tensor:
-            delta = encoded.decode(span.first_part, span.num_parts)
-            norms.append(float(torch.linalg.vector_norm(delta)))
+            delta = encoded.decode(span.first_part, span.num_parts, device)
+            norms.append(torch.linalg.vector_norm(delta))
             return delta
 
-        outer_step(fragment, mean, mixing)
-        self.digests[index] = digest(fragment.anchor)
-        return math.hypot(*norms)
+        outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken)
+        self.digests[index] = taken.hexdigest()
+        return _total(norms) if encoded.num_bytes else self._norms[index]
 
     def outer_tensors(self) -> dict[str, Tensor]:
         tensors = {}
@@ -122,7 +126,7 @@ class LaneBuilder:
     groups: Sequence[Group]
     rank: int
     sizes: tuple[int, ...]
-    codec: str
+    sync: SyncConfig
     common: tuple[object, ...]
     """What else must be the same on all workers."""
 
@@ -158,7 +162,8 @@ class LaneBuilder:
             mine = [i for i, group in enumerate(self.groups) if group.outer == outer and grouped[i]]
             tensors = {self._label(piece): self._view(piece) for i in mine for piece in grouped[i]}
             labels = [[self._label(piece) for piece in grouped[i]] for i in mine]
-            for i, fragment in zip(mine, build_fragments(tensors, labels, outer), strict=True):
+            built = build_fragments(tensors, labels, outer, offload=self.sync.offload)
+            for i, fragment in zip(mine, built, strict=True):
                 fragments[i] = fragment
         return fragments
 
@@ -170,6 +175,14 @@ class LaneBuilder:
         return one.local if self.whole else one.view(piece, self.rank)
 
     def _vector(self, fragment: Fragment | None) -> EncodedVector:
-        if fragment is None:
-            return EncodedVector(codec(self.codec), PartLayout(0))
-        return EncodedVector(codec(self.codec), fragment.layout, fragment.anchor.device)
+        how = codec(self.sync.codec)
+        if fragment is None or (how.lossless and len(self.sizes) == 1 and not self.sync.overlap_steps):
+            return EncodedVector(how, PartLayout(0))  # a worker alone sends nothing: its mean is its own
+        if self.sync.offload:
+            return EncodedVector(how, fragment.layout, pinned=True)
+        return EncodedVector(how, fragment.layout, fragment.device)
+
+
+def _total(norms: Sequence[Tensor]) -> float:
+    """Asked for once, since on a GPU every question waits for all that was begun before it."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0

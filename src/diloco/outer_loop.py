@@ -92,7 +92,7 @@ class OuterLoop:
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
         common = (self.schedule, outer, sync, identity)
-        self.replica = Replica(tensors, self.engine, groups, sync.codec, common)
+        self.replica = Replica(tensors, self.engine, groups, sync, common)
         self.state = OuterState(self.replica.lanes, self.replica.num_lanes, groups, self.engine.ranks)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from diloco.core.config import SyncConfig
 from diloco.core.lanes import lay_lanes
 from diloco.engines.base import Membership
 from diloco.engines.rounds import GlobalState
@@ -25,7 +26,7 @@ class Replica:
         tensors: ModelTensors,
         engine: Membership,
         groups: Sequence[Group],
-        codec: str,
+        sync: SyncConfig,
         common: tuple[object, ...],
     ) -> None:
         """Collective: all ranks of all workers. `common`: what else must be the same on all workers."""
@@ -33,7 +34,7 @@ class Replica:
         self._local = local_tensors(tensors.all, engine.ranks)
         take_first(self._local.values(), engine.ranks)
         layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
-        builder = LaneBuilder(self._local, groups, engine.ranks.rank, engine.sizes, codec, common)
+        builder = LaneBuilder(self._local, groups, engine.ranks.rank, engine.sizes, sync, common)
         engines = engine.lanes([layout.owners for layout in layouts])
         mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
         self.lanes = [builder.build(*lane) for lane in mine]

@@ -18,6 +18,8 @@ class Codec(ABC):
     """[rows, elements] fp32 <-> [rows, part_bytes(elements)] uint8; elements is a multiple of PART_QUANTUM."""
 
     name: ClassVar[str]
+    lossless: ClassVar[bool] = False
+    """Decoding gives the very bits that were encoded."""
 
     @abstractmethod
     def part_bytes(self, elements: int) -> int:

@@ -19,6 +19,7 @@ class Float32(Codec):
     """The bits themselves."""
 
     name = "fp32"
+    lossless = True
 
     def part_bytes(self, elements: int) -> int:
         return 4 * elements

@@ -212,7 +212,7 @@ class TorchDistributedEngine(Engine):
 
     def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
         """Put the encoded mean into `vector`, in place of this worker's own contribution."""
-        staged = vector.data if self._payload_device(vector.data.device) else vector.data.cpu()
+        staged = vector.data.to("cpu" if self.backend == "gloo" else "cuda")  # what the backend can send from
         plan = list(waves(vector, self.workers))
         part = vector.layout.part_elements
         inboxes = staged.new_empty(2, self.workers, plan[0].counts[self.worker], staged.shape[1])
@@ -230,10 +230,6 @@ class TorchDistributedEngine(Engine):
         _finish_all(gathers, deadline)
         if staged is not vector.data:
             vector.data.copy_(staged)
-
-    def _payload_device(self, device: torch.device) -> bool:
-        """Whether the backend can send from where the vector lies; gloo sends from the CPU."""
-        return device.type == ("cpu" if self.backend == "gloo" else "cuda")
 
     def _scatter(self, data: Tensor, wave: Wave, inbox: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
         """Everyone's contribution to what this worker reduces of a wave; there when the works are done."""
