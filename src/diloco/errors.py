@@ -6,6 +6,7 @@
     ├── EngineError          averaging with the others is impossible from here on
     │   └── RendezvousError  the workers could not find each other at the start
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
+    ├── SinkFailed           W&B, TensorBoard or trackio did not take all that `diloco sink` had for it
     └── WorkerFailed         a worker process died; carries its own traceback
 
 A message names the thing, the value given, the rule, and the remedy. `assert` is for our own mistakes.
@@ -39,6 +40,10 @@ class RoundFailed(DiLoCoError):
         """`stopping`: a worker asked for the end all the same. `resync`: the others may have gone on without us."""
         super().__init__(reason)
         self.reason, self.stopping, self.resync = reason, stopping, resync
+
+
+class SinkFailed(DiLoCoError):
+    """Some events could not be written to a sink; the run itself is not concerned."""
 
 
 class WorkerFailed(DiLoCoError):

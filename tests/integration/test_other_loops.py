@@ -33,6 +33,7 @@ from diloco.integrations.lightning import DiLoCoCallback as LightningCallback
 from diloco.integrations.transformers import DiLoCoCallback as TransformersCallback
 
 EVERY_TWO = diloco.SyncConfig(num_inner_steps=2, codec="fp32")
+ACROSS = diloco.SyncConfig(num_inner_steps=4, overlap_steps=2, codec="fp32")
 OVERLAPPED = diloco.SyncConfig(num_inner_steps=2, overlap_steps=1, codec="fp32")
 
 pytestmark = pytest.mark.filterwarnings(
@@ -71,7 +72,7 @@ def trainer(folder: Path, sync: diloco.SyncConfig = EVERY_TWO, **options: Any) -
     return Trainer(model, args, None, data, data, optimizers=(optimizer, None), callbacks=callbacks), optimizer
 
 
-@pytest.mark.parametrize("sync", [EVERY_TWO, OVERLAPPED], ids=["blocking", "overlapped"])
+@pytest.mark.parametrize("sync", [EVERY_TWO, OVERLAPPED], ids=["after a round", "within one"])
 def test_a_trainer_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopped(
     sync: diloco.SyncConfig, tmp_path: Path
 ) -> None:
@@ -141,11 +142,11 @@ def test_accelerate_scales_clips_and_skips_while_the_schedule_of_rounds_goes_on(
     assert torch.allclose(model.weight, torch.full((1, 2), -3.0), atol=1e-5)
 
 
-def _accelerate(steps: int) -> tuple[Accelerator, diloco.DiLoCo, nn.Module, Any]:
+def _accelerate(steps: int, sync: diloco.SyncConfig) -> tuple[Accelerator, diloco.DiLoCo, nn.Module, Any]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
-    optimizer = around(model)
+    optimizer = around(model, sync)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     prepared = accelerator.prepare(model, optimizer, schedule)
 
@@ -159,16 +160,20 @@ def _accelerate(steps: int) -> tuple[Accelerator, diloco.DiLoCo, nn.Module, Any]
     return accelerator, optimizer, model, train
 
 
-def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(tmp_path: Path) -> None:
-    accelerator, optimizer, model, train = _accelerate(8)
-    train(3)  # a step after a round: anchor and parameters differ
+@pytest.mark.parametrize(("sync", "steps"), [(EVERY_TWO, 3), (OVERLAPPED, 2)], ids=["after a round", "within one"])
+def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(
+    sync: diloco.SyncConfig, steps: int, tmp_path: Path
+) -> None:
+    accelerator, optimizer, model, train = _accelerate(8, sync)
+    train(steps)
+    assert optimizer.outer.in_flight == sync.overlap_steps
     accelerator.save_state(str(tmp_path))
-    train(5)
+    train(8 - steps)
     AcceleratorState._reset_state(reset_partial_state=True)
-    again, optimizer_again, model_again, train_again = _accelerate(8)
+    again, optimizer_again, model_again, train_again = _accelerate(8, sync)
     again.load_state(str(tmp_path))
-    assert optimizer_again.outer.inner_steps == 3
-    train_again(5)
+    assert optimizer_again.outer.inner_steps == steps
+    train_again(8 - steps)
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_again.parameters(), strict=True))
 
@@ -179,17 +184,17 @@ def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(tmp_path:
 class Line(pl.LightningModule):
     """A straight line through data that turn infinite at one batch."""
 
-    def __init__(self, broken: int | None = None) -> None:
+    def __init__(self, broken: int | None = None, sync: diloco.SyncConfig = EVERY_TWO) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.broken = nn.Linear(4, 1), broken
+        self.net, self.broken, self.sync = nn.Linear(4, 1), broken, sync
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = F.mse_loss(self.net(batch[0]), batch[0].sum(-1, keepdim=True))
         return loss * math.inf if index == self.broken else loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = around(self)
+        optimizer = around(self, self.sync)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -218,13 +223,16 @@ def fit(model: Line, folder: Path, resume: Path | None = None, **options: Any) -
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # the test's own doing
-def test_lightning_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    whole, resumed = Line(), Line()
+@pytest.mark.parametrize("sync", [EVERY_TWO, ACROSS], ids=["after a round", "within one"])
+def test_lightning_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopped(
+    sync: diloco.SyncConfig, tmp_path: Path
+) -> None:
+    whole, resumed = Line(sync=sync), Line(sync=sync)
     optimizer = fit(whole, tmp_path)
     optimizer_again = fit(
         resumed,
         tmp_path / "again",
-        tmp_path / "epoch=0.ckpt",  # after 5 steps: one after a round
+        tmp_path / "epoch=0.ckpt",  # after 5 steps
     )
     assert optimizer.outer.inner_steps == optimizer_again.outer.inner_steps == 10
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()

@@ -31,7 +31,9 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
 # Help
 
 
-@pytest.mark.parametrize("tokens", [["--help"], ["train", "--help"], ["compare", "--help"], ["train", "-h"], []])
+@pytest.mark.parametrize(
+    "tokens", [["--help"], ["train", "--help"], ["compare", "--help"], ["sink", "--help"], ["train", "-h"], []]
+)
 def test_help_fits_a_screen_and_has_an_example(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]
 ) -> None:

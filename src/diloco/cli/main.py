@@ -38,6 +38,12 @@ app.command(
     help="Write a run's model as a folder that transformers loads.",
     help_epilogue="Example:  diloco export runs/mine --to my-model --dtype bfloat16",
 )
+app.command(
+    "diloco.cli.sink:sink",
+    name="sink",
+    help="Write a run to TensorBoard, W&B or trackio, also after the fact.",
+    help_epilogue="Example:  diloco sink runs/2026-01-31-101500-tiny tensorboard",
+)
 
 
 def main() -> NoReturn:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -14,12 +14,14 @@ from rich.console import Console
 
 from diloco.cli.display import Display
 from diloco.cli.report import print_report
-from diloco.cli.train import check_data, new_run_folder
+from diloco.cli.train import both, check_data, new_run_folder, noting
 from diloco.config import to_toml
 from diloco.data.corpus import Corpus
 from diloco.data.shards import prepare
 from diloco.engines.connecting import join_from_environment
 from diloco.errors import DiLoCoError
+from diloco.sinks.process import SinkProcesses
+from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
 from diloco.training.summary import write_summary
 from diloco.training.worker import START_SECONDS, train_here
@@ -31,6 +33,8 @@ _NAME_BYTES = 4096
 
 def train_as_rank(config: RunConfig, console: Console) -> None:
     """This process's worker, from the rendezvous to the summary; the first worker shows the display."""
+    if os.environ.get("RANK") == "0":  # where the sinks will be
+        check_installed(config.sink_names)
     join_from_environment(START_SECONDS)
     rank, workers = dist.get_rank(), dist.get_world_size()
     leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
@@ -39,16 +43,17 @@ def train_as_rank(config: RunConfig, console: Console) -> None:
     check_data(config, corpus, workers)
     folder = _agreed_folder(config, rank, leader)
     error: DiLoCoError | None = None
-    with _shown(config, console, folder) if rank == 0 else nullcontext():
-        try:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-            train_here(config, corpus, folder, local_workers=local)
-        except DiLoCoError as failure:
-            error = failure
-    if leader:
-        summary = write_summary(folder, config, None if error is None else str(error))
-        if rank == 0:
-            print_report(console, folder, summary)
+    with SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)) as sinks:
+        with _shown(config, console, folder, sinks.poll) if rank == 0 else nullcontext():
+            try:
+                local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+                train_here(config, corpus, folder, local_workers=local)
+            except DiLoCoError as failure:
+                error = failure
+        if leader:
+            summary = write_summary(folder, config, None if error is None else str(error))
+            if rank == 0:
+                print_report(console, folder, summary)
     if error is not None:
         raise error
 
@@ -85,11 +90,11 @@ def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
 
 
 @contextmanager
-def _shown(config: RunConfig, console: Console, folder: Path) -> Iterator[None]:
+def _shown(config: RunConfig, console: Console, folder: Path, also: Callable[[], None]) -> Iterator[None]:
     """The display in a thread of its own, while this one trains."""
     ended = threading.Event()
     with Display(console, config) as display:
-        poll = display.follow(folder)
+        poll = both(display.follow(folder), also)
 
         def watch() -> None:
             while not ended.wait(_POLL_SECONDS):

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +21,12 @@ from diloco.data.order import WorkerBatches, check_disjoint, validation_batches,
 from diloco.data.shards import prepare
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
 from diloco.models.pretrained import check_model, label
+from diloco.sinks.process import SinkProcesses
+from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
 from diloco.training.launcher import LocalWorkers
 from diloco.training.spawn import STOP_SIGNALS
-from diloco.training.summary import write_summary
+from diloco.training.summary import Summary, write_summary
 
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
@@ -43,6 +45,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --seed N              of the initial parameters and the order of the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
   --device D            auto (default), cpu, cuda
+  --sinks S             also write to tensorboard, wandb, trackio (with commas)
   --print-config        show every option with its value and meaning, and end
 
 Every key of a run file is an option too: lr under \\[outer] is --outer.lr.
@@ -77,23 +80,44 @@ def train(
 
 
 def _train_locally(config: RunConfig, console: Console) -> None:
+    check_installed(config.sink_names)
     check_run_model(config)
     worker_shards(config.data.shards, 0, config.workers)
-    with Display(console, config) as display:
-        corpus = prepare(config.data, display.preparing)
-        check_data(config, corpus, config.workers)
-        folder = new_run_folder(config)
-        workers = LocalWorkers(config, folder, corpus.folder)
-        with stop_on_signals(display.announcing(workers.stop)):
-            error = _outcome(lambda: workers.run(display.follow(folder)))
-    try:
-        summary = write_summary(folder, config, None if error is None else str(error))
-    except OSError as problem:
-        raise WorkerFailed(f"the run has ended, but its summary cannot be written into {folder}: {problem}") from error
+    with ExitStack() as until_summarized:
+        with Display(console, config) as display:
+            corpus = prepare(config.data, display.preparing)
+            check_data(config, corpus, config.workers)
+            folder = new_run_folder(config)
+            sinks = until_summarized.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
+            workers = LocalWorkers(config, folder, corpus.folder)
+            poll = both(display.follow(folder), sinks.poll)
+            with stop_on_signals(display.announcing(workers.stop)):
+                error = _outcome(lambda: workers.run(poll))
+        summary = _summary(folder, config, error)
     if summary["inner_steps"]:
         print_report(console, folder, summary)
     if error is not None:
         raise error
+
+
+def _summary(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:
+    try:
+        return write_summary(folder, config, None if error is None else str(error))
+    except OSError as problem:
+        raise WorkerFailed(f"the run has ended, but its summary cannot be written into {folder}: {problem}") from error
+
+
+def noting(console: Console) -> Callable[[str], None]:
+    """Says what a person should know of, above the display."""
+    return lambda note: console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
 
 
 def _outcome(work: Callable[[], None]) -> DiLoCoError | None:

@@ -38,8 +38,6 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         del args, state, more
-        if control.should_save:
-            self.optimizer.outer.merge_pending()  # a checkpoint holds no round in flight; all save at the same step
         if self.optimizer.outer.stopping:
             control.should_training_stop = True
 

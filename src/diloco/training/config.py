@@ -14,6 +14,8 @@ from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.pretrained import check_model, is_pretrained
 
+SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/registry.py
+
 
 @dataclass(frozen=True)
 class InnerConfig:
@@ -107,6 +109,8 @@ class RunConfig:
     """CPU threads of each worker (default: the cores shared out among the local workers)."""
     port: int | None = None
     """TCP port on which local workers meet (default: none needed, they meet at a file)."""
+    sinks: str | None = None
+    """Where the run is written to as well: tensorboard, wandb, trackio; several with commas (default: nowhere)."""
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -124,6 +128,13 @@ class RunConfig:
             _at_least("threads", self.threads, 1)
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be from 1 to 65535")
+        for name in self.sink_names:
+            if name not in SINK_NAMES or self.sink_names.count(name) > 1:
+                raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
 
     @property
     def eval_interval(self) -> int:
@@ -139,7 +150,8 @@ class RunConfig:
         `model` describes the built model: its name may be a path, which is one machine's own.
         """
         data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
-        shared = replace(self, model=model, out=None, device="auto", backend="gloo", threads=None, port=None, data=data)
+        here = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, sinks=None)
+        shared = replace(here, model=model, data=data)
         return repr((__version__, corpus_digest, shared))
 
     @property

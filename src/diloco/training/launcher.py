@@ -35,7 +35,7 @@ class LocalWorkers:
 
     def run(self, poll: Callable[[], None]) -> None:
         """Start all workers and see them to their end; `poll` is called several times a second."""
-        (self.run_folder / "logs").mkdir()
+        (self.run_folder / "logs").mkdir(exist_ok=True)
         try:
             self._start()
             self._supervise(poll)

@@ -1,0 +1,53 @@
+"""`diloco sink RUN NAME`: a run, going on or long ended, into W&B, TensorBoard or trackio."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from diloco.errors import ConfigError, SinkFailed
+from diloco.sinks.following import Follower, following, sink_folder
+from diloco.sinks.registry import SINKS, check_installed
+from diloco.training.summary import SUMMARY_FILE
+
+_TURN_SECONDS = 1.0
+
+
+def sink(run: Path, name: Literal["tensorboard", "wandb", "trackio"], /) -> None:
+    """Write a run to TensorBoard, W&B or trackio; follows one that is going on to its end.
+
+    It goes on where it stopped: RUN/sinks/NAME says how far it came, and removing that folder starts anew.
+    Example:  diloco sink runs/2026-01-31-101500-tiny tensorboard
+
+    Parameters
+    ----------
+    run
+        A run folder.
+    name
+        tensorboard, wandb or trackio.
+    """
+    if not (run / "config.toml").exists():
+        raise ConfigError(f"{run} is not a run folder: it has no config.toml")
+    check_installed([name])
+    console = Console()
+    with following(run, name, SINKS[name]) as follower:
+        _to_the_end(follower, console)
+    state = follower.state
+    console.print(Text(f"{state.events:,} events of {run} are in {name} ({sink_folder(run, name)})"), soft_wrap=True)
+    if state.error is not None:
+        raise SinkFailed(f"the sink {name} could not write {state.lost} events, the first because: {state.error}")
+
+
+def _to_the_end(follower: Follower, console: Console) -> None:
+    follower.catch_up()
+    if (follower.run / SUMMARY_FILE).exists():
+        return
+    console.print("the run has not ended: following it (Ctrl-C ends this, not the run)", highlight=False)
+    try:
+        while not (follower.run / SUMMARY_FILE).exists():
+            time.sleep(_TURN_SECONDS)
+            follower.catch_up()
+    except KeyboardInterrupt:
+        console.print("left; the same command goes on from here", highlight=False)

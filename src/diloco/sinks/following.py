@@ -1,0 +1,159 @@
+"""Carries a run's events into one sink, while the run goes on or long after; goes on where it stopped.
+
+Each sink has a folder of its own in the run folder, `sinks/NAME/`, with a `state.json` that says how many events it has
+had and how many of them it could not write. Removing that folder starts it anew. Two at once are refused.
+"""
+
+import fcntl
+import json
+import logging
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.sinks.base import Sink
+from diloco.sinks.points import PointReader
+from diloco.training.events import EventReader
+from diloco.training.summary import SUMMARY_FILE
+
+STATE_FILE = "state.json"
+_STARTS = ("worker_started", "resumed")
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SinkState:
+    """How far a sink has come."""
+
+    events: int = 0
+    """Events that it has had."""
+    lost: int = 0
+    """Events of these that it could not write."""
+    error: str | None = None
+    """The first reason."""
+
+
+def sink_folder(run: Path, name: str) -> Path:
+    return run / "sinks" / name
+
+
+def read_state(run: Path, name: str) -> SinkState:
+    """As last saved; nothing yet if it cannot be read."""
+    try:
+        return SinkState(**json.loads((sink_folder(run, name) / STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return SinkState()
+
+
+class Follower:
+    """One sink of one run; use it as `with following(...)`."""
+
+    def __init__(self, run: Path, name: str, sink: Sink) -> None:
+        self.run, self.name, self.sink = run, name, sink
+        self.state = read_state(run, name)
+        self._reader, self._points = EventReader(run), PointReader()
+        self._seen = 0
+        self._reached: dict[int | None, int] = {}
+        self._restarted: set[int | None] = set()
+
+    def start(self) -> None:
+        self.sink.start(run_options(self.run), again=self.state.events > 0)
+
+    def catch_up(self) -> int:
+        """Write what is new and return how many events that were; one that the sink refuses is counted and left out."""
+        before = self.state.events
+        for event in self._reader.new_events():
+            self._seen += 1
+            self._take(event, write=self._seen > self.state.events)
+        if self.state.events > before:
+            self._attempt(self.sink.flush, 0)
+            self._save()
+        return self.state.events - before
+
+    def finish(self) -> None:
+        """The rest, and the summary if the run has ended with one."""
+        self.catch_up()
+        path = self.run / SUMMARY_FILE
+        if path.exists():
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            self._attempt(lambda: self.sink.finish(summary), 1)
+        self._attempt(self.sink.close, 1)
+        self._save()
+
+    def _take(self, event: Mapping[str, Any], *, write: bool) -> None:
+        try:
+            points = self._points.points(dict(event))
+        except (KeyError, TypeError, AttributeError) as error:  # another version's event
+            points = []
+            self._failed(error, 1 if write else 0)
+        if event.get("type") in _STARTS:
+            self._restarted = set(self._reached)
+        for point in points:
+            back = point.worker in self._restarted and point.step <= self._reached[point.worker]
+            self._restarted.discard(point.worker)
+            if back and write:
+                self._attempt(partial(self.sink.rewind, point.worker, point.step), 0)
+            self._reached[point.worker] = point.step if back else max(point.step, self._reached.get(point.worker, 0))
+        if write:
+            self.state.events += 1
+            if points:
+                self._attempt(lambda: self.sink.write(points), 1)
+
+    def _attempt(self, work: Callable[[], None], events: int) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the next event may go through
+            self._failed(error, events)
+
+    def _failed(self, error: Exception, events: int) -> None:
+        if self.state.error is None:
+            logger.exception("the sink %s failed; it goes on with the next event", self.name, exc_info=error)
+            self.state.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.state.lost += events
+
+    def _save(self) -> None:
+        path = sink_folder(self.run, self.name) / STATE_FILE
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps(asdict(self.state)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+@contextmanager
+def following(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
+    """A started follower, alone in its folder; finishes it at the end, whatever ends it."""
+    folder = sink_folder(run, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process writes {run} to {name} at this moment: let it end first") from error
+        follower = Follower(run, name, kind(run, folder))
+        follower.start()
+        try:
+            yield follower
+        finally:
+            follower.finish()
+
+
+def run_options(run: Path) -> dict[str, object]:
+    """The resolved options of a run by dotted key, as they are in its config.toml."""
+    path = run / "config.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{run} is not a run folder: {path.name} cannot be read ({error})") from error
+    return dict(_flat(tables, ""))
+
+
+def _flat(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

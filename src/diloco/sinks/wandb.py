@@ -1,0 +1,61 @@
+"""Weights & Biases. WANDB_MODE=offline needs no network; WANDB_PROJECT, WANDB_NAME and WANDB_ENTITY count as always.
+
+Steps are an axis of ours ("step"), not W&B's own, which may only rise: the workers tell of theirs in turn, and a
+resumed run goes back. Both ways through a stretch that was trained twice stay in the record.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco.sinks.base import Point, Sink
+
+_ID_FILE = "run_id"
+
+
+class WandbSink(Sink):
+    package = "wandb"
+    _session: Any = None
+
+    def start(self, config: Mapping[str, object], *, again: bool) -> None:
+        del again  # the id says so
+        import wandb
+
+        self._session = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "diloco"),
+            name=os.environ.get("WANDB_NAME", self.run.name),
+            id=self._id(),
+            resume="allow",
+            dir=str(self.folder),
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._session.define_metric("step")
+        self._session.define_metric("*", step_metric="step")
+
+    def _id(self) -> str:
+        path = self.folder / _ID_FILE
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+
+    def write(self, points: Sequence[Point]) -> None:
+        rows: dict[int, dict[str, float]] = {}
+        for point in points:
+            rows.setdefault(point.step, {"step": point.step})[point.label] = point.value
+        for row in rows.values():
+            self._session.log(row)
+
+    def rewind(self, worker: int | None, step: int) -> None:
+        """Nothing: steps may go back, and the axis of steps is ours."""
+
+    def flush(self) -> None:
+        """Nothing: it sends by itself."""
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        self._session.summary.update(dict(summary))
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.finish()

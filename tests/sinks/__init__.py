@@ -1,0 +1,1 @@
+"""Recorded runs and stand-ins for the packages of sinks."""
