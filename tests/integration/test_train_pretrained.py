@@ -41,7 +41,8 @@ def check_export(run_folder: Path, base: Path, target: Path, *options: str) -> N
     tokens = some_tokens(length=32)
     with torch.no_grad():
         trained = open_model(run_folder / "model").eval()(tokens)
-    torch.testing.assert_close(logits(target, tokens), trained, atol=1e-5, rtol=0)
+    for folder in (target, run_folder / "model"):
+        torch.testing.assert_close(logits(folder, tokens), trained, atol=1e-5, rtol=0)
     assert not torch.allclose(logits(base, tokens), trained, atol=1e-2)
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(target)
     text = "every worker trains alone 🙂"

@@ -9,10 +9,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diloco.data.config import DataConfig
+from diloco.data.shards import prepare
 from diloco.errors import ConfigError
 from diloco.models.building import build_model
 from diloco.models.generation import Sampling, generate
 from diloco.models.hugging_face import HuggingFaceModel
+from diloco.training.config import InnerConfig
+from diloco.training.evaluation import evaluate
+from diloco.training.inner import inner_optimizer
+from launched.train import write_text
 from pretrained.folders import END, FAMILIES, VOCAB, logits, make_folder, make_tokenizer, some_tokens
 
 GREEDY = Sampling(temperature=0)
@@ -88,6 +94,28 @@ def test_dropout_acts_in_training_and_not_in_evaluation_or_writing(tmp_path: Pat
     assert all(module.training for module in model.modules())
     model.eval()
     assert model.loss(tokens, tokens) == model.loss(tokens, tokens)
+
+
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tmp_path: Path) -> None:
+    model = load(make_folder(tmp_path / "m", "gpt2", resid_pdrop=0.5))
+    text = write_text(tmp_path / "text.txt", lines=300)
+    tokenizer = str(tmp_path / "m" / "tokenizer.json")
+    corpus = prepare(DataConfig(source=str(text), tokenizer=tokenizer, cache_dir=str(tmp_path / "cache"), shards=2))
+    losses = [evaluate(model, corpus, 16, 4, (0, 1, 8)).loss for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert all(module.training for module in model.modules())
+
+
+def test_frozen_weights_stay_as_they_are(tmp_path: Path) -> None:
+    model = load(make_folder(tmp_path, "gpt2"))
+    model.inner.transformer.wpe.requires_grad_(False)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    tokens = some_tokens()
+    optimizer = inner_optimizer(model, InnerConfig(lr=0.01))
+    model.loss(tokens, tokens).backward()
+    optimizer.step()
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert same == {"inner.transformer.wpe.weight"}
 
 
 def test_weights_stored_in_bf16_are_trained_and_saved_in_fp32(tmp_path: Path) -> None:

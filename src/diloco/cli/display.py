@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.view import RunView, WorkerView, duration
+from diloco.models.pretrained import label
 from diloco.training.config import RunConfig
 from diloco.training.events import EventReader
 
@@ -125,7 +126,7 @@ def picture(view: RunView) -> RenderableType:
 def _title(view: RunView) -> Text:
     config = view.config
     size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
-    what = f"{config.model}{size} · {config.mode} · {view.expected_workers} workers"
+    what = f"{label(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)

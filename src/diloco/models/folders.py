@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all: they are written beside their place, then moved there.
 
-A kill in between leaves the old one as it was, and at most a hidden temporary beside it.
+A kill while they are written leaves the old one as it was, and at most a hidden temporary beside it.
 """
 
 import json
