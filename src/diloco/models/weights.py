@@ -37,16 +37,19 @@ class StoredWeights:
         self._files: dict[str, tuple[Path, Any]] = {}
         self.sizes: dict[str, tuple[str, int]] = {}
         """Stored type and number of values of every tensor."""
-        self._stack = ExitStack()
-        for path in weight_files(folder):
-            with _readable(path):
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                if name in self._files:
-                    raise ConfigError(f"{path} has tensor {name}, which {self._files[name][0].name} has too")
-                self._files[name] = (path, file)
-                part = file.get_slice(name)
-                self.sizes[name] = (part.get_dtype(), math.prod(part.get_shape()))
+        with ExitStack() as stack:
+            for path in weight_files(folder):
+                with _readable(path):
+                    self._add(path, stack.enter_context(safe_open(path, framework="pt")))
+            self._stack = stack.pop_all()  # all is well: the files stay open
+
+    def _add(self, path: Path, file: Any) -> None:
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            if name in self._files:
+                raise ConfigError(f"{path} has tensor {name}, which {self._files[name][0].name} has too")
+            self._files[name] = (path, file)
+            part = file.get_slice(name)
+            self.sizes[name] = (part.get_dtype(), math.prod(part.get_shape()))
 
     def __enter__(self) -> "StoredWeights":
         return self
