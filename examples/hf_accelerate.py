@@ -1,4 +1,4 @@
-"""Accelerate as a DiLoCo worker: torchrun --nproc-per-node 2 examples/hf_accelerate.py  (accelerate launch works too)
+"""Accelerate as a DiLoCo worker: torchrun --nproc-per-node 2 examples/hf_accelerate.py
 
 `island=True`: under torchrun `prepare` would wrap the model in DDP and share out the data, and `gather` would wait for
 all workers. It must see a single process; the engine keeps the connection to the other workers.

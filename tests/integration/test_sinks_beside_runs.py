@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,24 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_sink_writes_all_up_to_the_end_of_the_run_and_one_that_hangs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(broken_packages(tmp_path / "packages")))
     run = run_folder(tmp_path / "run", RUN[:5], ended=False)
     notes: list[str] = []
-    with SinkProcesses(["tensorboard", "wandb", "trackio"], run, notes.append, grace_seconds=8.0) as sinks:
-        append(run, RUN[5:])
+    with SinkProcesses(["tensorboard", "wandb", "trackio"], run, notes.append, grace_seconds=4.0) as sinks:
         processes = list(sinks._processes.values())
+        wait_until(lambda: read_state(run, "tensorboard").events == 5)
+        wait_until(lambda: sinks._processes["trackio"].poll() is not None)
+        append(run, RUN[5:])
     assert read_state(run, "tensorboard").events == len(RUN)
     assert all(process.returncode is not None for process in processes)
     hanging, failing = sorted(notes, key=lambda note: "trackio" in note)

@@ -10,7 +10,7 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.sinks.base import Point, Sink
 from diloco.sinks.following import Follower, following, read_state, run_options, sink_folder
-from sinks.recorded import RESUMED, RUN, append, event, run_folder, step
+from sinks.recorded import RESUMED, RUN, append, event, merged, run_folder, started, step, validation
 
 
 class Recorder(Sink):
@@ -105,6 +105,16 @@ def test_after_a_resume_each_worker_is_rewound_once_before_its_first_repeated_st
     assert sorted(rewinds, key=str) == [(0, 20), (1, 20), (None, 20)]
     position = follower.sink.told.index(("rewind", 0, 20))
     assert follower.sink.told[position + 1 :][0] == ("point", "train/loss/worker_0", 20, 2.5)
+
+
+def test_a_worker_that_starts_late_takes_nothing_back_from_the_others(tmp_path: Path) -> None:
+    again = [started(0), step(0, 20, 2.5), merged(0, 1, 20), started(1), validation(20, 2.0), step(0, 30, 2.0)]
+    run = run_folder(tmp_path, [*RUN, *again, step(1, 20, 2.75)], ended=False)
+    with following(run, "recorder", Recorder) as follower:
+        pass
+    assert isinstance(follower.sink, Recorder)
+    rewinds = [entry[1:] for entry in follower.sink.told if entry[0] == "rewind"]
+    assert rewinds == [(0, 20), (None, 20), (1, 20)]
 
 
 def test_an_event_that_the_sink_refuses_is_counted_told_of_once_and_left_out(

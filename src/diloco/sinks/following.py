@@ -22,7 +22,6 @@ from diloco.training.events import EventReader
 from diloco.training.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"
-_STARTS = ("worker_started", "resumed")
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +58,8 @@ class Follower:
         self._reader, self._points = EventReader(run), PointReader()
         self._seen = 0
         self._reached: dict[int | None, int] = {}
-        self._restarted: set[int | None] = set()
+        self._restarted: set[int | None] = set()  # whose steps may go back with their next point
+        self._started: set[int] = set()
 
     def start(self) -> None:
         self.sink.start(run_options(self.run), again=self.state.events > 0)
@@ -91,8 +91,8 @@ class Follower:
         except (KeyError, TypeError, AttributeError) as error:  # another version's event
             points = []
             self._failed(error, 1 if write else 0)
-        if event.get("type") in _STARTS:
-            self._restarted = set(self._reached)
+        if event.get("type") == "worker_started":
+            self._note_start(event["worker"])
         for point in points:
             back = point.worker in self._restarted and point.step <= self._reached[point.worker]
             self._restarted.discard(point.worker)
@@ -103,6 +103,12 @@ class Follower:
             self.state.events += 1
             if points:
                 self._attempt(lambda: self.sink.write(points), 1)
+
+    def _note_start(self, worker: int) -> None:
+        """All go back together, when the first of them starts again; one that starts later does so alone."""
+        again = worker in self._started
+        self._started = {worker} if again else self._started | {worker}
+        self._restarted |= set(self._reached) if again else {worker} & set(self._reached)
 
     def _attempt(self, work: Callable[[], None], events: int) -> None:
         try:
