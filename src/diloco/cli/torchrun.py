@@ -1,4 +1,4 @@
-"""`diloco train` under torchrun: this process is one worker, on this machine or on one of several."""
+"""`diloco train` under torchrun: this process is one rank of a worker, on this machine or on one of several."""
 
 import os
 import threading
@@ -36,7 +36,9 @@ def train_as_rank(config: RunConfig, console: Console) -> None:
     if os.environ.get("RANK") == "0":  # where the sinks will be
         check_installed(config.sink_names)
     join_from_environment(START_SECONDS)
-    rank, workers = dist.get_rank(), dist.get_world_size()
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    sizes = config.sizes(processes)
+    workers = len(sizes)
     leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
     config = replace(config, workers=workers)
     corpus = _prepared(config, leader)
@@ -46,8 +48,8 @@ def train_as_rank(config: RunConfig, console: Console) -> None:
     with SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)) as sinks:
         with _shown(config, console, folder, sinks.poll) if rank == 0 else nullcontext():
             try:
-                local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-                train_here(config, corpus, folder, local_workers=local)
+                local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+                train_here(config, corpus, folder, sizes, local_processes=local)
             except DiLoCoError as failure:
                 error = failure
         if leader:

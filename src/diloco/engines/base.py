@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
-from diloco.engines.worker_ranks import WorkerRanks
+from diloco.engines.worker_ranks import ALONE, WorkerRanks
 
 
 class PendingRound(ABC):
@@ -52,7 +52,7 @@ class Membership(ABC):
 class Engine(Membership):
     """One lane's averaging, and for a worker of one rank all of it."""
 
-    ranks = WorkerRanks()
+    ranks = ALONE
 
     @property
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -128,6 +128,10 @@ class WorkerRanks:
         self._control = self._compute = None
 
 
+ALONE = WorkerRanks()
+"""A worker of one rank."""
+
+
 def new_group(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "dist.ProcessGroup | None":
     """Collective over the whole world: all ranks make all groups in the same order. None where this rank is not in."""
     group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_seconds))

@@ -4,6 +4,7 @@ The defaults are the DiLoCo paper's. What must differ for a small model is in RE
 defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -83,6 +84,14 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class ComputeConfig:
+    """How a worker computes."""
+
+    sharding: Literal["fsdp", "ddp"] = "fsdp"
+    """Among several ranks: fsdp cuts parameters and optimizer state among them, ddp has a copy on each."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
@@ -90,7 +99,9 @@ class RunConfig:
     """Preset: tiny, 60m, 150m, 400m (the paper's), llama-150m, llama-1b (OpenDiLoCo's). Or a pre-trained model: the
     folder of a Llama, or hf:NAME_OR_PATH for any causal language model of transformers."""
     workers: int = 2
-    """Workers on this machine, a process each; under torchrun its world size counts instead."""
+    """Workers on this machine; under torchrun its world size counts instead."""
+    ranks: str = "1"
+    """Processes of each worker, a device each: a number, or one for each worker as in 1,2."""
     steps: int = 88_000
     """Inner steps of each worker."""
     mode: Literal["diloco", "data-parallel"] = "diloco"
@@ -116,6 +127,7 @@ class RunConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     def __post_init__(self) -> None:
         _at_least("workers", self.workers, 1)
@@ -131,10 +143,48 @@ class RunConfig:
         for name in self.sink_names:
             if name not in SINK_NAMES or self.sink_names.count(name) > 1:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
+        self._check_ranks()
 
     @property
     def sink_names(self) -> tuple[str, ...]:
         return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
+
+    def _check_ranks(self) -> None:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks):
+            raise ConfigError(f"ranks = {self.ranks} must be a number of at least 1, or one for each worker as in 1,2")
+        several = set(self.ranks.split(",")) != {"1"}
+        if several and self.mode == "data-parallel":
+            raise ConfigError(
+                f"ranks = {self.ranks}, but in mode data-parallel every rank averages with every other: give that many "
+                "--workers instead"
+            )
+        if not several and self.compute.sharding != "fsdp":
+            raise ConfigError(
+                f"compute.sharding = {self.compute.sharding} has no effect on workers of one rank: add --ranks 2, say"
+            )
+        rows, accumulation = self.training.batch_size, self.training.accumulation
+        for size in map(int, self.ranks.split(",")):
+            if rows % (size * accumulation):
+                raise ConfigError(
+                    f"training.batch_size = {rows} cannot be shared out evenly among {size} ranks"
+                    + (f" in {accumulation} micro-batches each" if accumulation > 1 else "")
+                    + f": make it a multiple of {size * accumulation}"
+                )
+
+    def sizes(self, processes: int | None = None) -> tuple[int, ...]:
+        """The ranks of each worker, of `workers` workers, or of as many as so many processes make."""
+        given = tuple(map(int, self.ranks.split(",")))
+        if len(given) == 1:
+            if processes is None:
+                return given * self.workers
+            if processes % given[0]:
+                raise ConfigError(f"{processes} processes cannot be workers of ranks = {self.ranks}: start a multiple")
+            return given * (processes // given[0])
+        if processes is None and len(given) != self.workers:
+            raise ConfigError(f"ranks = {self.ranks} is for {len(given)} workers, but workers = {self.workers}")
+        if processes is not None and sum(given) != processes:
+            raise ConfigError(f"ranks = {self.ranks} needs {sum(given)} processes, but there are {processes}")
+        return given
 
     @property
     def eval_interval(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.data.order import validation_batches
 from diloco.engines.rounds import Member
+from diloco.engines.worker_ranks import ALONE, WorkerRanks
 from diloco.models.base import LanguageModel
 
 
@@ -25,21 +26,32 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel, corpus: Corpus, sequence_length: int, batch_size: int, share: tuple[int, int, int]
+    model: LanguageModel,
+    corpus: Corpus,
+    sequence_length: int,
+    batch_size: int,
+    share: tuple[int, int, int],
+    ranks: WorkerRanks = ALONE,
 ) -> Evaluation:
-    """`share` is (worker, workers, windows of all workers together). Leaves the model in its mode."""
+    """`share` is (worker, workers, windows of all workers together). Leaves the model in its mode.
+
+    The ranks of a worker share out the rows of each batch, and all take part in each: a sharded model needs them. One
+    without a row of its own runs the first one for the others.
+    """
     worker, workers, windows = share
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, tokens = 0.0, 0
+    total = tokens = 0.0
     for batch in validation_batches(corpus, sequence_length, batch_size, worker, workers, windows):
-        window = torch.from_numpy(batch).to(device)
-        count = window.shape[0] * sequence_length
+        rows = batch[ranks.rank :: ranks.count]
+        window = torch.from_numpy(rows if len(rows) else batch[:1]).to(device)
+        count = len(rows) * sequence_length
         total += model.loss(window[:, :-1], window[:, 1:]).item() * count
         tokens += count
     model.train(was_training)
-    return Evaluation(total / tokens if tokens else nan, tokens)
+    total, tokens = ranks.sums(total, tokens)
+    return Evaluation(total / tokens if tokens else nan, int(tokens))
 
 
 def combine(members: tuple[Member, ...]) -> Evaluation | None:

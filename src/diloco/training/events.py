@@ -42,6 +42,19 @@ class EventLog:
         os.close(self._file)
 
 
+class NoEvents(EventLog):
+    """Of a rank that is not its worker's first, which tells for all of them."""
+
+    def __init__(self) -> None:
+        self.worker = -1
+
+    def emit(self, type_: str, **fields: object) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

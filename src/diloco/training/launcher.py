@@ -17,7 +17,7 @@ from pathlib import Path
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.events import read_events
-from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker, worker_log
+from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -29,9 +29,11 @@ class LocalWorkers:
     def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path) -> None:
         self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
         self.stop_requests = 0
+        sizes = config.sizes()
+        self._places = [Place(n, sizes, run_folder, corpus_folder, os.getpid()) for n in range(sum(sizes))]
         self._processes: list[BaseProcess] = []
-        self._failed: tuple[int, int] | None = None  # the first worker that failed, and its exit code
-        self._silent: list[int] = []  # workers that did not end by themselves after that
+        self._failed: tuple[int, int] | None = None  # the first process that failed, and its exit code
+        self._silent: list[Place] = []  # those that did not end by themselves after that
 
     def run(self, poll: Callable[[], None]) -> None:
         """Start all workers and see them to their end; `poll` is called several times a second."""
@@ -57,10 +59,9 @@ class LocalWorkers:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         with _signals_held_back():
-            for worker in range(self.config.workers):
-                place = Place(worker, self.config.workers, self.run_folder, self.corpus_folder, os.getpid())
+            for place in self._places:
                 process = context.Process(
-                    target=local_worker, args=(self.config, place), name=f"diloco-worker-{worker}", daemon=True
+                    target=local_worker, args=(self.config, place), name=f"diloco-worker-{place.process}", daemon=True
                 )
                 process.start()
                 self._processes.append(process)
@@ -76,7 +77,8 @@ class LocalWorkers:
                 self._failed = failed
                 deadline = time.monotonic() + self._grace_seconds(failed[1])
             if deadline is not None and time.monotonic() > deadline:
-                self._silent = [worker for worker, process in enumerate(self._processes) if process.is_alive()]
+                alive = zip(self._places, self._processes, strict=True)
+                self._silent = [place for place, process in alive if process.is_alive()]
                 return
         self._failed = self._failed or self._first_failure()
         poll()
@@ -96,8 +98,8 @@ class LocalWorkers:
 
     def _first_failure(self) -> tuple[int, int] | None:
         """Killed workers first, since the others only noticed."""
-        codes = [(worker, process.exitcode) for worker, process in enumerate(self._processes)]
-        failed = [(worker, code) for worker, code in codes if code not in (None, 0)]
+        codes = [(number, process.exitcode) for number, process in enumerate(self._processes)]
+        failed = [(number, code) for number, code in codes if code not in (None, 0)]
         return min(failed, key=lambda item: (item[1] > 0, item[0])) if failed else None
 
     def _kill_all(self) -> None:
@@ -107,18 +109,19 @@ class LocalWorkers:
             process.join(_GRACE_SECONDS)
         (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
 
-    def _failure(self, worker: int, code: int) -> Exception:
+    def _failure(self, process: int, code: int) -> Exception:
         if self.stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
-        log = worker_log(self.run_folder, worker)
+        place = self._places[process]
+        log = place.log
         output = log.read_text(errors="replace") if log.exists() else ""
         reason = _last_line(output)
         if code < 0:
             reason = f"killed by {signal.Signals(-code).name}"
         elif code == 2:
             return ConfigError(reason)
-        silent = f"; worker {', '.join(map(str, self._silent))} did not end and was killed" if self._silent else ""
-        return WorkerFailed(f"worker {worker} of {self.config.workers} failed: {reason}{silent}", output)
+        silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
+        return WorkerFailed(f"{place} of {self.config.workers} failed: {reason}{silent}", output)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from torch import Tensor
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, worker_shards
 from diloco.data.tokenizer import Tokenizer
-from diloco.engines.base import Engine
+from diloco.engines.base import Engine, Membership
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
+from diloco.models.base import LanguageModel
 from diloco.models.building import build_model
 from diloco.models.generation import Sampling, generate
 from diloco.training.config import RunConfig
@@ -25,6 +26,7 @@ from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.training.sharding import spread, whole_number
 from diloco.worker_round import RoundEvent
 
 logger = logging.getLogger(__name__)
@@ -39,15 +41,16 @@ class Training:
         self,
         config: RunConfig,
         corpus: Corpus,
-        engine: Engine,
+        engine: Membership,
         events: EventLog,
         device: torch.device,
         folder: Path,
         *,
         leader: bool,
     ) -> None:
-        """`leader`: the first worker of its machine, which writes down what concerns the whole run."""
-        self.leader = leader
+        """`leader`: the first process of its machine, which writes down what concerns the whole run."""
+        self.leader = leader and engine.ranks.rank == 0
+        self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # the leader's worker, of all its ranks
         self.config, self.corpus, self.engine, self.events = config, corpus, engine, events
         self.device, self.folder = device, folder
         check_disjoint(corpus, engine.workers)
@@ -55,9 +58,11 @@ class Training:
         shards = worker_shards(corpus.shards, engine.worker, engine.workers)
         self.batches = WorkerBatches(corpus, length, config.training.batch_size, shards, config.seed)
         torch.manual_seed(config.seed)
-        self.model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
-        self.model.to(device)
-        torch.manual_seed(config.seed + engine.worker)  # dropout, where a model has it, is not the same on all workers
+        model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+        self.spread = spread(model, engine.ranks, config.compute.sharding, device)
+        self.model = self.spread.model
+        # Dropout, where a model has it, is not the same on all workers and ranks.
+        torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
@@ -70,6 +75,7 @@ class Training:
 
     def _mode(self, identity: str) -> Mode:
         if self.config.mode == "data-parallel":
+            assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
             return DataParallelMode(self.model, self.inner, self.engine, self.config, identity)
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity)
         mode.state.on_post, mode.state.on_round = self._on_post, self._on_round
@@ -81,6 +87,7 @@ class Training:
         self.events.emit(
             "worker_started",
             workers=self.engine.workers,
+            ranks=self.engine.ranks.count,
             device=str(self.device),
             parameters=sum(p.numel() for p in self.model.parameters()),
             threads=torch.get_num_threads(),
@@ -90,7 +97,7 @@ class Training:
         self._evaluate()
         self._started, self._evaluation_seconds = time.monotonic(), 0.0
         while state.inner_steps < config.steps:
-            if self.stop_requested:
+            if self.engine.ranks.any(self.stop_requested):  # together: a rank that left alone would hold up the others
                 self.mode.request_stop()
             if self.mode.must_end:
                 break
@@ -107,13 +114,15 @@ class Training:
     # One inner step
 
     def _step(self, position: int) -> None:
-        batch = torch.from_numpy(self.batches.batch(position)).to(self.device)
+        ranks = self.engine.ranks
+        batch = torch.from_numpy(self.batches.batch(position)).chunk(ranks.count)[ranks.rank].to(self.device)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)
-        for tokens in micro_batches:
-            part = self.model.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
-            part.backward()  # type: ignore[no-untyped-call]
+        for number, tokens in enumerate(micro_batches, 1):
+            with self.spread.micro_batch(last=number == len(micro_batches)):
+                part = self.spread.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+                part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         self.mode.before_clipping()
         norm = self._clip()
@@ -130,14 +139,15 @@ class Training:
         return None if limit is None else torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def _log_step(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
-        self._loss = loss.item()
+        ranks = self.engine.ranks
+        self._loss = ranks.sums(loss.item())[0] / ranks.count
         state = self.mode.state
         self.events.emit(
             "step",
             step=step,
             loss=self._loss,
             learning_rate=rate,
-            gradient_norm=None if norm is None else norm.item(),
+            gradient_norm=None if norm is None else whole_number(norm),
             tokens=step * self.config.tokens_per_step,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
@@ -210,7 +220,7 @@ class Training:
         config = self.config
         share = (self.engine.worker, self.engine.workers, config.training.eval_windows)
         batch = max(1, config.training.batch_size // config.training.accumulation)
-        return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share)
+        return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share, self.engine.ranks)
 
     def _announce_validation(self) -> None:
         """The leader writes down the loss of all shares together, once every worker has told its own."""
@@ -232,9 +242,10 @@ class Training:
         digests = {member.worker: member.anchor_digest for member in self.engine.members()}
         if len(set(digests.values())) > 1:
             raise EngineError(f"the workers ended with different anchors: {digests}; the run is not to be trusted")
-        if self.leader:
-            self.save()
-            self._sample()
+        if self._saves:
+            model = self.save()
+            if model is not None:
+                self._sample(model)
 
     def _last_evaluation(self) -> None:
         """On the final parameters, which are in the model already."""
@@ -267,26 +278,35 @@ class Training:
             **more,
         )
 
-    def save(self) -> None:
+    def save(self) -> LanguageModel | None:
+        """Write model/; collective among the worker's ranks. The whole model on the first one."""
+        model = self.spread.whole()
+        if model is None:
+            return None
         tokenizer = self.corpus.tokenizer_path
         end_of_text = Tokenizer.load(tokenizer).decode([self.corpus.meta.end_of_text])
-        self.model.save(self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
+        model.save(self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
+        return model
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
         try:
             self._emit_end("worker_failed", error=str(error))
+            if self.engine.ranks.count > 1:
+                if not isinstance(error, EngineError):  # which all ranks of a worker have heard of
+                    raise EngineError("the error is this rank's alone, and the others may be waiting for it elsewhere")
+                self.engine.ranks.agree(None)
             with self.mode.outer_parameters():
                 self.save()
         except Exception as problem:  # noqa: BLE001 - the first error is what the user must hear of
             logger.error("the last agreed parameters could not be saved: %s", problem)
 
-    def _sample(self) -> None:
+    def _sample(self, model: LanguageModel) -> None:
         config = self.config.training
         if not config.sample_tokens:
             return
         tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
         prompt = tokenizer.encode(config.sample_prompt) or [self.corpus.meta.end_of_text]
         sampling = Sampling(generator=torch.Generator().manual_seed(self.config.seed))
-        tokens = generate(self.model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
+        tokens = generate(model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
         self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))

@@ -9,7 +9,7 @@ import torch
 
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.data_parallel import DataParallel
-from diloco.engines.base import Engine
+from diloco.engines.base import Engine, Membership
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer_loop import OuterLoop
@@ -56,7 +56,7 @@ class DiLoCoMode(Mode):
         self,
         model: LanguageModel,
         inner: torch.optim.Optimizer,
-        engine: Engine,
+        engine: Membership,
         config: RunConfig,
         identity: str,
     ) -> None:

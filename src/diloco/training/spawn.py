@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from diloco.training.config import RunConfig
@@ -16,23 +17,38 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a local worker stands."""
+    """Where a local process stands: it is a worker, or one of a worker's ranks."""
 
-    worker: int
-    workers: int
+    process: int
+    sizes: tuple[int, ...]
+    """The ranks of each worker; consecutive processes are one worker."""
     run_folder: Path
     corpus_folder: Path
     parent: int
     """Process id of the launcher: a worker does not outlive it."""
 
     @property
+    def processes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def worker(self) -> int:
+        return sum(first <= self.process for first in accumulate(self.sizes))
+
+    @property
+    def rank(self) -> int:
+        """Its place in the worker."""
+        return self.process - sum(self.sizes[: self.worker])
+
+    def __str__(self) -> str:
+        worker = f"worker {self.worker}"
+        return worker if self.sizes[self.worker] == 1 else f"{worker}, rank {self.rank},"
+
+    @property
     def log(self) -> Path:
-        return worker_log(self.run_folder, self.worker)
-
-
-def worker_log(run_folder: Path, worker: int) -> Path:
-    """Everything that a local worker and its libraries write."""
-    return run_folder / "logs" / f"worker-{worker}.log"
+        """Everything that the process and its libraries write."""
+        rank = "" if self.sizes[self.worker] == 1 else f"-rank-{self.rank}"
+        return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
 
 
 def local_worker(config: RunConfig, place: Place) -> None:

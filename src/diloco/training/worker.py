@@ -17,10 +17,11 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from diloco.data.corpus import Corpus
 from diloco.engines.connecting import join, rendezvous_error
+from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
-from diloco.training.events import EventLog
+from diloco.training.events import EventLog, NoEvents
 from diloco.training.loop import Training
 from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place
 
@@ -34,7 +35,8 @@ def local_worker(config: RunConfig, place: Place) -> None:
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         _meet_locally(config, place)
-        code = train_here(config, Corpus.open(place.corpus_folder), place.run_folder, local_workers=place.workers)
+        corpus = Corpus.open(place.corpus_folder)
+        code = train_here(config, corpus, place.run_folder, place.sizes, local_processes=place.processes)
     except DiLoCoError as error:
         traceback.print_exc()
         code = 2 if isinstance(error, ConfigError) else 1
@@ -47,16 +49,18 @@ def local_worker(config: RunConfig, place: Place) -> None:
         os._exit(code)  # a thread may still sit in a collective that a lost peer never ends
 
 
-def train_here(config: RunConfig, corpus: Corpus, run_folder: Path, *, local_workers: int) -> int:
-    """Run this process's worker in an initialised torch.distributed world; returns the exit code."""
-    worker = dist.get_rank()
-    local_rank = int(os.environ.get("LOCAL_RANK", worker))
+def train_here(
+    config: RunConfig, corpus: Corpus, run_folder: Path, sizes: tuple[int, ...], *, local_processes: int
+) -> int:
+    """Run this process's rank in an initialised torch.distributed world; returns the exit code.
+
+    `sizes`: the ranks of each worker. Its first rank alone writes events.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     device = _device(config, local_rank)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_workers))
-    engine = TorchDistributedEngine(
-        backend=config.backend, timeout_seconds=config.sync.timeout_seconds, owns_world=True
-    )
-    events = EventLog(run_folder, worker)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
+    engine = _engine(config, sizes)
+    events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: training.request_stop())
@@ -69,6 +73,13 @@ def train_here(config: RunConfig, corpus: Corpus, run_folder: Path, *, local_wor
     engine.close()
     events.close()
     return 0
+
+
+def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine | RankedEngine:
+    seconds = config.sync.timeout_seconds
+    if set(sizes) == {1}:
+        return TorchDistributedEngine(backend=config.backend, timeout_seconds=seconds, owns_world=True)
+    return RankedEngine(sizes, backend=config.backend, timeout_seconds=seconds, owns_world=True)
 
 
 def _device(config: RunConfig, local_rank: int) -> torch.device:
@@ -85,11 +96,12 @@ def _meet_locally(config: RunConfig, place: Place) -> None:
     """At a file in the run folder, or, if a port was asked for, at that port of this machine."""
     if config.port is None:
         meeting = place.run_folder / RENDEZVOUS_FILE
-        join(str(meeting), FileStore(str(meeting), place.workers), place.worker, place.workers, START_SECONDS)
+        file = FileStore(str(meeting), place.processes)
+        join(str(meeting), file, place.process, place.processes, START_SECONDS)
         return
     where = f"127.0.0.1:{config.port}"
     try:
-        store = TCPStore("127.0.0.1", config.port, place.workers, is_master=place.worker == 0)
+        store = TCPStore("127.0.0.1", config.port, place.processes, is_master=place.process == 0)
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise rendezvous_error(where, place.worker, place.workers, START_SECONDS, error) from error
-    join(where, store, place.worker, place.workers, START_SECONDS)
+        raise rendezvous_error(where, place.process, place.processes, START_SECONDS, error) from error
+    join(where, store, place.process, place.processes, START_SECONDS)
