@@ -1,0 +1,72 @@
+"""`diloco train` with workers of several ranks: the same run as with single ranks, stopped, and killed."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.models.saving import load_model
+from launched.train import Run, completed, start, tiny_options, write_text
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = ("--steps=100000", "--H=5", "--sync.timeout_seconds=20")
+SHORT = ("--steps=11", "--H=5", "--sync.codec=fp32", "--training.accumulation=2")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("corpus") / "text.txt")
+
+
+def test_one_and_two_ranks_under_torchrun_train_as_two_single_ranks_do(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "ranks"
+    module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "diloco.cli.main", "train"]
+    options = [*tiny_options(text), f"--out={folder}", *SHORT, "--ranks=1,2"]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with Run(folder, [sys.executable, *module, *options], environment) as ranks:
+        single = completed(tmp_path / "single", text, *SHORT)
+        assert ranks.code() == 0, ranks.errors
+    assert ranks.summary["status"] == "complete"
+    assert ranks.summary["workers"] == 2
+    assert len(set(ranks.summary["anchor_digests"])) == 1
+    assert ranks.summary["tokens"] == single.summary["tokens"]
+    assert ranks.summary["validation_loss"] == pytest.approx(single.summary["validation_loss"], rel=1e-4)
+    assert {event["worker"]: event["ranks"] for event in ranks.events if event["type"] == "worker_started"} == {
+        0: 1,
+        1: 2,
+    }
+    steps = [(event["worker"], event["step"]) for event in ranks.events if event["type"] == "step"]
+    assert sorted(steps) == [(worker, step) for worker in (0, 1) for step in range(1, 12)]
+    for mine, theirs in zip(*(load_model(run.folder / "model").parameters() for run in (ranks, single)), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
+
+
+def test_a_stop_of_workers_of_two_ranks_is_clean_and_the_model_is_whole(tmp_path: Path, text: Path) -> None:
+    with start(tmp_path / "run", text, *ENDLESS, "--ranks=2", "--compute.sharding=ddp") as run:
+        run.wait_for_step(7)
+        assert len(run.workers()) == 4
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.code() == 0, run.errors
+        run.assert_nothing_is_left()
+    assert run.errors == ""
+    assert run.summary["status"] == "stopped"
+    assert len(set(run.summary["anchor_digests"])) == 1
+    assert any(event["type"] == "sample" for event in run.events)
+    load_model(run.folder / "model")
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_an_intact_worker_keeps_the_model(tmp_path: Path, text: Path) -> None:
+    with start(tmp_path / "run", text, *ENDLESS, "--ranks=2") as run:
+        run.wait_for_step(7)
+        os.kill(run.workers()[3], signal.SIGKILL)
+        assert run.code(20 + 15) == 1
+        run.assert_nothing_is_left()
+    assert "worker 1, rank 1, of 2 failed: killed by SIGKILL" in run.errors.splitlines()[-1]
+    assert run.summary["status"] == "failed"
+    assert run.summary["rounds"] >= 1
+    model = load_model(run.folder / "model")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
