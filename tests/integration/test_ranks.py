@@ -5,6 +5,11 @@ Each world of processes is started once and tells all its stories; the tests the
 
 import copy
 import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +30,7 @@ PLAIN = SyncConfig(3, "fp32")
 STREAMING = SyncConfig(5, "fp32", fragments=2, overlap_steps=2, mixing=0.5)
 PARAMETERS = 10_179
 Told = dict[str, Any]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_loop.py"
 
 
 # Stories: each rank runs them and tells what it saw
@@ -245,3 +251,14 @@ def test_what_is_not_cut_by_rows_over_the_worker_s_ranks_is_refused_with_the_rem
         assert "Shard(dim=1)" in rank["refused"]["columns"]
         assert "fully_shard(model, mesh=engine.ranks.mesh(device_type))" in rank["refused"]["columns"]
         assert "make it contiguous" in rank["refused"]["transposed"]
+
+
+def test_the_example_with_fsdp2_runs_under_torchrun_and_all_ranks_end_with_the_same_parameters() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(EXAMPLE)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    ends = re.findall(r"worker (\d) rank (\d)  final loss ([\d.]+)  parameters ([0-9a-f]{16})", run.stdout)
+    assert sorted((worker, rank) for worker, rank, _, _ in ends) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert len({(loss, digest) for _, _, loss, digest in ends}) == 1
+    assert float(ends[0][2]) < 0.5  # the targets' variance is about 3

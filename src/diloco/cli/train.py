@@ -35,7 +35,9 @@ Train a language model with DiLoCo: workers train apart, and average at times.
 
   --model M             tiny (default), 60m, 150m, 400m, llama-150m, llama-1b;
                         a folder (Llama family); hf:NAME_OR_PATH (any causal LM)
-  --workers N           workers on this machine, a process each (default 2)
+  --workers N           workers on this machine (default 2)
+  --ranks R             processes of each worker, a device each: 1 (default), 4,
+                        or one number for each worker: 1,2
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
   --codec C             how outer gradients travel: fp32, fp16, bf16, int8
@@ -49,7 +51,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --print-config        show every option with its value and meaning, and end
 
 Every key of a run file is an option too: lr under \\[outer] is --outer.lr.
-Under torchrun this process is one worker, and the environment says which.
+Under torchrun this process is one rank, and the environment says which.
 
 Example:  diloco train --workers 4 --H 50 --outer.lr 0.5
           torchrun --nproc-per-node 2 -m diloco.cli.main train --steps 600"""
