@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.training.config import MODE_DEFAULTS, WITHOUT_EFFECT, RunConfig, model_recipe
+from diloco.training.config import MODE_DEFAULTS, WITHOUT_EFFECT, RunConfig, may_change, model_recipe
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
@@ -76,6 +76,8 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     The run file, if any, is the first token.
     """
     tokens = [_unalias(token) for token in tokens]
+    if "resume" in _given(tokens):
+        return _merge_resumed(tokens), []
     has_file = bool(tokens) and not tokens[0].startswith("-")
     file = read_run_file(Path(tokens[0])) if has_file else {}
     given = _given(tokens)
@@ -87,6 +89,41 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     recipe = _recipe(model, mode, file | given)
     merged = {key: value for key, value in (recipe | file).items() if key not in given}
     return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def _merge_resumed(tokens: Sequence[str]) -> list[str]:
+    """A run that goes on has its own run file; the command line may change what does not make another run of it."""
+    given = _given(tokens)
+    folder = Path(given.pop("resume"))
+    path = folder / "config.toml"
+    if not tokens[0].startswith("-"):
+        raise ConfigError(f"--resume {folder} has a run file of its own, {path}: leave {tokens[0]} out")
+    if not folder.is_dir() or not path.exists():
+        missing = "there is no such folder" if not folder.is_dir() else "it has no config.toml"
+        raise ConfigError(f"--resume {folder or '(nothing)'} is not a run folder: {missing}")
+    file = read_run_file(path)
+    _check_tables(given)
+    _check_whole(given)
+    if "out" in given:
+        raise ConfigError(f"--out {given['out']} with --resume: a run that goes on stays in its folder")
+    for key, value in given.items():
+        if key in known_keys() and not may_change(key) and not _same(value, file.get(key)):
+            raise ConfigError(
+                f"--{key} {value}: this run was begun with {key} = {_token(file.get(key, 'none'))}, and going on with "
+                "another would make another run of it; leave it out, or start a new run"
+            )
+    kept = {key: value for key, value in file.items() if key not in given and key != "out"}
+    return [f"--{key}={_token(value)}" for key, value in kept.items()] + [f"--out={folder}"] + list(tokens)
+
+
+def _same(text: str, value: object) -> bool:
+    """Whether an option says what a run file has: 0.50 is 0.5."""
+    if text.lower() == _token("none" if value is None else value).lower():
+        return True
+    try:
+        return float(text) == float(str(value))
+    except ValueError:
+        return False
 
 
 def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:

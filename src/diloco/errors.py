@@ -5,6 +5,7 @@
     │   └── DataError        a corpus, tokenizer or shard that cannot be used as asked
     ├── EngineError          averaging with the others is impossible from here on
     │   └── RendezvousError  the workers could not find each other at the start
+    ├── CheckpointError      no checkpoint to go on from, or one that is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
     ├── SinkFailed           W&B, TensorBoard or trackio did not take all that `diloco sink` had for it
     └── WorkerFailed         a worker process died; carries its own traceback
@@ -31,6 +32,10 @@ class EngineError(DiLoCoError):
 
 class RendezvousError(EngineError):
     """The workers did not find each other: a port in use, a wrong address, a worker that never came."""
+
+
+class CheckpointError(DiLoCoError):
+    """A saved state cannot be used: a file is missing, cut or changed, or it is of something else."""
 
 
 class RoundFailed(DiLoCoError):

@@ -138,6 +138,12 @@ class OuterState:
                 held[name] = replace(held[name], pieces=held[name].pieces + more.pieces) if name in held else more
         return held
 
+    def start_from_anchor(self) -> None:
+        """The parameters are the anchors, and carry no work of this worker's."""
+        for fragment in self.fragments:
+            fragment.adopt_anchor()
+        self.merged_at = [self.inner_steps] * self.num_fragments
+
     def check_fragments(self, numbers: Numbers) -> None:
         saved = sum(name.endswith(".rounds") for name in numbers)
         if saved != self.num_fragments:

@@ -66,7 +66,7 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensor
     sharded = _sharded_modules(model)
     for module in sharded:
         module.reshard()  # type: ignore[operator]
-    parameters = {_bare(name): p for name, p in model.named_parameters()}
+    parameters = {bare_name(name): p for name, p in model.named_parameters()}
     optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     forgotten = [name for name, p in trainable.items() if id(p) not in optimized]
@@ -89,15 +89,16 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensor
         )
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to train")
-    saved = {_bare(name) for name in model.state_dict(keep_vars=True)}
-    buffers = {_bare(name): buffer for name, buffer in model.named_buffers() if _bare(name) in saved}
+    saved = {bare_name(name) for name in model.state_dict(keep_vars=True)}
+    buffers = {bare_name(name): buffer for name, buffer in model.named_buffers() if bare_name(name) in saved}
     means = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
     rest = {name: buffer for name, buffer in buffers.items() if name not in means}
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     return ModelTensors(dict(trainable), means, {**frozen, **rest}, sharded)
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name

@@ -194,17 +194,6 @@ def test_the_verb_fails_if_the_sink_did_not_take_everything(
     assert "could not write 10 events, the first because: ConnectionError" in capsys.readouterr().err
 
 
-def test_a_sink_that_cannot_be_started_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def away(*_: object, **__: object) -> None:
-        raise ConnectionError("no such server\nand more")
-
-    monkeypatch.setattr(SINKS["tensorboard"], "start", away)
-    assert diloco(["sink", str(run_folder(tmp_path / "run", RUN)), "tensorboard"]) == 1
-    assert capsys.readouterr().err == "error: tensorboard cannot be started: ConnectionError: no such server\n"
-
-
 @pytest.mark.parametrize(("run", "name"), [("nowhere", "tensorboard"), ("run", "mlflow")])
 def test_the_verb_refuses_other_folders_and_other_sinks(
     run: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

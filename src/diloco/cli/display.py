@@ -19,6 +19,7 @@ from diloco.training.events import EventReader
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
+_NOTES = 4
 _STOPPING = "stopping after a last round; once more ends at once"
 
 
@@ -40,6 +41,7 @@ class Display:
         self._next = 0.0
         self._stage = ""
         self._validations_told = 0
+        self._notes_told = 0
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -63,10 +65,15 @@ class Display:
             self._stage = stage
             self.console.print(f"preparing the data: {stage}", highlight=False)
 
-    def follow(self, folder: Path) -> Callable[[], None]:
-        """What to call several times a second while the run goes on."""
+    def follow(self, folder: Path, *, resumed: bool = False) -> Callable[[], None]:
+        """What to call several times a second while the run goes on; of a resumed one the earlier part is known."""
         reader = EventReader(folder)
         self.view.folder = folder
+        if resumed:
+            for event in reader.new_events():
+                self.view.update(event)
+            self.view.notes.clear()
+            self._validations_told = len(self.view.validations)
         if self._live is None:
             self.console.print(Text(f"run folder: {folder}"), soft_wrap=True)
 
@@ -101,6 +108,10 @@ class Display:
             if self._due(_REFRESH_SECONDS):
                 self._live.update(picture(self.view), refresh=True)
             return
+        for note in self.view.notes[self._notes_told :]:
+            self.console.print(Text(note), soft_wrap=True)
+        self._notes_told = len(self.view.notes)
+        self._validations_told = min(self._validations_told, len(self.view.validations))
         for step, perplexity in self.view.validations[self._validations_told :]:
             self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
         self._validations_told = len(self.view.validations)
@@ -119,8 +130,12 @@ def plain_line(view: RunView) -> str:
 
 def picture(view: RunView) -> RenderableType:
     """The whole display."""
-    stopping = [Text(_STOPPING, style="bold yellow")] if view.stopping else []
-    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view), *stopping)
+    more = [Text(note, style="yellow") for note in view.notes[-_NOTES:]]
+    if view.checkpoint_step:
+        more.append(Text(f"checkpoint of step {view.checkpoint_step}", style="dim"))
+    if view.stopping:
+        more.append(Text(_STOPPING, style="bold yellow"))
+    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view), *more)
 
 
 def _title(view: RunView) -> Text:

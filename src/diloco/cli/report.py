@@ -46,10 +46,11 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", f"{summary['tokens']:,}"),
         ("outer steps", _rounds(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
+        ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
         ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
         ("data parallel sends", _baseline(summary)),
         ("compute utilisation", _share(summary["compute_utilization"])),
-        ("time", f"{duration(summary['seconds'])} (training {duration(summary['training_seconds'])})"),
+        ("time", _time(summary)),
         ("anchors", _anchors(summary["anchor_digests"])),
     ]
     return [row for row in rows if row[1]]
@@ -68,6 +69,12 @@ def _perplexity(summary: Summary) -> str:
 def _steps(summary: Summary) -> str:
     each = "on each of" if summary["status"] == "complete" else "at most, on"
     return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
+
+
+def _time(summary: Summary) -> str:
+    resumes = summary.get("resumes")
+    again = f", resumed {resumes} times" if resumes and resumes > 1 else ", resumed once" if resumes else ""
+    return f"{duration(summary['seconds'])} (training {duration(summary['training_seconds'])}{again})"
 
 
 def _rounds(summary: Summary) -> str:

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diloco.cli.display import Display
 from diloco.cli.report import print_report
-from diloco.cli.train import both, check_data, new_run_folder, noting
+from diloco.cli.train import begin_again, both, check_data, is_complete, new_run_folder, noting
 from diloco.config import to_toml
 from diloco.data.corpus import Corpus
 from diloco.data.shards import prepare
@@ -23,6 +23,7 @@ from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
+from diloco.training.run_lock import hold_as_worker, run_lock
 from diloco.training.summary import write_summary
 from diloco.training.worker import START_SECONDS, train_here
 
@@ -31,10 +32,12 @@ _PREPARE_SECONDS = 3600.0
 _NAME_BYTES = 4096
 
 
-def train_as_rank(config: RunConfig, console: Console) -> None:
+def train_as_rank(config: RunConfig, console: Console, resume: Path | None) -> None:
     """This process's worker, from the rendezvous to the summary; the first worker shows the display."""
     if os.environ.get("RANK") == "0":  # where the sinks will be
         check_installed(config.sink_names)
+    if resume is not None and is_complete(console, resume, config):
+        return
     join_from_environment(START_SECONDS)
     rank, processes = dist.get_rank(), dist.get_world_size()
     sizes = config.sizes(processes)
@@ -43,21 +46,39 @@ def train_as_rank(config: RunConfig, console: Console) -> None:
     config = replace(config, workers=workers)
     corpus = _prepared(config, leader)
     check_data(config, corpus, workers)
-    folder = _agreed_folder(config, rank, leader)
-    error: DiLoCoError | None = None
-    with SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)) as sinks:
-        with _shown(config, console, folder, sinks.poll) if rank == 0 else nullcontext():
-            try:
-                local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-                train_here(config, corpus, folder, sizes, local_processes=local)
-            except DiLoCoError as failure:
-                error = failure
+    resumed = resume is not None
+    with ExitStack() as held:
+        folder = _agreed_folder(config, rank, leader) if resume is None else resume
+        _take_folder(folder, config, leader, resumed, held)
+        sinks = held.enter_context(SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)))
+        with _shown(config, console, folder, sinks.poll, resumed) if rank == 0 else nullcontext():
+            error = _train(config, corpus, folder, sizes, resumed)
         if leader:
             summary = write_summary(folder, config, None if error is None else str(error))
             if rank == 0:
                 print_report(console, folder, summary)
     if error is not None:
         raise error
+
+
+def _train(config: RunConfig, corpus: Corpus, folder: Path, sizes: tuple[int, ...], resume: bool) -> DiLoCoError | None:
+    try:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", sum(sizes)))
+        train_here(config, corpus, folder, sizes, local_processes=local, resume=resume)
+    except DiLoCoError as failure:
+        return failure
+    return None
+
+
+def _take_folder(folder: Path, config: RunConfig, leader: bool, resume: bool, held: ExitStack) -> None:
+    """No other run goes on in this folder meanwhile; machines may have one in common, so worker 0 sees to it."""
+    if dist.get_rank() == 0:
+        held.enter_context(run_lock(folder))
+    if leader and resume:
+        begin_again(folder, config)
+    _meet()
+    if dist.get_rank():
+        hold_as_worker(folder)
 
 
 def _prepared(config: RunConfig, leader: bool) -> Corpus:
@@ -92,11 +113,13 @@ def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
 
 
 @contextmanager
-def _shown(config: RunConfig, console: Console, folder: Path, also: Callable[[], None]) -> Iterator[None]:
+def _shown(
+    config: RunConfig, console: Console, folder: Path, also: Callable[[], None], resumed: bool
+) -> Iterator[None]:
     """The display in a thread of its own, while this one trains."""
     ended = threading.Event()
     with Display(console, config) as display:
-        poll = both(display.follow(folder), also)
+        poll = both(display.follow(folder, resumed=resumed), also)
 
         def watch() -> None:
             while not ended.wait(_POLL_SECONDS):

@@ -25,8 +25,9 @@ from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
 from diloco.training.launcher import LocalWorkers
+from diloco.training.run_lock import run_lock
 from diloco.training.spawn import STOP_SIGNALS
-from diloco.training.summary import Summary, write_summary
+from diloco.training.summary import SUMMARY_FILE, Summary, read_summary, write_summary
 
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
@@ -46,6 +47,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --engine E            torch_distributed
   --seed N              of the initial parameters and the order of the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
+  --resume RUNDIR       go on with a run that was stopped, killed, or has ended
   --device D            auto (default), cpu, cuda
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
   --print-config        show every option with its value and meaning, and end
@@ -63,6 +65,7 @@ def train(
     *,
     config: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),  # noqa: B008 - frozen
     print_config: Annotated[bool, Parameter(name="--print-config")] = False,
+    resume: Annotated[Path | None, Parameter(name="--resume")] = None,
     help_train: Annotated[bool, Parameter(name="--help-train")] = False,
 ) -> None:
     """Train a model with DiLoCo, or data-parallel as a baseline."""
@@ -76,23 +79,31 @@ def train(
     elif "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         from diloco.cli.torchrun import train_as_rank
 
-        train_as_rank(config, console)
+        train_as_rank(config, console, resume)
     else:
-        _train_locally(config, console)
+        _train_locally(config, console, resume)
 
 
-def _train_locally(config: RunConfig, console: Console) -> None:
+def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> None:
     check_installed(config.sink_names)
     check_run_model(config)
     worker_shards(config.data.shards, 0, config.workers)
     with ExitStack() as until_summarized:
+        if resume is not None:
+            until_summarized.enter_context(run_lock(resume))
+            if is_complete(console, resume, config):
+                return
         with Display(console, config) as display:
             corpus = prepare(config.data, display.preparing)
             check_data(config, corpus, config.workers)
-            folder = new_run_folder(config)
+            folder = resume or new_run_folder(config)
+            if resume is None:
+                until_summarized.enter_context(run_lock(folder))
+            else:
+                begin_again(folder, config)
             sinks = until_summarized.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
-            workers = LocalWorkers(config, folder, corpus.folder)
-            poll = both(display.follow(folder), sinks.poll)
+            workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)
+            poll = both(display.follow(folder, resumed=resume is not None), sinks.poll)
             with stop_on_signals(display.announcing(workers.stop)):
                 error = _outcome(lambda: workers.run(poll))
         summary = _summary(folder, config, error)
@@ -159,6 +170,29 @@ def new_run_folder(config: RunConfig) -> Path:
             f"the run folder {folder} cannot be written ({error.strerror}): choose another --out"
         ) from error
     return folder
+
+
+def is_complete(console: Console, folder: Path, config: RunConfig) -> bool:
+    """Whether a run to be resumed has nothing left to do; says so."""
+    try:
+        summary = read_summary(folder)
+    except ConfigError:  # it has not ended, or its summary is damaged, which a new one will replace
+        return False
+    if summary["status"] != "complete" or summary["inner_steps"] < config.steps:
+        return False
+    console.print(
+        Text(f"{folder} is complete with {summary['inner_steps']} steps: to train on, give --steps above that"),
+        soft_wrap=True,
+    )
+    return True
+
+
+def begin_again(folder: Path, config: RunConfig) -> None:
+    """A run that goes on: with its configuration as it is now, and without the summary of an earlier end."""
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    temporary = folder / f"config.toml.{os.getpid()}.partial"
+    temporary.write_text(to_toml(config), encoding="utf-8")
+    temporary.replace(folder / "config.toml")
 
 
 def _make_unused(folder: Path) -> Path:

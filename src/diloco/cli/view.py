@@ -40,6 +40,8 @@ class RunView:
         self.unigram_perplexity: float | None = None
         self.workers: dict[int, WorkerView] = {}
         self.validations: list[tuple[int, float]] = []
+        self.notes: list[str] = []
+        self.checkpoint_step = 0
         self.rounds = 0
         self._merged: set[int] = set()
         self._failed: set[int] = set()
@@ -91,7 +93,33 @@ class RunView:
     def _on_validation(self, event: Event, worker: WorkerView) -> None:
         del worker
         if event["perplexity"] is not None:  # it is not a number once training has diverged
+            self._forget_validations(event["step"] - 1)
             self.validations.append((event["step"], event["perplexity"]))
+
+    def _forget_validations(self, after: int) -> None:
+        self.validations = [told for told in self.validations if told[0] <= after]
+
+    def _on_checkpoint(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self.checkpoint_step = event["step"]
+
+    def _on_checkpoint_failed(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self.notes.append(
+            f"worker {event['worker']} could not write the checkpoint of step {event['step']}: {event['reason']}"
+        )
+
+    def _on_resumed(self, event: Event, worker: WorkerView) -> None:
+        """What was seen beyond this step is taken back; workers that take no further part are gone."""
+        worker.step = event["step"]
+        self.workers = {number: view for number, view in self.workers.items() if number < event["workers"]}
+        self._forget_validations(event["step"])
+        self._merged = {sequence for sequence in self._merged if sequence < event["rounds"]}
+        self._failed = {sequence for sequence in self._failed if sequence < event["rounds"]}
+        self.rounds, self.round_in_progress = len(self._merged), None
+        if event["worker"] == 0:
+            self.notes.append(f"going on from step {event['step']}")
+        self.notes += [note for note in event["notes"] if note not in self.notes]
 
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "done"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import overload
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -97,6 +98,18 @@ def join(place: str, store: Store | None, rank: int, workers: int, start_seconds
             dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=limit)
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise rendezvous_error(place, rank, workers, start_seconds, error) from error
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Collective: what every rank of the world has to say, in rank order."""
+    if not dist.is_initialized():
+        return [data]
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = max(int(length) for length in lengths)
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(rows, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
+    return [bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def rendezvous_error(place: str, rank: int, workers: int, seconds: float, error: Exception) -> RendezvousError:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError, SinkFailed
+from diloco.errors import ConfigError
 from diloco.sinks.base import Sink
 from diloco.sinks.points import PointReader
 from diloco.training.events import EventReader
@@ -62,11 +62,7 @@ class Follower:
         self._started: set[int] = set()
 
     def start(self) -> None:
-        options = run_options(self.run)
-        try:
-            self.sink.start(options, again=self.state.events > 0)
-        except Exception as error:
-            raise SinkFailed(f"{self.name} cannot be started: {_in_a_line(error)}") from error
+        self.sink.start(run_options(self.run), again=self.state.events > 0)
 
     def catch_up(self) -> int:
         """Write what is new and return how many events that were; one that the sink refuses is counted and left out."""
@@ -123,7 +119,7 @@ class Follower:
     def _failed(self, error: Exception, events: int) -> None:
         if self.state.error is None:
             logger.exception("the sink %s failed; it goes on with the next event", self.name, exc_info=error)
-            self.state.error = _in_a_line(error)
+            self.state.error = f"{type(error).__name__}: {error}".splitlines()[0]
         self.state.lost += events
 
     def _save(self) -> None:
@@ -149,10 +145,6 @@ def following(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
             yield follower
         finally:
             follower.finish()
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def run_options(run: Path) -> dict[str, object]:

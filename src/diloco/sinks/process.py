@@ -108,7 +108,7 @@ class SinkProcesses:
     def _last_words(self, name: str) -> str:
         with contextlib.suppress(OSError):
             lines = [line for line in self._log(name).read_text(errors="replace").splitlines() if line.strip()]
-            return lines[-1].removeprefix("diloco.errors.SinkFailed: ") if lines else "it wrote nothing"
+            return lines[-1] if lines else "it wrote nothing"
         return "it left no log"
 
 

@@ -6,7 +6,7 @@ defaults < recipe of the model < run file < command line. `diloco train --print-
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from diloco import __version__
@@ -92,6 +92,23 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving the whole state of a run, so that `diloco train --resume RUN` goes on as if nothing had happened."""
+
+    interval: int | None = None
+    """Inner steps between checkpoints (default: about ten in the run, after rounds); 0: none, also not at the end."""
+    keep: int = 2
+    """So many of the newest stay; more, while not all workers are known to have them."""
+    asynchronous: bool = True
+    """Write beside training, from a copy in CPU memory; false: training waits, and needs no copy."""
+
+    def __post_init__(self) -> None:
+        if self.interval is not None:
+            _at_least("checkpoint.interval", self.interval, 0)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
@@ -128,6 +145,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         _at_least("workers", self.workers, 1)
@@ -191,8 +209,18 @@ class RunConfig:
         """Inner steps between evaluations: as given, or about ten in the run, at ends of rounds."""
         if self.training.eval_interval is not None:
             return self.training.eval_interval
+        return self._about_ten()
+
+    def _about_ten(self) -> int:
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether every worker saves after this inner step; the same for all."""
+        if self.checkpoint.interval is not None:
+            return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
+        after_round = step - self.sync.overlap_steps  # when what was posted has been merged: nothing to wait for
+        return after_round > 0 and after_round % self._about_ten() == 0
 
     def identity(self, corpus_digest: str, model: str) -> str:
         """What must be the same on all workers: everything but what concerns one machine alone.
@@ -200,15 +228,34 @@ class RunConfig:
         `model` describes the built model: its name may be a path, which is one machine's own.
         """
         data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
+        checkpoint = replace(self.checkpoint, keep=2, asynchronous=True)
         here = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, sinks=None)
-        shared = replace(here, model=model, data=data)
+        shared = replace(here, model=model, data=data, checkpoint=checkpoint)
         return repr((__version__, corpus_digest, shared))
+
+    def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
+        """By dotted key, what a run must have in common with its checkpoints to go on from them."""
+        values: dict[str, object] = {"corpus": corpus_digest}
+        for name, value in asdict(self).items():
+            table = (
+                {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            values |= {key: entry for key, entry in table.items() if not may_change(key)}
+        return values | {"model": model}
 
     @property
     def tokens_per_step(self) -> int:
         """Of one worker."""
         return self.training.batch_size * self.data.sequence_length
 
+
+MAY_CHANGE = (
+    "workers", "ranks", "compute.sharding", "steps", "out", "device", "backend", "threads", "port", "sinks",
+    "sync.timeout_seconds", "checkpoint.", "data.source", "data.tokenizer", "data.cache_dir",
+    "training.eval_interval", "training.eval_windows", "training.log_interval", "training.sample_prompt",
+    "training.sample_tokens",
+)  # fmt: skip
+"""Keys and tables that a run may have otherwise when it goes on; data may have moved, but must be the same corpus."""
 
 _LARGE: dict[str, object] = {"data.sequence_length": 1024, "data.vocab_size": 32_000}
 RECIPES: dict[str, dict[str, object]] = {
@@ -278,6 +325,11 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "diloco": (),
     "data-parallel": ("outer.", "sync.num_inner_steps", "sync.fragments", "sync.overlap_steps", "sync.mixing"),
 }
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on with another value of this key."""
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in MAY_CHANGE)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

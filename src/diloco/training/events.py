@@ -28,7 +28,11 @@ class EventLog:
 
     def __init__(self, run_folder: Path, worker: int) -> None:
         self.worker = worker
-        self._file = os.open(run_folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        path = run_folder / EVENTS_FILE
+        cut = _ends_within_a_line(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if cut:  # by a kill: what follows must not stand on the same line
+            os.write(self._file, b"\n")
 
     def emit(self, type_: str, **fields: object) -> None:
         """Append one event. Numbers that JSON does not know (nan, inf) become null."""
@@ -55,6 +59,14 @@ class NoEvents(EventLog):
         """Nothing."""
 
 
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -72,6 +84,10 @@ class EventReader:
         self._path = run_folder / EVENTS_FILE
         self._offset = 0
 
+    def skip(self) -> None:
+        """Leave out what is there already."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
     def new_events(self) -> Iterator[Event]:
         if not self._path.exists():
             return
@@ -81,6 +97,8 @@ class EventReader:
         end = data.rfind(b"\n") + 1
         self._offset += end
         for line in data[:end].splitlines():
+            if not line:
+                continue
             try:
                 yield json.loads(line)
             except ValueError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
-from diloco.training.events import read_events
+from diloco.training.events import EventReader
 from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
 
 _POLL_SECONDS = 0.1
@@ -26,11 +26,14 @@ _GRACE_SECONDS = 15.0
 class LocalWorkers:
     """The processes of one run. `stop()` may be called from a signal handler."""
 
-    def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path, *, resume: bool = False) -> None:
+        """`resume`: go on from the checkpoints in the run folder."""
         self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
+        self._events = EventReader(run_folder)
+        self._started = False
         self.stop_requests = 0
         sizes = config.sizes()
-        self._places = [Place(n, sizes, run_folder, corpus_folder, os.getpid()) for n in range(sum(sizes))]
+        self._places = [Place(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
         self._processes: list[BaseProcess] = []
         self._failed: tuple[int, int] | None = None  # the first process that failed, and its exit code
         self._silent: list[Place] = []  # those that did not end by themselves after that
@@ -38,6 +41,10 @@ class LocalWorkers:
     def run(self, poll: Callable[[], None]) -> None:
         """Start all workers and see them to their end; `poll` is called several times a second."""
         (self.run_folder / "logs").mkdir(exist_ok=True)
+        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # a killed launcher leaves it
+        for place in self._places:
+            put_aside(place.log)
+        self._events.skip()
         try:
             self._start()
             self._supervise(poll)
@@ -88,8 +95,8 @@ class LocalWorkers:
 
         A worker that was not killed has failed after a wait of its own, and so have the others.
         """
-        started = {event["worker"] for event in read_events(self.run_folder) if event["type"] == "worker_started"}
-        if not started:
+        self._started |= any(event["type"] == "worker_started" for event in self._events.new_events())
+        if not self._started:
             return 2.0
         return _GRACE_SECONDS + (self.config.sync.timeout_seconds if code < 0 else 0.0)
 
@@ -133,6 +140,15 @@ def _signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def put_aside(log: Path) -> None:
+    """The log of an earlier start keeps its text under a number: worker-0.1.log, and so on."""
+    if log.exists():
+        number = 1
+        while (older := log.with_suffix(f".{number}.log")).exists():
+            number += 1
+        log.rename(older)
 
 
 def _last_line(output: str) -> str:

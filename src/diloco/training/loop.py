@@ -6,14 +6,16 @@ prints nothing: what happens is in events.jsonl. Inputs are a pure function of (
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import WorkerBatches, check_disjoint, worker_shards
+from diloco.data.order import Progress, ShardProgress, WorkerBatches, check_disjoint, worker_shards
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine, Membership
 from diloco.engines.rounds import RoundKey
@@ -21,12 +23,16 @@ from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
 from diloco.models.building import build_model
 from diloco.models.generation import Sampling, generate
+from diloco.training.checkpoints import Checkpoints, Seat
 from diloco.training.config import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.training.resuming import Start
+from diloco.training.saving import Saving
 from diloco.training.sharding import spread, whole_number
+from diloco.training.worker_state import HasState, WorkerState
 from diloco.worker_round import RoundEvent
 
 logger = logging.getLogger(__name__)
@@ -55,8 +61,7 @@ class Training:
         self.device, self.folder = device, folder
         check_disjoint(corpus, engine.workers)
         length = config.data.sequence_length
-        shards = worker_shards(corpus.shards, engine.worker, engine.workers)
-        self.batches = WorkerBatches(corpus, length, config.training.batch_size, shards, config.seed)
+        self._take_shards(None, since=0)
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
         self.spread = spread(model, engine.ranks, config.compute.sharding, device)
@@ -67,6 +72,15 @@ class Training:
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
         self.stop_requested = False
+        also: dict[str, HasState] = {"training": self, "mode": self.mode}
+        state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
+        seat = Seat(engine.worker, engine.workers, engine.ranks.rank, engine.ranks.count)
+        lasting = config.lasting(corpus.digest, self.model.description)
+        self.checkpoints = Checkpoints(folder, seat, config.checkpoint, lasting, events.emit)
+        self.saving = Saving(config, state, self.checkpoints, events.emit)
+        self._resumed: dict[str, Any] | None = None
+        self._joined_at = 0
+        self._elapsed_before = 0.0
         self._evaluation_seconds = 0.0
         self._announced_step = -1
         self._failures: list[str] = []  # of the latest rounds, in a row
@@ -94,7 +108,10 @@ class Training:
             tokens_per_step=config.tokens_per_step,
             unigram_perplexity=self.corpus.unigram_perplexity,
         )
-        self._evaluate()
+        if self._resumed is not None:
+            self.events.emit("resumed", **self._resumed)
+        if state.inner_steps == 0:
+            self._evaluate()
         self._started, self._evaluation_seconds = time.monotonic(), 0.0
         while state.inner_steps < config.steps:
             if self.engine.ranks.any(self.stop_requested):  # together: a rank that left alone would hold up the others
@@ -105,17 +122,67 @@ class Training:
             self._check_progress()
             if state.inner_steps % config.eval_interval == 0 and state.inner_steps < config.steps:
                 self._evaluate()
+            self.saving.after_step()
         self._finish()
 
     def request_stop(self) -> None:
         """End after this step; may be called from a signal handler."""
         self.stop_requested = True
 
+    # Going on where the run was saved
+
+    def resume(self, start: Start) -> None:
+        """Before `run`: everything as it was saved, or at the first step if nothing was."""
+        self._resumed = self.saving.load(start)
+        if start.progress is not None:
+            self._take_shards(start.progress, since=self._resumed["step"])
+        if self._resumed["new"]:
+            self._joined_at, self._elapsed_before = self._resumed["step"], 0.0
+            torch.manual_seed(self.config.seed + self.engine.worker)
+
+    def _take_shards(self, progress: Progress | None, since: int) -> None:
+        """This worker's shards, as far as they have been read before its inner step `since`."""
+        config, corpus = self.config, self.corpus
+        shards = worker_shards(corpus.shards, self.engine.worker, self.engine.workers)
+        if progress is not None:
+            progress = {shard: progress.get(shard, ShardProgress()) for shard in shards}
+        length, batch = config.data.sequence_length, config.training.batch_size
+        self.batches = WorkerBatches(corpus, length, batch, shards, config.seed, progress)
+        self._shards_since, self._shards_before = since, progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop itself must remember."""
+        read = self.batches.progress(self.mode.state.inner_steps - self._shards_since)
+        return {
+            "steps": self.config.steps,
+            "elapsed_seconds": self._elapsed(),
+            "announced_step": self._announced_step,
+            "failures": self._failures,
+            "loss": self._loss,
+            "joined_at": self._joined_at,
+            "shards_since": self._shards_since,
+            "shards_before": self._shards_before and {str(shard): list(p) for shard, p in self._shards_before.items()},
+            "progress": {str(shard): list(progress) for shard, progress in read.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._elapsed_before = state["elapsed_seconds"]
+        self._announced_step, self._failures = state["announced_step"], list(state["failures"])
+        self._loss, self._joined_at = state["loss"], state["joined_at"]
+        before = state["shards_before"]
+        if before is not None and self._owns(before):
+            before = {int(shard): ShardProgress(*progress) for shard, progress in before.items()}
+            self._take_shards(before, state["shards_since"])
+
+    def _owns(self, shards: Iterable[str]) -> bool:
+        """Not if the number of workers has changed: the shards are then shared out anew."""
+        return {int(shard) for shard in shards} == set(self.batches.shards)
+
     # One inner step
 
     def _step(self, position: int) -> None:
-        ranks = self.engine.ranks
-        batch = torch.from_numpy(self.batches.batch(position)).chunk(ranks.count)[ranks.rank].to(self.device)
+        ranks, position_here = self.engine.ranks, position - self._shards_since
+        batch = torch.from_numpy(self.batches.batch(position_here)).chunk(ranks.count)[ranks.rank].to(self.device)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)
@@ -132,6 +199,7 @@ class Training:
         self._update_report()
         self.mode.step()
         self.schedule.step()
+        self.checkpoints.heard(self.engine.members())
         self._announce_validation()
 
     def _clip(self) -> Tensor | None:
@@ -148,7 +216,7 @@ class Training:
             loss=self._loss,
             learning_rate=rate,
             gradient_norm=None if norm is None else whole_number(norm),
-            tokens=step * self.config.tokens_per_step,
+            tokens=(step - self._joined_at) * self.config.tokens_per_step,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
             bytes_sent=state.bytes_sent,
@@ -156,15 +224,16 @@ class Training:
         )
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._started - self._evaluation_seconds
+        return self._elapsed_before + time.monotonic() - self._started - self._evaluation_seconds
 
     def _update_report(self) -> None:
         state = self.mode.state
         state.report = replace(
             state.report,
-            tokens=(state.inner_steps + 1) * self.config.tokens_per_step,
+            tokens=(state.inner_steps + 1 - self._joined_at) * self.config.tokens_per_step,
             elapsed_seconds=self._elapsed(),
             loss=self._loss,
+            checkpoint_step=self.checkpoints.latest,
         )
 
     def _check_progress(self) -> None:
@@ -236,6 +305,7 @@ class Training:
     # The end
 
     def _finish(self) -> None:
+        self.saving.at_end()
         self.mode.finish(before_confirming=self._last_evaluation)
         self._announce_validation()
         self._emit_end("worker_finished")
@@ -246,6 +316,7 @@ class Training:
             model = self.save()
             if model is not None:
                 self._sample(model)
+        self.checkpoints.wait()
 
     def _last_evaluation(self) -> None:
         """On the final parameters, which are in the model already."""
@@ -270,6 +341,7 @@ class Training:
             rounds=state.rounds,
             rounds_failed=state.rounds_failed,
             contributions_refused=state.contributions_refused,
+            checkpoints_failed=self.checkpoints.failed,
             bytes_sent=state.bytes_sent,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
@@ -290,6 +362,7 @@ class Training:
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
+        self.checkpoints.wait()
         try:
             self._emit_end("worker_failed", error=str(error))
             if self.engine.ranks.count > 1:

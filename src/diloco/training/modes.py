@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,6 +50,17 @@ class Mode(ABC):
 
     @abstractmethod
     def anchor_digest(self) -> str: ...
+
+    @abstractmethod
+    def start_from_anchor(self) -> None:
+        """After another worker's state was loaded: nothing of its own work is in the parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not in `state`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
 
 
 class DiLoCoMode(Mode):
@@ -98,6 +110,17 @@ class DiLoCoMode(Mode):
     def anchor_digest(self) -> str:
         return self.optimizer.anchor_digest()
 
+    def start_from_anchor(self) -> None:
+        self.state.state.start_from_anchor()
+        self.state.replica.changed()
+        self.state.bytes_sent, self.state.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_steps": self.optimizer.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.skipped_steps = state["skipped_steps"]
+
 
 class DataParallelMode(Mode):
     def __init__(
@@ -133,3 +156,7 @@ class DataParallelMode(Mode):
 
     def anchor_digest(self) -> str:
         return self.state.anchor_digest()
+
+    def start_from_anchor(self) -> None:
+        """All parameters are everyone's; only what was counted is not."""
+        self.state.bytes_sent, self.state.sync_seconds = 0, 0.0

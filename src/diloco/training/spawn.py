@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from diloco.training.config import RunConfig
+from diloco.training.run_lock import hold_as_worker
 
 RENDEZVOUS_FILE = ".rendezvous"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,6 +27,8 @@ class Place:
     corpus_folder: Path
     parent: int
     """Process id of the launcher: a worker does not outlive it."""
+    resume: bool = False
+    """Go on from the run folder's checkpoints."""
 
     @property
     def processes(self) -> int:
@@ -56,6 +59,7 @@ def local_worker(config: RunConfig, place: Place) -> None:
     _write_to_log(place.log)
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
     _end_with(place.parent)
+    hold_as_worker(place.run_folder)
     from diloco.training import worker
 
     worker.local_worker(config, place)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from diloco import __version__
 from diloco.errors import ConfigError
+from diloco.training import history
 from diloco.training.config import RunConfig
 from diloco.training.events import Event, read_events
 
@@ -28,7 +29,8 @@ def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
 
 
 def summarize(config: RunConfig, events: list[Event], error: str | None = None) -> Summary:
-    """The numbers of a run, from whatever events there are."""
+    """The numbers of a run, from whatever events there are; what a resume took back is not counted."""
+    log, events = events, history.current(events)
     started = _last(events, "worker_started") or {}
     ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
     best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
@@ -53,15 +55,18 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
         **(_rounds(events) if best is None else {name: best[name] for name in ("rounds", "rounds_failed")}),
         "contributions_refused": (best or {}).get("contributions_refused", 0),
+        "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
+        "resumes": max(0, len(list(history.starts(log))) - 1),
         "workers": workers,
-        "tokens": sum(steps.values()) * started.get("tokens_per_step", 0),
+        "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
+        * started.get("tokens_per_step", 0),
         "bytes_sent_per_worker": sent,
         "data_parallel_bytes_per_worker": baseline,
         "communication_reduction": baseline / sent if sent else None,
         "compute_utilization": _utilization(reports),
         "anchor_digests": [member["anchor_digest"] for member in members],
         "versions": _versions(),
-        "seconds": events[-1]["time"] - events[0]["time"] if events else 0.0,
+        "seconds": history.seconds(log),
         "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
     }
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from diloco.data.corpus import Corpus
-from diloco.engines.connecting import join, rendezvous_error
+from diloco.engines.connecting import gather_bytes, join, rendezvous_error
 from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog, NoEvents
 from diloco.training.loop import Training
+from diloco.training.resuming import agree
 from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place
 
 START_SECONDS = 120.0
@@ -36,7 +37,9 @@ def local_worker(config: RunConfig, place: Place) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         _meet_locally(config, place)
         corpus = Corpus.open(place.corpus_folder)
-        code = train_here(config, corpus, place.run_folder, place.sizes, local_processes=place.processes)
+        code = train_here(
+            config, corpus, place.run_folder, place.sizes, local_processes=place.processes, resume=place.resume
+        )
     except DiLoCoError as error:
         traceback.print_exc()
         code = 2 if isinstance(error, ConfigError) else 1
@@ -50,22 +53,32 @@ def local_worker(config: RunConfig, place: Place) -> None:
 
 
 def train_here(
-    config: RunConfig, corpus: Corpus, run_folder: Path, sizes: tuple[int, ...], *, local_processes: int
+    config: RunConfig,
+    corpus: Corpus,
+    run_folder: Path,
+    sizes: tuple[int, ...],
+    *,
+    local_processes: int,
+    resume: bool = False,
 ) -> int:
     """Run this process's rank in an initialised torch.distributed world; returns the exit code.
 
-    `sizes`: the ranks of each worker. Its first rank alone writes events.
+    `sizes`: the ranks of each worker. Its first rank alone writes events. `resume`: go on from the run folder's
+    checkpoints.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     device = _device(config, local_rank)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
     engine = _engine(config, sizes)
+    start = agree(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: training.request_stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
     try:
+        if start is not None:
+            training.resume(start)
         training.run()
     except Exception as error:
         training.fail(error)

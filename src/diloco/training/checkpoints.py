@@ -1,0 +1,194 @@
+"""One worker's checkpoints: written beside training, complete or not there at all, and the old ones removed.
+
+A save copies the state to CPU memory and returns; a thread writes it, data first, manifest last, each forced to the
+disk (durable.py). The next save waits for it. A write that fails (a full disk) never ends training: it is told and
+counted, what it left is removed, and the checkpoints before it stay.
+
+Old checkpoints are removed only below a step that all workers are known to have: each tells its latest one with every
+round. So whatever is killed, and whenever, there is a checkpoint that all have.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.engines.rounds import Member
+from diloco.held import Held, Numbers
+from diloco.training.config import CheckpointConfig
+from diloco.training.durable import remove_folder, replace_file, sync_folder
+from diloco.training.manifests import (
+    Checkpoint,
+    Manifest,
+    Moment,
+    find_checkpoints,
+    manifest_path,
+    worker_folder,
+    worker_folders,
+)
+from diloco.training.tensor_files import SUFFIX, write_tensors
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[..., None]
+"""Writes an event: a type and its fields."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Whose checkpoints these are."""
+
+    worker: int = 0
+    workers: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+
+class Checkpoints:
+    """Saves, tells, forgets. All but the writing happens in the caller's thread."""
+
+    def __init__(
+        self, run_folder: Path, seat: Seat, config: CheckpointConfig, lasting: Mapping[str, Any], tell: Tell
+    ) -> None:
+        """`lasting` is what a run must have in common with this one to go on from these checkpoints."""
+        self.folder, self.seat, self.config, self.lasting, self._tell = run_folder, seat, config, lasting, tell
+        self.failed = 0
+        self.attempt = 1
+        self._written: list[int] = []  # steps of this start that this rank has written
+        self._told: dict[int, set[int]] = {}  # worker: steps that it said it has, of this start
+        self._started_from = 0
+        self._thread: threading.Thread | None = None
+
+    # Saving
+
+    def save(self, step: int, rounds: int, tensors: Mapping[str, Held], state: Numbers) -> None:
+        """Returns once the state may change again; the writing goes on beside training."""
+        self.wait()
+        if step in self._written:
+            return
+        mine = {name: held for name, held in tensors.items() if self.seat.rank == 0 or not held.replicated}
+        moment = Moment(rounds, self.attempt, self.seat.workers)
+        if not self.config.asynchronous:
+            self._write_or_tell(step, moment, mine, state)
+            return
+        staged = {name: held.copied() for name, held in mine.items()}
+        self._thread = threading.Thread(
+            target=self._write_or_tell, args=(step, moment, staged, state), name="diloco-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what is being written is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write_or_tell(self, step: int, moment: Moment, tensors: Mapping[str, Held], state: Numbers) -> None:
+        started = time.monotonic()
+        folder = worker_folder(self.folder, step, self.seat.worker)
+        try:
+            size = self._write(folder, step, moment, tensors, state)
+            self._written.append(step)
+            self._forget_old()
+        except OSError as error:
+            self.failed += 1
+            logger.error("the checkpoint of step %d was not written: %s; training goes on", step, error)
+            self._take_back(folder)
+            self._say("checkpoint_failed", step=step, reason=str(error))
+            return
+        self._say("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
+
+    def _write(self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, Held], state: Numbers) -> int:
+        seat = self.seat
+        path = folder / f"rank-{seat.rank}{SUFFIX}"
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest_path(folder, seat.rank).unlink(missing_ok=True)
+        file = write_tensors(path, tensors)
+        for parent in (folder.parent, folder.parent.parent, self.folder):
+            sync_folder(parent)
+        manifest = Manifest(
+            moment, step, seat.worker, seat.rank, seat.ranks, {path.name: file}, self.common_step, self.lasting, state
+        )
+        replace_file(manifest_path(folder, seat.rank), manifest.text())
+        return file.bytes
+
+    def _say(self, type_: str, **fields: object) -> None:
+        try:
+            self._tell(type_, **fields)
+        except OSError as error:  # the disk that is full may be the log's too
+            logger.error("the event '%s' was not written: %s", type_, error)
+
+    # What all have
+
+    @property
+    def latest(self) -> int:
+        """The newest step of this start that all ranks of this worker have written; 0 if there is none."""
+        ranks = range(self.seat.ranks)
+        for step in sorted(self._written, reverse=True):
+            folder = worker_folder(self.folder, step, self.seat.worker)
+            if self.seat.ranks == 1 or all(manifest_path(folder, rank).exists() for rank in ranks):
+                return step
+        return 0
+
+    @property
+    def common_step(self) -> int:
+        """The newest step that all workers have told they have saved, or the one started from; 0 if there is none."""
+        told = [self._told.get(worker, set()) for worker in range(self.seat.workers)]
+        return max(set.intersection(*told), default=self._started_from)
+
+    def heard(self, members: Iterable[Member]) -> None:
+        """What a round taught of the others' checkpoints."""
+        for member in members:
+            if member.report.checkpoint_step:
+                self._told.setdefault(member.worker, set()).add(member.report.checkpoint_step)
+        common = self.common_step
+        self._told = {worker: {step for step in steps if step >= common} for worker, steps in self._told.items()}
+
+    # Forgetting
+
+    def begin(self, attempt: int, start: Checkpoint | None) -> None:
+        """A start of the run: from here on what lies after `start` is another story, and is removed."""
+        self.attempt, self._started_from = attempt, 0 if start is None else start.step
+        if self.seat.rank:
+            return
+        for worker, folder in worker_folders(self.folder):
+            if self._mine(worker) and (start is None or folder.parent.name > start.folder.parent.name):
+                self._remove(folder)
+
+    def _mine(self, worker: int) -> bool:
+        """Checkpoints of workers that no longer take part have an heir."""
+        return worker % self.seat.workers == self.seat.worker
+
+    def _forget_old(self) -> None:
+        """Keep the newest `keep`, everything from the common step on, and what another rank may still be writing."""
+        if self.seat.rank:
+            return
+        complete, _ = find_checkpoints(self.folder)
+        mine = [checkpoint for checkpoint in complete if checkpoint.worker == self.seat.worker]
+        kept = {checkpoint.step for checkpoint in mine[-self.config.keep :]}
+        old = {c.folder for c in complete if self._mine(c.worker) and c.step < self.common_step and c.step not in kept}
+        whole = {checkpoint.folder for checkpoint in complete}
+        for worker, folder in worker_folders(self.folder):
+            if self._mine(worker) and (folder in old or (folder not in whole and not self._in_use(folder))):
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        """The manifests first: what is half removed must not look complete."""
+        remove_folder(folder, folder.glob("rank-*.json"))
+
+    def _in_use(self, folder: Path) -> bool:
+        """Another rank may still write there; and a manifest that cannot be read is evidence, not litter."""
+        return any(folder.glob("rank-*.json")) or folder.parent.name in {f"step-{step:08d}" for step in self._written}
+
+    def _take_back(self, folder: Path) -> None:
+        """What a failed write left; other ranks' files are theirs to remove."""
+        try:
+            for path in folder.glob(f"rank-{self.seat.rank}.*"):
+                path.unlink()
+            folder.rmdir()
+            folder.parent.rmdir()
+        except OSError as error:
+            logger.info("%s is left behind, and is not counted as a checkpoint: %s", folder, error)

@@ -1,0 +1,144 @@
+"""From which checkpoint the workers go on: all must take states that belong together, and every byte is checked first.
+
+Workers may be on machines that share nothing, so each looks at what it has itself, and they tell each other. They take
+the latest moment that all have (manifests.py says why a moment is a number of rounds), and in it each takes its own
+latest good state. If a worker has none, all take the moment before, and say so. If nothing is left, nothing is removed
+and the run does not start.
+
+With another number of workers than were saved, worker i starts from the state of worker i mod k, and the progress of
+the data is shared out anew; training/loop.py says what becomes of local work.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.data.order import ShardProgress
+from diloco.errors import CheckpointError, ConfigError
+from diloco.training.manifests import Checkpoint, Moment, find_checkpoints
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[bytes], list[bytes]]
+"""Collective: everyone's bytes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a worker begins."""
+
+    attempt: int = 1
+    checkpoint: Checkpoint | None = None
+    """None: at the first step."""
+    progress: Mapping[int, ShardProgress] | None = None
+    """What has been read of all shards, if they are to be shared out anew."""
+    warnings: tuple[str, ...] = ()
+    """What was found damaged."""
+
+    @property
+    def workers_before(self) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint.moment.workers
+
+
+@dataclass
+class _Here:
+    """What this worker has on its machine."""
+
+    checkpoints: dict[Moment, list[Checkpoint]] = field(default_factory=dict)
+    """Oldest first."""
+    attempt: int = 0
+    had_common: bool = False
+    damage: list[str] = field(default_factory=list)
+
+    def latest_good(self, moment: Moment) -> tuple[Checkpoint | None, list[str]]:
+        """Reads every byte; and what is wrong with those that are not good."""
+        damage: list[str] = []
+        for checkpoint in reversed(self.checkpoints[moment]):
+            found = checkpoint.damage()
+            if not found:
+                return checkpoint, damage
+            damage += map(str, found)
+        return None, damage
+
+
+def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
+    """Collective: the start that all workers take. Every rank of a worker calls it."""
+    here = _look(run_folder, worker)
+    told = _exchange(
+        gather,
+        {
+            "moments": [list(moment) for moment in here.checkpoints],
+            "attempt": here.attempt,
+            "had_common": here.had_common,
+            "damage": here.damage,
+        },
+    )
+    warnings = [text for one in told for text in one["damage"]]
+    attempt = 1 + max(one["attempt"] for one in told)
+    common = set.intersection(*({Moment(*moment) for moment in one["moments"]} for one in told))
+    for moment in sorted(common, reverse=True):
+        checkpoint, damage = here.latest_good(moment)
+        found = _exchange(gather, {"damage": damage, "good": checkpoint is not None})
+        warnings += [text for one in found for text in one["damage"]]
+        if checkpoint is not None and all(one["good"] for one in found):
+            progress = None if moment.workers == workers else _progress(run_folder, moment, gather)
+            return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings)))
+    _refuse_to_begin_again(run_folder, told, warnings)
+    return Start(attempt)
+
+
+def _exchange(gather: Gather, mine: Mapping[str, Any]) -> list[Any]:
+    return [json.loads(data) for data in gather(json.dumps(mine).encode())]
+
+
+def _look(run_folder: Path, worker: int) -> _Here:
+    """This worker's checkpoints by moment."""
+    complete, damage = find_checkpoints(run_folder)
+    here = _Here(damage=[str(one) for one in damage])
+    for checkpoint in complete:
+        manifest = checkpoint.manifests[0]
+        here.attempt = max(here.attempt, checkpoint.moment.attempt)
+        here.had_common = here.had_common or manifest.common_step > 0
+        if checkpoint.worker == worker % checkpoint.moment.workers:
+            here.checkpoints.setdefault(checkpoint.moment, []).append(checkpoint)
+    return here
+
+
+def _refuse_to_begin_again(run_folder: Path, told: list[Any], warnings: list[str]) -> None:
+    """A run that was ended before its first checkpoint begins again; one that has lost its checkpoints does not."""
+    if not warnings and not any(one["had_common"] for one in told):
+        return
+    found = "; ".join(dict.fromkeys(warnings)) or "no moment is there on all workers"
+    raise CheckpointError(
+        f"{run_folder} has no checkpoint that all workers can go on from ({found}). Nothing was removed: restore the "
+        f"files, or remove {run_folder / 'checkpoints'} on every machine to begin again at the first step"
+    )
+
+
+def check_lasting(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
+    """Refuse what would make another run of it."""
+    saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
+    other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    if other:
+        key = other[0]
+        raise ConfigError(
+            f"{checkpoint.folder} was saved with {key} = {saved.get(key)!r}, and the run now has {now.get(key)!r}: a "
+            f"run goes on with what it began with ({', '.join(other)} differ); start a new run for another"
+        )
+
+
+def _progress(run_folder: Path, moment: Moment, gather: Gather) -> dict[int, ShardProgress]:
+    """What all the saved workers had read, also those that are gone, as far as any machine here knows it."""
+    mine: dict[int, tuple[int, dict[str, list[int]]]] = {}
+    for checkpoint in find_checkpoints(run_folder)[0]:
+        if checkpoint.moment == moment:
+            state = checkpoint.manifests[0].state["also"]["training"]
+            mine[checkpoint.worker] = (checkpoint.step, state["progress"])
+    latest: dict[int, tuple[int, dict[str, list[int]]]] = {}
+    for one in _exchange(gather, {"workers": [[worker, *told] for worker, told in mine.items()]}):
+        for worker, step, progress in one["workers"]:
+            latest[worker] = max(latest.get(worker, (-1, {})), (step, progress), key=lambda told: told[0])
+    return {int(shard): ShardProgress(*read) for _, progress in latest.values() for shard, read in progress.items()}

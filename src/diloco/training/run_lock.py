@@ -1,0 +1,59 @@
+"""One process at a time trains in a run folder. Torch-free.
+
+A lock of the operating system (flock), which ends with the process that holds it: a killed run leaves none behind.
+The launcher holds one; each worker process holds a second, since workers may outlive a killed launcher for a moment.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diloco.errors import ConfigError
+
+_LAUNCHER, _WORKERS = ".lock", ".lock-workers"
+_LEFTOVER_SECONDS = 20.0
+_POLL_SECONDS = 0.05
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Refuses a folder in which another process trains; waits for workers of a killed one to end."""
+    file = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _locked(file, fcntl.LOCK_EX, 0.0):
+            raise ConfigError(f"another process trains in {folder} at this moment: wait for it, or stop it first")
+        _wait_for_leftovers(folder)
+        yield
+    finally:
+        os.close(file)
+
+
+def _wait_for_leftovers(folder: Path) -> None:
+    file = os.open(folder / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _locked(file, fcntl.LOCK_EX, _LEFTOVER_SECONDS):
+            raise ConfigError(f"workers of an earlier start still run in {folder}: end them first")
+    finally:
+        os.close(file)
+
+
+def hold_as_worker(folder: Path) -> None:
+    """For as long as this process lives."""
+    file = os.open(folder / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    _locked(file, fcntl.LOCK_SH, 0.0)
+
+
+def _locked(file: int, kind: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True

@@ -1,0 +1,109 @@
+"""When a worker is saved, and how one that was saved goes on.
+
+A save happens after the same inner steps on all workers, at the end, and at a stop; always before the last rounds that
+end a run (`finish`), which an uninterrupted run would not have had. A state in which a stop has already cut a round
+short is not saved: whoever resumes then goes on from the checkpoint before.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.training.checkpoints import Checkpoints
+from diloco.training.config import RunConfig
+from diloco.training.manifests import find_checkpoints
+from diloco.training.resuming import Start, check_lasting
+from diloco.training.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One worker's state and its checkpoints."""
+
+    config: RunConfig
+    state: WorkerState
+    checkpoints: Checkpoints
+    tell: Callable[..., None]
+
+    def after_step(self) -> None:
+        if self.config.checkpoint_due(self.state.mode.state.inner_steps):
+            self._save()
+
+    def at_end(self) -> None:
+        """Before the last rounds."""
+        if self.config.checkpoint.interval != 0:
+            self._save()
+
+    def _save(self) -> None:
+        outer = self.state.mode.state
+        outer.settle()
+        reason = outer.unsavable()
+        if reason is None:
+            self.checkpoints.save(outer.inner_steps, outer.sequence, *self.state.saved())
+        else:
+            logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
+            self.tell("checkpoint_skipped", step=outer.inner_steps, reason=reason)
+
+    def load(self, start: Start) -> dict[str, Any]:
+        """Go on from there; returns what an event tells of it."""
+        checkpoint, seat = start.checkpoint, self.checkpoints.seat
+        told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
+        told |= {"workers": seat.workers, "workers_before": start.workers_before}
+        if checkpoint is not None:
+            if checkpoint.step > self.config.steps:
+                raise ConfigError(
+                    f"steps = {self.config.steps}, but {checkpoint.folder} is at step {checkpoint.step} already: give "
+                    "--steps more"
+                )
+            check_lasting(checkpoint, self.checkpoints.lasting)
+            told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
+            told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
+            told["new"] = seat.worker >= checkpoint.moment.workers
+            if told["new"]:
+                self.state.mode.start_from_anchor()
+        self.checkpoints.begin(start.attempt, checkpoint)
+        notes = [*start.warnings, *self._notes(start)]
+        if seat.worker == 0 and told["steps_before"] not in (None, self.config.steps):
+            notes.append(
+                f"steps was {told['steps_before']} and is {self.config.steps}: from here on the learning rate follows "
+                "the schedule of that length"
+            )
+        return told | {"notes": notes}
+
+    def _notes(self, start: Start) -> list[str]:
+        """What going on here means, in words; the first worker tells what concerns all."""
+        seat, checkpoint = self.checkpoints.seat, start.checkpoint
+        if checkpoint is None:
+            return ["there is no checkpoint yet: the run begins again at its first step"] if seat.worker == 0 else []
+        before, notes = checkpoint.moment.workers, []
+        if seat.worker >= before:
+            notes.append(
+                f"worker {seat.worker} is new: it starts from the anchor, with the inner optimizer of worker "
+                f"{seat.worker % before}"
+            )
+        if seat.worker == 0:
+            for worker in range(seat.workers, before):
+                lost = _unmerged_steps(self.checkpoints.folder, start, worker)
+                work = f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"
+                notes.append(f"worker {worker} takes no further part: {work}")
+            if before != seat.workers:
+                notes.append(f"the data is shared out anew, from {before} workers to {seat.workers}")
+        return notes
+
+
+def _unmerged_steps(run_folder: Path, start: Start, worker: int) -> int:
+    """Of a worker that is left out; if its checkpoint is on another machine, as many as this worker has itself."""
+    assert start.checkpoint is not None
+    theirs = [
+        checkpoint
+        for checkpoint in find_checkpoints(run_folder)[0]
+        if checkpoint.worker == worker and checkpoint.moment == start.checkpoint.moment
+    ]
+    manifest = (theirs or [start.checkpoint])[-1].manifests[0]
+    merged = [value for key, value in manifest.state["outer"].items() if key.endswith(".merged_at")]
+    return manifest.step - min(merged, default=manifest.step)
