@@ -94,6 +94,25 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def scaled(engine: RankedEngine) -> dict[str, Any]:
+    """GradScaler, with one gradient of one rank not finite: the whole worker skips that step, and no other does."""
+    model, optimizer = build_rank(engine, PLAIN, sgd=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = rank_loss(model, engine, step)
+        if step == 2 and engine.worker == 1 and engine.ranks.rank == engine.ranks.count - 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.finish()
+    finite = bool(whole_parameters(model).isfinite().all())
+    return {"skipped": optimizer.skipped_steps, "scale": scaler.get_scale(), "finite": finite}
+
+
 class Mixed(nn.Module):
     """Frozen and shared tensors, statistics, a parameter with fewer rows than ranks, and a scalar."""
 
@@ -147,6 +166,7 @@ def tell(engine: RankedEngine) -> Told:
         "nan": _disturbed(engine, _nan),
         "astray": _disturbed(engine, _astray),
         "saved": saved_and_loaded(engine),
+        "scaled": scaled(engine),
         "mixed": mixed(engine),
         "refused": refused(engine),
     }
@@ -232,6 +252,24 @@ def test_i5_a_state_with_a_round_in_flight_goes_by_parameter_name_into_another_o
     _, ranks = world
     for rank in ranks:
         assert rank["saved"] == {"in flight": 1, "rows": True, "digests": True, "parameters": True}
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_its_whole_worker_and_no_other(world: World) -> None:
+    sizes, ranks = world
+    fine, overflowed = ({"skipped": n, "scale": scale, "finite": True} for n, scale in ((0, 1024.0), (1, 512.0)))
+    assert [rank["scaled"] for rank in ranks] == [fine] * sizes[0] + [overflowed] * sizes[1]
+
+
+def two_ranks_alone(engine: RankedEngine) -> RankStory:
+    return train_rank(engine, PLAIN, 7)
+
+
+def test_a_single_worker_of_two_ranks_trains_as_a_single_rank_and_sends_nothing() -> None:
+    [single], pair = with_ranks((1,), two_ranks_alone), with_ranks((2,), two_ranks_alone)
+    for rank in pair:
+        assert rank.final == pytest.approx(single.final, abs=1e-5)
+        assert rank.digests == pair[0].digests
+        assert rank.bytes_sent == 0
 
 
 def test_frozen_tensors_buffers_and_parameters_of_few_rows_are_the_same_on_all_ranks(world: World) -> None:

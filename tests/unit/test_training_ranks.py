@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.models.native import NativeModel
 from diloco.models.presets import preset
 from diloco.training.config import ComputeConfig, RunConfig, TrainingConfig
 from diloco.training.sharding import _filled, _without_parameters
 from diloco.training.spawn import Place
+from diloco.training.worker import check_devices
 
 
 def test_one_number_of_ranks_is_for_all_workers_and_several_are_for_one_each() -> None:
@@ -57,6 +59,25 @@ def test_consecutive_processes_are_the_ranks_of_a_worker_and_have_logs_of_their_
     assert [(place.worker, place.rank) for place in places] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     assert [str(place) for place in places[:2]] == ["worker 0", "worker 1, rank 0,"]
     assert [place.log.name for place in places[:3]] == ["worker-0.log", "worker-1-rank-0.log", "worker-1-rank-1.log"]
+
+
+class Told(WorkerRanks):
+    """Two ranks of which the other one says what it is told to."""
+
+    def __init__(self, other: tuple[float, ...]) -> None:
+        super().__init__(ranks=(0, 1))
+        self.other = other
+
+    def gather_numbers(self, *values: float) -> list[tuple[float, ...]]:
+        return [values, (values[0], *self.other)]
+
+
+def test_ranks_of_a_worker_that_share_a_cuda_device_are_refused() -> None:
+    check_devices(torch.device("cuda", 0), Told((1,)))
+    check_devices(torch.device("cpu"), Told((-1,)))
+    check_devices(torch.device("cuda", 0), WorkerRanks())
+    with pytest.raises(ConfigError, match="2 ranks of a worker share 1 CUDA devices: each needs its own"):
+        check_devices(torch.device("cuda", 0), Told((0,)))
 
 
 def test_a_copy_without_parameters_takes_no_memory_and_filled_again_is_the_same_model() -> None:

@@ -6,9 +6,11 @@ process is a worker and the environment gives the place.
 
 import logging
 import os
+import platform
 import signal
 import sys
 import traceback
+import zlib
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from diloco.data.corpus import Corpus
 from diloco.engines.connecting import gather_bytes, join, rendezvous_error
 from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog, NoEvents
@@ -70,6 +73,7 @@ def train_here(
     device = _device(config, local_rank)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
     engine = _engine(config, sizes)
+    check_devices(device, engine.ranks)
     start = agree(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
@@ -103,6 +107,17 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def check_devices(device: torch.device, ranks: WorkerRanks) -> None:
+    """NCCL, which the ranks of a worker talk over, refuses two on one device, and not in words that help."""
+    machine = zlib.crc32(platform.node().encode())
+    places = ranks.gather_numbers(machine, -1 if device.index is None else device.index)
+    if device.type == "cuda" and len(set(places)) < ranks.count:
+        raise ConfigError(
+            f"{ranks.count} ranks of a worker share {len(set(places))} CUDA devices: each needs its own; use fewer "
+            "ranks or workers, or --device cpu"
+        )
 
 
 def _meet_locally(config: RunConfig, place: Place) -> None:
