@@ -3,6 +3,7 @@
     DiLoCoError
     ├── ConfigError          the user asked for something impossible (also a ValueError); exit code 2
     │   └── DataError        a corpus, tokenizer or shard that cannot be used as asked
+    │       └── SourceUnavailable  a source that may answer later: what was prepared of it is kept
     ├── EngineError          averaging with the others is impossible from here on
     │   └── RendezvousError  the workers could not find each other at the start
     ├── CheckpointError      no checkpoint to go on from, or one that is damaged
@@ -24,6 +25,10 @@ class ConfigError(DiLoCoError, ValueError):
 
 class DataError(ConfigError):
     """The data cannot be used as asked: missing, unreadable, too small, shared between workers."""
+
+
+class SourceUnavailable(DataError):
+    """The source cannot be reached now (no network, say); a preparation goes on from where it was when it can."""
 
 
 class EngineError(DiLoCoError):

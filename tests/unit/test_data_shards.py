@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.data import shards as shards_module
+from diloco.data.building import unigram_perplexity
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus, shard_name, token_dtype
+from diloco.data.local import StandardLibrary
 from diloco.data.passages import Passages, cut
-from diloco.data.shards import cache_root, prepare, unigram_perplexity
-from diloco.data.sources import StandardLibrary, open_source
+from diloco.data.shards import cache_root, prepare
+from diloco.data.sources import open_source
 from diloco.data.tokenizer import END_OF_TEXT, Tokenizer
 from diloco.errors import DataError
 
@@ -65,10 +67,10 @@ def texts_of(corpus: Corpus) -> tuple[list[str], list[str]]:
 
 def test_shards_hold_every_passage_exactly_once_and_without_loss(config: DataConfig) -> None:
     train, validation = texts_of(prepare(config))
-    expected = list(Passages(open_source(config.source), config.validation_fraction))
+    expected = list(Passages(open_source(config), config))
     assert sorted(train) == sorted(p.text for p in expected if not p.is_validation)
     assert validation == [p.text for p in expected if p.is_validation]
-    assert "".join(p.text for p in expected) == "".join(open_source(config.source).documents())
+    assert "".join(p.text for p in expected) == "".join(document.text for document in open_source(config).documents())
 
 
 def test_counts_in_meta_are_those_of_the_text_and_the_files(config: DataConfig) -> None:
@@ -174,41 +176,26 @@ def test_digest_tells_different_text_apart(config: DataConfig) -> None:
 def test_second_preparation_opens_the_cache_and_builds_nothing(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages: list[tuple[str, int, int]] = []
+    stages: list[tuple[str, int, int | None]] = []
     first = prepare(config, lambda *report: stages.append(report))
-    assert {stage for stage, _, _ in stages} == {"training the tokenizer", "tokenising"}
-    assert all(0 <= done <= total for _, done, total in stages)
-    assert stages[-1][1] == stages[-1][2]
-    monkeypatch.setattr(shards_module, "_build", lambda *_: pytest.fail("built again"))
+    assert {stage for stage, _, _ in stages} == {"training the tokenizer", "tokenising", "reading back"}
+    assert all(total is not None and 0 <= done <= total for _, done, total in stages)
+    told = [(done, total) for stage, done, total in stages if stage == "tokenising"]
+    assert told[-1][0] == told[-1][1]
+    monkeypatch.setattr(shards_module, "_prepared", lambda *_: pytest.fail("built again"))
     assert prepare(replace(config, sequence_length=64)) == first
 
 
-def test_interrupted_preparation_is_not_taken_for_a_corpus(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards_module._Writer, "digest", die)  # all tokens are written, meta.json is not
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config)
-    assert list(cache_root(config).iterdir()) == []
-
-    with monkeypatch.context() as patch:  # a kill leaves the temporary folder behind
-        patch.setattr(shards_module._Writer, "digest", die)
-        patch.setattr(shards_module.shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config)
-    (leftover,) = cache_root(config).iterdir()
-    corpus = prepare(config)
-    assert texts_of(corpus)[1]
-    assert leftover.exists(), "it is recent: another process may be writing to it"
-
+def test_preparations_that_nobody_came_back_to_are_removed_after_days(config: DataConfig) -> None:
+    leftovers = [cache_root(config) / f".{name}.preparing" for name in ("old", "recent")]
+    for leftover in leftovers:
+        leftover.mkdir(parents=True)
+        (leftover / "validation.bin").write_bytes(b"12")
     long_ago = time.time() - shards_module.ABANDONED_AFTER_SECONDS - 60
-    for path in [*leftover.iterdir(), leftover]:
+    for path in [*leftovers[0].iterdir(), leftovers[0]]:
         os.utime(path, (long_ago, long_ago))
-    (corpus.folder / "meta.json").unlink()
     prepare(config)
-    assert not leftover.exists()
+    assert [leftover.exists() for leftover in leftovers] == [False, True]
 
 
 @pytest.mark.parametrize("victim", ["train-00001.bin", "validation.bin", "tokenizer.json", "meta.json"])
@@ -289,7 +276,7 @@ def test_source_without_enough_usable_text_is_refused_and_leaves_no_cache(
 
 def test_unusable_cache_folder_is_refused_with_the_remedy(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write .*file.*--data\.cache-dir"):
+    with pytest.raises(DataError, match=r"cannot write .*file.*--data\.cache_dir"):
         prepare(replace(config, cache_dir=str(tmp_path / "file" / "below")))
 
 

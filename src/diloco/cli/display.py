@@ -54,8 +54,8 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def preparing(self, stage: str, done: int, total: int) -> None:
-        """Progress of the data's preparation."""
+    def preparing(self, stage: str, done: int, total: int | None) -> None:
+        """Progress of the data's preparation; `total` is None where nobody knows it."""
         if self._live is not None:
             if self._due(_REFRESH_SECONDS) or done == total:
                 line = Table.grid(padding=(0, 1))

@@ -18,6 +18,7 @@ app = App(
     help_epilogue="Example:  diloco train --workers 2",
     version=__version__,
     default_parameter=Parameter(name_transform=lambda name: name, negative=()),
+    suppress_keyboard_interrupt=False,  # exit code 1, as below
 )
 app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
 app.command(
@@ -44,6 +45,14 @@ app.command(
     help="Write a run to TensorBoard, W&B or trackio, also after the fact.",
     help_epilogue="Example:  diloco sink runs/2026-01-31-101500-tiny tensorboard",
 )
+data = App(
+    name="data",
+    help="Prepare text for training.",
+    help_epilogue="Example:  diloco data prepare --data.source my_texts/",
+)
+data.command("diloco.cli.data:prepare", name="prepare", help="Turn text into token shards, once; resumes.")
+data.command("diloco.cli.data:tokenizer", name="tokenizer", help="Train a tokenizer and keep it.")
+app.command(data)
 
 
 def main() -> NoReturn:
@@ -56,6 +65,8 @@ def run(tokens: list[str]) -> int:
     try:
         if tokens[:1] == ["train"]:
             tokens = _train_tokens(tokens[1:], console)
+        elif tokens[:2] in (["data", "prepare"], ["data", "tokenizer"]):
+            tokens = _data_tokens(tokens[1], tokens[2:], console)
         app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ConfigError) as error:
         _complain(console, str(error))
@@ -74,10 +85,23 @@ def run(tokens: list[str]) -> int:
 def _train_tokens(tokens: list[str], console: Console) -> list[str]:
     if "--help" in tokens or "-h" in tokens:
         return ["train", "--help-train"]
+    return ["train", *_merged(tokens, console)]
+
+
+def _data_tokens(command: str, tokens: list[str], console: Console) -> list[str]:
+    from diloco.cli.data import check_options
+
+    if "--help" in tokens or "-h" in tokens:
+        return ["data", command, "--help-data"]
+    check_options(command, tokens)
+    return ["data", command, *_merged(tokens, console)]
+
+
+def _merged(tokens: list[str], console: Console) -> list[str]:
     merged, notes = merge(tokens)
     for note in notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
-    return ["train", *merged]
+    return merged
 
 
 def _complain(console: Console, message: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diloco.cli.display import Display
 from diloco.cli.report import print_report
-from diloco.cli.train import begin_again, both, check_data, is_complete, new_run_folder, noting
+from diloco.cli.train import begin_again, both, check_data, is_complete, load_features, new_run_folder, noting
 from diloco.config import to_toml
 from diloco.data.corpus import Corpus
 from diloco.data.shards import prepare
@@ -86,7 +86,7 @@ def _prepared(config: RunConfig, leader: bool) -> Corpus:
     if not leader:
         _meet()
     check_run_model(config)
-    corpus = prepare(config.data)
+    corpus = prepare(config.data, load_features=load_features(config))
     if leader:
         _meet()
     return corpus

@@ -16,6 +16,7 @@ from rich.text import Text
 from diloco.cli.display import Display, PatientConsole
 from diloco.cli.report import print_report
 from diloco.config import dotted, sections, to_toml
+from diloco.data.clusters import FeatureModel, LoadFeatures
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
 from diloco.data.shards import prepare
@@ -42,7 +43,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
   --codec C             how outer gradients travel: fp32, fp16, bf16, int8
-  --data.source X       stdlib (this Python's library), a text file or a folder
+  --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
   --engine E            torch_distributed
   --seed N              of the initial parameters and the order of the data
@@ -94,7 +95,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             if is_complete(console, resume, config):
                 return
         with Display(console, config) as display:
-            corpus = prepare(config.data, display.preparing)
+            corpus = prepare(config.data, display.preparing, load_features(config))
             check_data(config, corpus, config.workers)
             folder = resume or new_run_folder(config)
             if resume is None:
@@ -131,6 +132,20 @@ def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], 
         second()
 
     return call
+
+
+def load_features(config: RunConfig) -> LoadFeatures:
+    """How to get a feature model if one is needed: torch is not imported before."""
+
+    def load(folder: Path) -> FeatureModel:
+        import torch
+
+        from diloco.training.features import feature_model
+
+        wanted = {"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(config.device, config.device)
+        return feature_model(folder, wanted)
+
+    return load
 
 
 def _outcome(work: Callable[[], None]) -> DiLoCoError | None:

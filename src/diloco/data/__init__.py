@@ -1,11 +1,12 @@
 """Text on disk to batches of token windows: sources, tokenizer, shards, order.
 
     config.py       DataConfig: what the user may say about the data
-    sources.py      the documents of a source, in a fixed order; the registry of sources
+    documents.py    the contract of a source; sources.py the registry; local.py, files.py, hub.py the sources
     passages.py     documents cut into passages; the fixed train/validation split
-    tokenizer.py    the byte-level BPE: train, load, encode, decode
+    tokenizer.py    text to tokens and back; tokenizer_files.py: where a tokenizer comes from
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
-    shards.py       prepare(): source -> corpus, once, cached, atomic
+    shards.py       prepare(): source -> corpus, once, cached; building.py, writer.py: how, resumable
+    clusters.py     shards of different kind
     permutation.py  a shuffle that is computed, not stored
     order.py        which windows a worker sees, and when: a pure function of (seed, shards, progress, position)
 

@@ -1,6 +1,7 @@
 """What the user may say about the data. Checks values only: `prepare` finds out what exists."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.errors import ConfigError
 
@@ -15,19 +16,37 @@ class DataConfig:
     """The text that is trained on, how it is cut into tokens and how it is dealt to the workers."""
 
     source: str = "stdlib"
-    """`stdlib` (the running Python's own library), or the path of a text file or a folder of such."""
+    """`stdlib` (this Python's own library), a file or folder (text, .jsonl, .parquet), or hf:NAME[:CONFIG][@SPLIT]."""
+
+    text_field: str = "text"
+    """The field of a .jsonl line, Parquet row or dataset row that is the document."""
+
+    label_field: str | None = None
+    """The field that says where a document comes from, to measure a partition (default: the name of its file)."""
+
+    max_documents: int | None = None
+    """Take no more than the first so many documents of the source."""
+
+    max_bytes: int | None = None
+    """Take no more than the first so many bytes of text of the source; the last document is cut."""
 
     vocab_size: int = DEFAULT_VOCAB_SIZE
     """Tokens of the byte-level BPE trained on the source; fewer where the text does not support so many."""
 
     tokenizer: str | None = None
-    """Path of an existing tokenizer.json to use as it is, instead of training one."""
+    """A tokenizer.json, a folder with one, or hf:NAME: to use as it is, instead of training one."""
 
     sequence_length: int = 128
     """Tokens the model predicts in one sequence."""
 
     shards: int = 16
     """Disjoint parts of the training text; worker i of k reads parts i, i+k, …, so workers ≤ shards."""
+
+    partition: Literal["iid", "clusters"] = "iid"
+    """How documents are dealt to the shards: evenly, or a cluster of similar ones to each (k-means on features)."""
+
+    feature_model: str | None = None
+    """With partition = clusters: the folder of the model whose last layer gives the features."""
 
     validation_fraction: float = 0.02
     """Part of the text held out for validation: the same passages whatever the workers, seed and shards."""
@@ -36,11 +55,12 @@ class DataConfig:
     """Folder for prepared corpora; by default $XDG_CACHE_HOME/diloco, else ~/.cache/diloco."""
 
     def __post_init__(self) -> None:
-        self._check_text("source", self.source)
-        if self.tokenizer is not None:
-            self._check_text("tokenizer", self.tokenizer)
-        if self.cache_dir is not None:
-            self._check_text("cache_dir", self.cache_dir)
+        for name in ("source", "text_field", "label_field", "tokenizer", "feature_model", "cache_dir"):
+            if getattr(self, name) is not None or name in ("source", "text_field"):
+                self._check_text(name, getattr(self, name))
+        for name in ("max_documents", "max_bytes"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, getattr(self, name), 1, None)
         self._check_integer("vocab_size", self.vocab_size, SMALLEST_VOCAB_SIZE, LARGEST_VOCAB_SIZE)
         self._check_integer("sequence_length", self.sequence_length, 1, None)
         self._check_integer("shards", self.shards, 1, LARGEST_SHARD_COUNT)
@@ -54,6 +74,22 @@ class DataConfig:
             raise ConfigError(
                 f"data.vocab_size is {self.vocab_size}, but data.tokenizer {self.tokenizer!r} brings its own "
                 "vocabulary: leave out one of the two"
+            )
+
+        self._check_partition()
+
+    def _check_partition(self) -> None:
+        if self.partition not in ("iid", "clusters"):
+            raise ConfigError(f"data.partition is {self.partition!r}, but must be 'iid' or 'clusters'")
+        if self.partition == "clusters" and self.feature_model is None:
+            raise ConfigError(
+                "data.partition = clusters groups documents by a model's features: name its folder with "
+                "--data.feature_model (the model/ of an earlier run will do)"
+            )
+        if self.partition != "clusters" and self.feature_model is not None:
+            raise ConfigError(
+                f"data.feature_model is {self.feature_model!r}, but is used only with data.partition = clusters: add "
+                "--data.partition clusters, or leave it out"
             )
 
     @staticmethod

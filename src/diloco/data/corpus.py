@@ -1,7 +1,7 @@
 """A prepared corpus: a folder of flat, memory-mapped token files, and what was counted when they were
 written.
 
-    tokenizer.json   the tokenizer
+    tokenizer.json   the tokenizer; tokenizer_config.json beside it names its end-of-text token
     train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text after each
     passage validation.bin   the held-out passages
     meta.json        sizes, counts, digest; written last
@@ -12,7 +12,8 @@ part.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of every cache key: raise it when the same settings would give other files."""
 
 META = "meta.json"
@@ -63,6 +64,9 @@ class CorpusMeta:
     """Of the tokenizer and all tokens: equal on two machines if and only if they prepared the same corpus."""
     skipped: dict[str, int]
     """Files and documents left out, by reason."""
+    partition: str = "iid"
+    label_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Training tokens of each label in each shard, where shards are clusters and documents have labels."""
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -71,7 +75,24 @@ class CorpusMeta:
     @classmethod
     def from_json(cls, text: str) -> "CorpusMeta":
         fields = json.loads(text)
-        return cls(**{**fields, "shard_tokens": tuple(fields["shard_tokens"])})
+        labels = {label: tuple(tokens) for label, tokens in fields["label_tokens"].items()}
+        return cls(**{**fields, "shard_tokens": tuple(fields["shard_tokens"]), "label_tokens": labels})
+
+    def event(self) -> dict[str, Any]:
+        """What a run's log says of its corpus."""
+        names = ("partition", "documents", "shard_tokens", "validation_tokens", "purity", "overall_purity")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def purity(self) -> dict[str, float]:
+        """Of each label, the share of its tokens that is in one shard: the one that has most of it."""
+        return {label: max(tokens) / max(1, sum(tokens)) for label, tokens in self.label_tokens.items()}
+
+    @property
+    def overall_purity(self) -> float | None:
+        """The same of all labelled tokens together; None where there are no labels."""
+        total = sum(map(sum, self.label_tokens.values()))
+        return sum(map(max, self.label_tokens.values())) / total if total else None
 
 
 @final
@@ -136,6 +157,10 @@ class Corpus:
     @property
     def digest(self) -> str:
         return self.meta.digest
+
+    def worker_weight(self, shards: Sequence[int]) -> float:
+        """The training tokens of some shards: what their worker's contribution counts where shards differ in kind."""
+        return float(sum(self.meta.shard_tokens[shard] for shard in shards))
 
     def shard(self, shard: int) -> Tokens:
         """The tokens of one training shard, mapped from disk."""

@@ -1,32 +1,41 @@
-"""Text to token numbers and back: a byte-level BPE, lossless for any text.
+"""Text to token numbers and back: a byte-level BPE of our own, lossless for any text, or anyone's tokenizer.
 
 `tokenizers` does the work and is imported when it is needed, not before. Text is encoded as text: the letters
 `<|endoftext|>` in a document become ordinary tokens, never the special one. Refuses a tokenizer without an
 end-of-text token, since documents could not be told apart.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from diloco.data.tokenizer_files import TELLING_FILES, TokenizerFile, find_tokenizer
 from diloco.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""What other people's tokenizers call it; the first that is there is taken."""
+"""What other people's tokenizers call it; the first that is there is taken, if no file beside it says more."""
+
+LONGEST_RUN = 256
+"""Training a BPE takes time in the square of the longest word: 256 KiB without a space take a minute."""
+
+_LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}|\s{{{LONGEST_RUN + 1},}}")
 
 
 @final
 class Tokenizer:
     """A tokenizer with an end-of-text token. `vocab_size` is the rows a model's embedding needs."""
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(self, inner: Any, name: str, end_of_text: str | None = None) -> None:
         """`inner`: a `tokenizers.Tokenizer`; `name`: what to call it in messages."""
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-        token = next((token for token in END_OF_TEXT_NAMES if token in vocabulary), None)
+        names = END_OF_TEXT_NAMES if end_of_text is None else (end_of_text,)
+        token = next((token for token in names if token in vocabulary), None)
         if token is None:
             raise DataError(
-                f"data.tokenizer {name!r} has no end-of-text token (tried {' '.join(END_OF_TEXT_NAMES)}); "
+                f"data.tokenizer {name!r} has no end-of-text token (tried {' '.join(names)}); "
                 "add one as a special token, or leave data.tokenizer out to have one trained"
             )
         inner.encode_special_tokens = True  # see the module's docstring
@@ -53,32 +62,33 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator((piece for text in texts for piece in cut_runs(text)), trainer)
         return cls(inner, "trained")
 
-    @staticmethod
-    def read(path: str | Path) -> str:
-        """The content of a tokenizer.json, not yet parsed."""
-        try:
-            return Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"data.tokenizer {str(path)!r} cannot be read: {error}; give the path of a tokenizer.json"
-            ) from error
+    @classmethod
+    def load(cls, spec: str | Path) -> "Tokenizer":
+        """The tokenizer that `data.tokenizer = spec` names: a tokenizer.json, a folder, or hf:NAME."""
+        return cls.of(find_tokenizer(spec), str(spec))
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of a tokenizer.json."""
+    def of(cls, file: TokenizerFile, name: str) -> "Tokenizer":
         from tokenizers import Tokenizer as Inner
 
-        content = cls.read(path)
         try:
-            inner = Inner.from_str(content)
+            inner = Inner.from_str(file.content)
         except Exception as error:  # tokenizers raises no narrower type
             raise DataError(
-                f"data.tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library: {error}"
+                f"data.tokenizer {name!r} is not a tokenizer.json of the tokenizers library: {error}"
             ) from error
-        return cls(inner, str(path))
+        return cls(inner, name, file.end_of_text)
+
+    def save(self, path: Path) -> None:
+        """A tokenizer.json and, beside it, which token ends a text."""
+        end_of_text = self._inner.id_to_token(self.end_of_text)
+        path.with_name(TELLING_FILES[0]).write_text(json.dumps({"eos_token": end_of_text}) + "\n", encoding="utf-8")
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
 
     def to_json(self) -> str:
         """What a tokenizer.json holds."""
@@ -96,3 +106,13 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], skip_end_of_text: bool = False) -> str:
         """The text of some tokens; bytes that are no whole character come out as U+FFFD."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=skip_end_of_text))
+
+
+def cut_runs(text: str) -> Iterator[str]:
+    """Parts of the text, joined the text, in which no run with or without spaces is longer than LONGEST_RUN."""
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        for end in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            yield text[start:end]
+            start = end
+    yield text[start:]

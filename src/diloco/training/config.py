@@ -228,6 +228,7 @@ class RunConfig:
         `model` describes the built model: its name may be a path, which is one machine's own.
         """
         data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
+        data = replace(data, partition="iid", feature_model=None)  # what they give is in the corpus and its digest
         checkpoint = replace(self.checkpoint, keep=2, asynchronous=True)
         here = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, sinks=None)
         shared = replace(here, model=model, data=data, checkpoint=checkpoint)

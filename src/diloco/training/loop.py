@@ -91,9 +91,15 @@ class Training:
         if self.config.mode == "data-parallel":
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
             return DataParallelMode(self.model, self.inner, self.engine, self.config, identity)
-        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity)
+        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode.state.on_post, mode.state.on_round = self._on_post, self._on_round
         return mode
+
+    def _weight(self) -> float:
+        """Of this worker's contributions: its work, or its part of the text where the shards differ in kind (paper)."""
+        if self.config.data.partition == "clusters":
+            return self.corpus.worker_weight(self.batches.shards)
+        return float(self.config.tokens_per_step)
 
     def run(self) -> None:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
@@ -108,6 +114,8 @@ class Training:
             tokens_per_step=config.tokens_per_step,
             unigram_perplexity=self.corpus.unigram_perplexity,
         )
+        if self.leader:
+            self.events.emit("corpus", **self.corpus.meta.event())
         if self._resumed is not None:
             self.events.emit("resumed", **self._resumed)
         if state.inner_steps == 0:

@@ -71,14 +71,16 @@ class DiLoCoMode(Mode):
         engine: Membership,
         config: RunConfig,
         identity: str,
+        weight: float,
     ) -> None:
+        """`weight`: of this worker's contributions to a mean."""
         self.optimizer = DiLoCo(
             model,
             inner,
             engine,
             sync=config.sync,
             outer=outer_optimizer(config.outer),
-            weight=float(config.tokens_per_step),
+            weight=weight,
             identity=identity,
         )
         self.state: OuterLoop = self.optimizer.outer

@@ -1,0 +1,214 @@
+"""`diloco data`: prepare a corpus before any run needs it, or train a tokenizer and keep it."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.display import PatientConsole
+from diloco.cli.train import load_features
+from diloco.data.building import train_tokenizer
+from diloco.data.corpus import Corpus
+from diloco.data.order import count_windows
+from diloco.data.shards import prepare as prepare_corpus
+from diloco.data.sources import open_source
+from diloco.errors import ConfigError
+from diloco.training.config import RunConfig
+
+_LINE_SECONDS = 10.0
+
+HELP = {
+    "prepare": """\
+[bold]diloco data prepare[/] \\[RUN.toml] \\[OPTIONS]
+
+Turn text into token shards, once: `diloco train` with the same data options
+then starts at once. After an interruption the same command goes on.
+
+  --data.source X          stdlib, a file or folder (text, .jsonl, .parquet;
+                           also .gz .xz .bz2 .zst), or a Hugging Face dataset:
+                           hf:NAME\\[:CONFIG]\\[@SPLIT], hf:/FOLDER
+  --data.text_field F      the field of a row that is the document (text)
+  --data.max_documents N   take no more of the source; also data.max_bytes
+  --data.vocab_size N      train a BPE of N tokens, or use one that exists:
+  --data.tokenizer T       tokenizer.json, a folder with one, or hf:NAME
+  --data.shards N          disjoint parts; a worker reads one or more
+  --data.partition P       iid, or clusters: similar documents together, by
+  --data.feature_model M   features of the model in this folder
+  --data.cache_dir DIR     where prepared corpora are kept
+
+All options of \\[data]: diloco train --print-config, docs/data.md.
+Example:  diloco data prepare --data.source my_texts/ --data.vocab_size 8000""",
+    "tokenizer": """\
+[bold]diloco data tokenizer[/] \\[RUN.toml] --to tokenizer.json \\[OPTIONS]
+
+Train a byte-level BPE on a source and keep it, to use with --data.tokenizer.
+
+  --to FILE                where to write it
+  --data.source X          the text to learn from, as in `diloco data prepare`
+  --data.vocab_size N      tokens it should have
+
+Example:  diloco data tokenizer --data.source my_texts/ --to tokenizer.json""",
+}
+_LEARNING = ("source", "text_field", "max_documents", "max_bytes", "vocab_size", "validation_fraction")
+_OPTIONS = {
+    "prepare": ("data.", "model", "device"),
+    "tokenizer": (*(f"data.{name}" for name in _LEARNING), "model", "to"),
+}
+"""What has an effect, by command: `model` brings its recipe's vocabulary."""
+
+
+def check_options(command: str, tokens: Sequence[str]) -> None:
+    """Refuse options of a run that change nothing here; a run file may have them."""
+    for token in tokens:
+        name = token[2:].partition("=")[0].replace("-", "_") if token.startswith("--") else ""
+        known = any(name == option or (option[-1] == "." and name.startswith(option)) for option in _OPTIONS[command])
+        if name and not known and name not in ("help", "help_data"):
+            raise ConfigError(f"--{name} has no effect on `diloco data {command}`: leave it out")
+
+
+def prepare(
+    file: Path | None = None,
+    /,
+    *,
+    config: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),  # noqa: B008 - frozen
+    help_data: Annotated[bool, Parameter(name="--help-data")] = False,
+) -> None:
+    """Turn text into token shards, once."""
+    console = PatientConsole()
+    if help_data:
+        console.print(HELP["prepare"], highlight=False)
+        return
+    _check_first(file, "prepare")
+    with Preparing(console) as preparing:
+        corpus = prepare_corpus(config.data, preparing.told, load_features(config))
+    print_corpus(console, corpus, config.data.sequence_length)
+
+
+def tokenizer(
+    file: Path | None = None,
+    /,
+    *,
+    to: Path | None = None,
+    config: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),  # noqa: B008 - frozen
+    help_data: Annotated[bool, Parameter(name="--help-data")] = False,
+) -> None:
+    """Train a byte-level BPE and keep it."""
+    console = PatientConsole()
+    if help_data:
+        console.print(HELP["tokenizer"], highlight=False)
+        return
+    _check_first(file, "tokenizer")
+    if to is None:
+        raise ConfigError("`diloco data tokenizer` needs a place for the result: --to tokenizer.json")
+    if to.exists() or not to.parent.is_dir():
+        reason = "exists already" if to.exists() else f"cannot be written: there is no folder {to.parent}"
+        raise ConfigError(f"--to {to} {reason}; choose another place")
+    if config.data.tokenizer is not None:
+        raise ConfigError("data.tokenizer is an existing tokenizer: leave it out to train one")
+    with Preparing(console) as preparing:
+        preparing.told("training the tokenizer", 0, None)
+        trained = train_tokenizer(config.data, open_source(config.data))
+    trained.save(to)
+    console.print(Text(f"{to}: {trained.vocab_size:,} tokens; use it with --data.tokenizer {to}"), soft_wrap=True)
+
+
+def _check_first(file: Path | None, command: str) -> None:
+    if file is not None:
+        raise ConfigError(f"the run file {file} must come first: diloco data {command} {file} OPTIONS")
+
+
+class Preparing:
+    """A progress bar, or a line now and then where there is no terminal; use it as a context."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        amount = TextColumn("{task.fields[amount]}")
+        self._bar = Progress(*columns, amount, TimeRemainingColumn(), console=console, transient=True)
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._next = 0.0
+
+    def __enter__(self) -> "Preparing":
+        if self.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if isinstance(error, KeyboardInterrupt):
+            self.console.print("interrupted; the same command goes on from where it was", highlight=False)
+
+    def told(self, stage: str, done: int, total: int | None) -> None:
+        """`total` is None where nobody knows it, and `done` then counts documents."""
+        new, self._stage = stage != self._stage, stage
+        if self.console.is_terminal:
+            if new or self._task is None:
+                if self._task is not None:
+                    self._bar.remove_task(self._task)
+                self._task = self._bar.add_task(stage, total=total, amount="")
+            amount = f"{done:,}" if total is None and done else ""
+            self._bar.update(self._task, completed=done, total=total, amount=amount)
+        elif new or time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            how_far = f": {done / total:.0%}" if total else f": {done:,} so far" if done else ""
+            self.console.print(f"{stage}{how_far}", highlight=False)
+
+
+def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None:
+    """Where it is and what it holds."""
+    meta = corpus.meta
+    tokens = sorted(meta.shard_tokens)
+    sizes = f"{tokens[0]:,}" if tokens[0] == tokens[-1] else f"{tokens[0]:,} to {tokens[-1]:,}"
+    windows = sum(count_windows(count, sequence_length) for count in tokens)
+    rows = {
+        "documents": f"{meta.documents:,}",
+        "training tokens": f"{corpus.train_tokens:,} ({windows:,} sequences of {sequence_length})",
+        "validation tokens": f"{meta.validation_tokens:,}",
+        "vocabulary": f"{corpus.vocab_size:,} tokens, {corpus.bytes_per_token:.2f} bytes a token",
+        "shards": f"{corpus.shards} ({meta.partition}) of {sizes} tokens",
+        "unigram perplexity": f"{corpus.unigram_perplexity:.1f}",
+        "left out": ", ".join(f"{count:,} {reason}" for reason, count in meta.skipped.items()),
+        "digest": corpus.digest[:16],
+        "folder": str(corpus.folder),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        if value:
+            grid.add_row(name, Text(value, overflow="fold"))
+    console.print(grid)
+    if meta.partition != "iid":
+        console.print(shard_table(corpus))
+
+
+def shard_table(corpus: Corpus) -> Table:
+    """The shards that are clusters: their sizes, what is in them, and how pure the labels are."""
+    meta = corpus.meta
+    table = Table("shard", "tokens", "share", "mostly", title="shards", title_justify="left")
+    for shard, tokens in enumerate(meta.shard_tokens):
+        inside = sorted(((label[shard], name) for name, label in meta.label_tokens.items()), reverse=True)
+        mostly = ", ".join(f"{name} {count / tokens:.0%}" for count, name in inside[:3] if tokens and count)
+        table.add_row(str(shard), f"{tokens:,}", f"{tokens / max(1, corpus.train_tokens):.1%}", mostly)
+    for label, purity in meta.purity.items():
+        table.add_section()
+        table.add_row("", f"{sum(meta.label_tokens[label]):,}", "", f"{label}: {purity:.1%} in one shard")
+    if meta.overall_purity is not None:
+        table.add_row("", "", "", f"purity: {meta.overall_purity:.1%} of all labelled tokens")
+    return table
