@@ -20,16 +20,20 @@ SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/r
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The inner optimizer: AdamW with warm-up, cosine decay and clipping."""
+    """The inner optimizer, with warm-up, cosine decay and clipping."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for the rest."""
     lr: float = 4e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices; norms have none."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    momentum: float | None = None
+    """Of Muon (0.95)."""
     warmup_steps: int = 1000
     """Inner steps over which the learning rate rises from 0."""
     final_lr_ratio: float = 0.1
@@ -45,6 +49,10 @@ class InnerConfig:
         _at_least("inner.warmup_steps", self.warmup_steps, 0)
         for name in ("beta1", "beta2"):
             _between("inner." + name, getattr(self, name), 0, 1)
+        if self.momentum is not None:
+            _between("inner.momentum", self.momentum, 0, 1)
+            if self.optimizer != "muon":
+                raise ConfigError(f"inner.momentum = {self.momentum} is Muon's: add --inner.optimizer muon")
         if not 0 <= self.final_lr_ratio <= 1:
             raise ConfigError(f"inner.final_lr_ratio = {self.final_lr_ratio} must be from 0 to 1")
         if self.clip_norm is not None:

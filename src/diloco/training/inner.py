@@ -1,24 +1,87 @@
-"""The inner optimizer of a run: AdamW and its learning-rate schedule."""
+"""The inner optimizer of a run and its learning-rate schedule: AdamW, or Muon for matrices and AdamW for the rest.
+
+Muon orthogonalises the momentum of a matrix (MuLoCo found it better than AdamW under DiLoCo at 150M). It is for hidden
+matrices: those of the model's numbered blocks. Embeddings, the output matrix, norms and biases stay with AdamW. Muon's
+updates are scaled to AdamW's size, so that one learning rate and weight decay serve both.
+"""
 
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from diloco.errors import ConfigError
 from diloco.training.config import InnerConfig
 
+Group = dict[str, Any]
 
-def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.AdamW:
-    """AdamW, fused; weight decay for matrices and embeddings, none for norms."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+
+def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
+    """What the configuration names; weight decay for matrices and embeddings, none for norms."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    hidden = {name: p for name, p in trainable.items() if config.optimizer == "muon" and _is_hidden_matrix(name, p)}
+    rest = [p for name, p in trainable.items() if name not in hidden]
+    groups: list[Group] = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if config.optimizer == "adamw":
+        return _adamw(groups, config)
+    if not hidden:
+        raise ConfigError(
+            "inner.optimizer = muon is for the matrices of numbered blocks (layers.0, layers.1, …), and this model has "
+            "none: use adamw"
+        )
+    muon = torch.optim.Muon(
+        list(hidden.values()),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return BothOptimizers(muon, _adamw(groups, config)) if groups else muon
+
+
+def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and re.search(r"(?:^|\.)\d+\.", name) is not None
+
+
+def _adamw(groups: list[Group], config: InnerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+class BothOptimizers(torch.optim.Optimizer):
+    """Two optimizers over different parameters as one: their groups, one after the other, and one state."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self._both = (first, second)
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """The groups here are the groups there: what a schedule sets, both obey."""
+        first, second = self._both
+        count = len(first.param_groups)
+        first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
+        first.state = second.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self._both:
+            optimizer.step()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hand_on()
 
 
 def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, steps: int) -> LambdaLR:

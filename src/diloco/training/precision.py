@@ -1,0 +1,83 @@
+"""What an inner step computes in: fp32, bf16 or fp16 autocast. Weights, gradients' sums and anchors are fp32 always.
+
+fp16 needs a loss scale, since its range is small: torch's GradScaler, which belongs to the inner step alone and is a
+worker's own (OpenDiLoCo, arXiv 2407.07852). A step whose gradients overflow is skipped, counted, and still a step: the
+schedule of rounds goes on. A worker of several ranks skips on all of them or on none.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from diloco.engines.worker_ranks import WorkerRanks
+from diloco.errors import ConfigError
+
+Name = Literal["fp32", "bf16", "fp16"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """One worker's precision, with its loss scale if it has one."""
+
+    def __init__(self, name: str, device: torch.device, ranks: WorkerRanks) -> None:
+        """`name`: fp32, bf16, fp16, or auto, which is bf16 on a CUDA device that has it and fp32 elsewhere."""
+        on_gpu = device.type == "cuda"
+        if name == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ConfigError(f"compute.precision = bf16, but {torch.cuda.get_device_name(device)} has none: use fp16")
+        if name == "auto":
+            name = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        self.name = name
+        self.dtype: torch.dtype | None = _DTYPES.get(name)
+        self._device, self._ranks = device, ranks
+        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around every forward pass."""
+        return nullcontext() if self.dtype is None else torch.autocast(self._device.type, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients as they are, before they are clipped."""
+        if self._scaler is not None:
+            if self._ranks.count > 1:
+                self._agree(p.grad for group in optimizer.param_groups for p in group["params"])
+            self._scaler.unscale_(optimizer)
+
+    def _agree(self, gradients: Iterable[Tensor | None]) -> None:
+        """A gradient that is infinite on one rank is so on all of the worker: its scaler then skips on all."""
+        local = [_local(gradient) for gradient in gradients if gradient is not None]
+        local = [gradient for gradient in local if gradient.numel()]
+        infinite = not all(bool(gradient.isfinite().all()) for gradient in local)
+        if self._ranks.any(infinite) and local:
+            local[0].fill_(float("inf"))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, or none if the gradients were not finite; DiLoCo counts that itself."""
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._scaler is None else self._scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a gradient that is spread over a worker's ranks."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
