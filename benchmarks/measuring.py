@@ -93,11 +93,12 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write_results(benchmark: str, results: object) -> Path:
-    """benchmarks/results/<benchmark>-<processor>-<n>-cores.json, overwritten by each run."""
-    words = "".join(letter if letter.isalnum() else " " for letter in _processor().lower()).split()
+def write_results(benchmark: str, results: object, *, device: str | None = None) -> Path:
+    """benchmarks/results/<benchmark>-<processor or device>-….json, overwritten by each run."""
+    words = "".join(letter if letter.isalnum() else " " for letter in (device or _processor()).lower()).split()
     kept = [word for word in words if word not in ("r", "tm", "cpu", "processor")]
-    path = RESULTS / f"{benchmark}-{'-'.join(kept)}-{os.cpu_count()}-cores.json"
+    path = RESULTS / f"{benchmark}-{'-'.join(kept)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    where = machine() | ({} if device is None else {"device": device})
+    path.write_text(json.dumps({"machine": where, "results": results}, indent=2) + "\n")
     return path
