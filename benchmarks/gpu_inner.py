@@ -1,10 +1,10 @@
 """How fast a worker takes inner steps on one GPU: tokens a second, the share of the matrix ceiling, memory.
 
 The paper's 150M model (Table 1), sequence 1,024, bf16, AdamW, clipping, batches of 512 sequences in micro-batches, as
-`diloco train --model 150m` computes them; beside it `LlamaForCausalLM` of transformers with the same shape, compiled, on
-the same batches with the same optimizer. The ceiling is the best rate of one large bf16 matrix product in the same run;
-a model's FLOPs are 6 a parameter and token (the output matrix included, the embedding lookup not) and the causal half of
-the attention. Sides alternate, and the median of the repeats counts.
+`diloco train --model 150m` computes them; beside it `LlamaForCausalLM` of transformers with the same shape, compiled,
+on the same batches with the same optimizer. The ceiling is the best rate of one large bf16 matrix product in the same
+run; a model's FLOPs are 6 a parameter and token (the output matrix included, the embedding lookup not) and the causal
+half of the attention. Sides alternate, and the median of the repeats counts.
 
     python benchmarks/gpu_inner.py [--model 150m] [--micro-batch 64] [--accumulation 8] [--repeats 5]
 """
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diloco.training.compute import prepare
 from torch import Tensor, nn
 
 from diloco.models.config import ModelConfig
 from diloco.models.native import NativeModel
 from diloco.models.presets import preset
+from diloco.training.compute import prepare
 from diloco.training.config import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer
 from measuring import write_results
@@ -58,8 +58,10 @@ def ours(config: ModelConfig) -> tuple[nn.Module, Loss]:
 def theirs(config: ModelConfig) -> tuple[nn.Module, Loss]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model: Any = LlamaForCausalLM(LlamaConfig(**config.hf_config(), attn_implementation="sdpa")).cuda()
-    compiled = torch.compile(model)
+    build: Any = LlamaForCausalLM
+    shape: Any = LlamaConfig
+    model: Any = build(shape(**config.hf_config(), attn_implementation="sdpa")).cuda()
+    compiled: Any = torch.compile(model)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         logits = compiled(input_ids=tokens, use_cache=False).logits

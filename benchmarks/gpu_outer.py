@@ -1,8 +1,9 @@
 """What an outer step costs on one GPU: time against the memory-bandwidth floor, and with anchors kept in CPU memory.
 
-The parameters of OpenDiLoCo's 1.1B model. The floor of a step is θ_i, anchor and momentum read and written once each, at
-the rate at which the same run copies memory. `naive` is the same step in tensor operations, tensor by tensor. `exchanged`
-adds what averaging with others needs: the outer gradient encoded in a first pass, the mean decoded in a second.
+The parameters of OpenDiLoCo's 1.1B model. The floor of a step is θ_i, anchor and momentum read and written once each,
+at the rate at which the same run copies memory. `naive` is the same step in tensor operations, tensor by tensor.
+`exchanged` adds what averaging with others needs: the outer gradient encoded in a first pass, the mean decoded in a
+second.
 Offloaded, the floor is the transfer over PCIe, measured in the same run, and GPU memory is compared with plain AdamW
 training of the same model (gradients and moments there, one step behind it).
 

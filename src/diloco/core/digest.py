@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from diloco.core.gpu import use_kernels
+
 ROW = 1024  # elements a row: each column has a multiplier, and each row has one
 _ROWS_AT_ONCE = {"cpu": 128}  # 512 KiB: stays in cache
 _ROWS_AT_ONCE_ELSEWHERE = 32768
@@ -54,7 +56,7 @@ class Digest:
             padded = chunk.new_zeros(-(-chunk.numel() // ROW) * ROW)
             padded[: chunk.numel()] = chunk
             chunk = padded
-        if chunk.device.type == "cuda":
+        if use_kernels(chunk.device):
             from diloco.core.kernels import weighted_row_sums
 
             return weighted_row_sums(chunk, self._columns)

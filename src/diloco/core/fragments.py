@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.core import offload as offloading
+from diloco.core.gpu import use_kernels
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
 
@@ -164,7 +165,7 @@ class Fragment:
     @property
     def kernels(self) -> "Kernels | None":
         """What goes through this fragment in one pass; only for fp32 parameters on a GPU."""
-        if self.device.type != "cuda" or any(tensor.dtype != torch.float32 for tensor in self.tensors):
+        if not use_kernels(self.device) or any(tensor.dtype != torch.float32 for tensor in self.tensors):
             return None
         if self._kernels is None or self._kernels.moved:
             from diloco.core.kernels import Kernels

@@ -45,6 +45,11 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     @abstractmethod
+    def body(self) -> nn.Module:
+        """What computes all but the loss: the part that is compiled as one."""
+
+    @property
+    @abstractmethod
     def description(self) -> str:
         """Everything but the weights that decides what it computes. Workers that train together have the same."""
 

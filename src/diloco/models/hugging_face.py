@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
@@ -73,6 +73,11 @@ class HuggingFaceModel(LanguageModel):
     @property
     def max_sequence_length(self) -> int | None:
         return self.origin.max_sequence_length
+
+    @property
+    def body(self) -> nn.Module:
+        body: nn.Module = self.inner
+        return body
 
     @property
     def description(self) -> str:

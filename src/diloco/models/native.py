@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.models.base import LanguageModel, Reader
 from diloco.models.config import ModelConfig
@@ -36,6 +36,10 @@ class NativeModel(Transformer, LanguageModel):
     @property
     def max_sequence_length(self) -> int:
         return self.config.max_sequence_length
+
+    @property
+    def body(self) -> nn.Module:
+        return self.model
 
     @property
     def description(self) -> str:

@@ -97,6 +97,12 @@ class ComputeConfig:
 
     sharding: Literal["fsdp", "ddp"] = "fsdp"
     """Among several ranks: fsdp cuts parameters and optimizer state among them, ddp has a copy on each."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of matrix products and activations; weights are fp32 always. auto: bf16 on a GPU that has it, else fp32."""
+    compile: bool | None = None
+    """torch.compile (default: on a GPU, for models of 50M parameters and more)."""
+    checkpoint_activations: bool = False
+    """Recompute activations block by block in the backward pass, to save memory."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,24 @@ class RunConfig:
         for name in self.sink_names:
             if name not in SINK_NAMES or self.sink_names.count(name) > 1:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
+        self._check_compute()
         self._check_ranks()
 
     @property
     def sink_names(self) -> tuple[str, ...]:
         return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
+
+    def _check_compute(self) -> None:
+        if self.compute.precision == "fp16" and self.mode == "data-parallel":
+            raise ConfigError(
+                "compute.precision = fp16 has a loss scale for each worker, whose gradients cannot be averaged as they "
+                "are: use bf16 or fp32 in mode data-parallel"
+            )
+        if self.sync.offload and (self.backend == "nccl" or self.mode == "data-parallel"):
+            raise ConfigError(
+                f"sync.offload keeps anchors in CPU memory: it is for mode diloco over gloo (backend = {self.backend}, "
+                f"mode = {self.mode})"
+            )
 
     def _check_ranks(self) -> None:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks):

@@ -125,6 +125,10 @@ class LocalWorkers:
         reason = _last_line(output)
         if code < 0:
             reason = f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGILL:
+                reason += (
+                    " (an instruction that this CPU lacks; bf16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 on some)"
+                )
         elif code == 2:
             return ConfigError(reason)
         silent = "".join(f"; {one} did not end and was killed" for one in self._silent)

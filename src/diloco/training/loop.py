@@ -24,6 +24,7 @@ from diloco.models.base import LanguageModel
 from diloco.models.building import build_model
 from diloco.models.generation import Sampling, generate
 from diloco.training.checkpoints import Checkpoints, Seat
+from diloco.training.compute import prepare
 from diloco.training.config import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
@@ -31,6 +32,7 @@ from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.resuming import Start
 from diloco.training.saving import Saving
+from diloco.training.precision import Precision
 from diloco.training.sharding import spread, whole_number
 from diloco.training.worker_state import HasState, WorkerState
 from diloco.worker_round import RoundEvent
@@ -64,8 +66,10 @@ class Training:
         self._take_shards(None, since=0)
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
-        self.spread = spread(model, engine.ranks, config.compute.sharding, device)
+        self.precision = Precision(config.compute.precision, device, engine.ranks)
+        self.spread = spread(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
         self.model = self.spread.model
+        prepare(self.model, config.compute, device, sharded=self.spread.sharded)
         # Dropout, where a model has it, is not the same on all workers and ranks.
         torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
@@ -111,6 +115,7 @@ class Training:
             device=str(self.device),
             parameters=sum(p.numel() for p in self.model.parameters()),
             threads=torch.get_num_threads(),
+            precision=self.precision.name,
             tokens_per_step=config.tokens_per_step,
             unigram_perplexity=self.corpus.unigram_perplexity,
         )
@@ -196,16 +201,17 @@ class Training:
         micro_batches = batch.chunk(self.config.training.accumulation)
         for number, tokens in enumerate(micro_batches, 1):
             with self.spread.micro_batch(last=number == len(micro_batches)):
-                part = self.spread.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
-                part.backward()  # type: ignore[no-untyped-call]
+                with self.precision.autocast():
+                    part = self.spread.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+                self.precision.backward(part)
             loss += part.detach()
-        self.mode.before_clipping()
+        self.mode.before_clipping(self.precision)
         norm = self._clip()
         rate = self.inner.param_groups[0]["lr"]
         if (position + 1) % self.config.training.log_interval == 0:
             self._log_step(position + 1, loss, norm, rate)
         self._update_report()
-        self.mode.step()
+        self.mode.step(self.precision)
         self.schedule.step()
         self.checkpoints.heard(self.engine.members())
         self._announce_validation()
@@ -224,6 +230,7 @@ class Training:
             loss=self._loss,
             learning_rate=rate,
             gradient_norm=None if norm is None else whole_number(norm),
+            loss_scale=self.precision.loss_scale,
             tokens=(step - self._joined_at) * self.config.tokens_per_step,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
@@ -297,7 +304,8 @@ class Training:
         config = self.config
         share = (self.engine.worker, self.engine.workers, config.training.eval_windows)
         batch = max(1, config.training.batch_size // config.training.accumulation)
-        return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share, self.engine.ranks)
+        with self.precision.autocast():
+            return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share, self.engine.ranks)
 
     def _announce_validation(self) -> None:
         """The leader writes down the loss of all shares together, once every worker has told its own."""
@@ -350,6 +358,7 @@ class Training:
             rounds_failed=state.rounds_failed,
             contributions_refused=state.contributions_refused,
             checkpoints_failed=self.checkpoints.failed,
+            skipped_steps=self.mode.skipped_steps,
             bytes_sent=state.bytes_sent,
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,

@@ -15,6 +15,7 @@ from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer_loop import OuterLoop
 from diloco.training.config import RunConfig
+from diloco.training.precision import Precision
 
 
 class Mode(ABC):
@@ -26,11 +27,16 @@ class Mode(ABC):
     def zero_grad(self) -> None: ...
 
     @abstractmethod
-    def before_clipping(self) -> None:
-        """Whatever the workers do with their gradients before each clips its own."""
+    def before_clipping(self, precision: Precision) -> None:
+        """Whatever is done with gradients before each worker clips its own."""
 
     @abstractmethod
-    def step(self) -> None: ...
+    def step(self, precision: Precision) -> None: ...
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """Inner steps without a change, since fp16 gradients had overflowed."""
 
     @abstractmethod
     def request_stop(self) -> None:
@@ -89,11 +95,16 @@ class DiLoCoMode(Mode):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def before_clipping(self) -> None:
-        """Nothing: a worker's gradients are its own."""
+    def before_clipping(self, precision: Precision) -> None:
+        """A worker's gradients are its own."""
+        precision.unscale(self.optimizer)
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def step(self, precision: Precision) -> None:
+        precision.step(self.optimizer)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.optimizer.skipped_steps
 
     def request_stop(self) -> None:
         self._stop_requested = True
@@ -136,11 +147,15 @@ class DataParallelMode(Mode):
     def zero_grad(self) -> None:
         self.state.zero_grad()
 
-    def before_clipping(self) -> None:
+    def before_clipping(self, precision: Precision) -> None:  # noqa: ARG002 - fp16 is refused in this mode
         self.state.average_gradients()
 
-    def step(self) -> None:
+    def step(self, precision: Precision) -> None:  # noqa: ARG002
         self.state.step()
+
+    @property
+    def skipped_steps(self) -> int:
+        return 0
 
     def request_stop(self) -> None:
         self.state.report = replace(self.state.report, stopping=True)

@@ -7,7 +7,7 @@ schedule of rounds goes on. A worker of several ranks skips on all of them or on
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 
-Name = Literal["fp32", "bf16", "fp16"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,6 +35,15 @@ class Precision:
         self.dtype: torch.dtype | None = _DTYPES.get(name)
         self._device, self._ranks = device, ranks
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    @property
+    def sharding_policy(self) -> "MixedPrecisionPolicy | None":
+        """What FSDP gathers in, which for bf16 is half the bytes; gradients are summed in fp32."""
+        if self.name != "bf16" or self._ranks.count == 1:
+            return None
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around every forward pass."""

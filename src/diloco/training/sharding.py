@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.models.base import LanguageModel
+from diloco.training.compute import blocks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -26,6 +27,8 @@ class Spread(ABC):
     """A model on this rank. `model` has the parameters to train, on the device."""
 
     model: LanguageModel
+    sharded = False
+    """Whether parameters are gathered block by block."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Of this rank's rows, for training; all ranks call it as often."""
@@ -62,6 +65,8 @@ class _Single(Spread):
 
 
 class _Fsdp(Spread):
+    sharded = True
+
     def __init__(
         self, model: LanguageModel, ranks: WorkerRanks, device: torch.device, policy: "MixedPrecisionPolicy | None"
     ) -> None:
@@ -98,8 +103,7 @@ def shard(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh, policy = ranks.mesh(device.type), policy or MixedPrecisionPolicy()
-    blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    for block in reversed(blocks):  # a list within a block comes before it
+    for block in reversed(blocks(model)):  # a list within a block comes before it
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

@@ -57,6 +57,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "contributions_refused": (best or {}).get("contributions_refused", 0),
         "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
         "resumes": max(0, len(list(history.starts(log))) - 1),
+        "skipped_steps": sum({event["worker"]: event.get("skipped_steps", 0) for event in ended}.values()),
         "workers": workers,
         "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
         * started.get("tokens_per_step", 0),
