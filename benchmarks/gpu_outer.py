@@ -11,6 +11,7 @@ training of the same model (gradients and moments there, one step behind it).
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 
@@ -134,10 +135,15 @@ def offloaded(model: NativeModel) -> dict[str, object]:
     }
 
 
+def built(name: str) -> NativeModel:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return NativeModel(preset(name))
+
+
 def training_memory(name: str, *, offload: bool | None) -> int:
     """Peak bytes of some steps with gradients and moments there; `offload` None: plain training."""
-    torch.manual_seed(0)
-    model = NativeModel(preset(name)).cuda()
+    model = built(name)
     inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if offload is not None:
         sync = diloco.SyncConfig(num_inner_steps=2, offload=offload)
@@ -151,6 +157,7 @@ def training_memory(name: str, *, offload: bool | None) -> int:
         inner.zero_grad()
     peak = torch.cuda.max_memory_allocated()
     del inner, model
+    gc.collect()  # an optimizer and its engine know each other
     torch.cuda.empty_cache()
     return peak
 
@@ -160,8 +167,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-1b")
     name = parser.parse_args().model
     plain, with_diloco, with_offload = (training_memory(name, offload=offload) for offload in (None, False, True))
-    torch.manual_seed(0)
-    model = NativeModel(preset(name)).cuda()
+    model = built(name)
     parameters = sum(p.numel() for p in model.parameters())
     floor = 3 * copy_milliseconds(parameters)
     torch.cuda.empty_cache()
