@@ -75,7 +75,7 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
     The run file, if any, is the first token.
     """
-    tokens = [_unalias(token) for token in tokens]
+    tokens = _join_flags([_unalias(token) for token in tokens])
     if "resume" in _given(tokens):
         return _merge_resumed(tokens), []
     has_file = bool(tokens) and not tokens[0].startswith("-")
@@ -146,6 +146,18 @@ def _unalias(token: str) -> str:
     return f"--{known if known in known_keys() else name}{equals}{value}"
 
 
+def _join_flags(tokens: Sequence[str]) -> list[str]:
+    """`--compute.compile true` as one token: the parser knows flags with and without =, but not with a space."""
+    joined: list[str] = []
+    for token in tokens:
+        flag = joined and joined[-1].startswith("--") and joined[-1][2:] in _keys_of(bool)
+        if flag and token.lower() in ("true", "false", "none"):
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
+
+
 def _given(tokens: Sequence[str]) -> dict[str, str]:
     """The options on the command line with their values, as text."""
     given = {}
@@ -164,14 +176,16 @@ def _check_tables(given: Mapping[str, str]) -> None:
 
 
 @cache
-def _whole_keys() -> frozenset[str]:
+def _keys_of(kind: type) -> frozenset[str]:
     tables = sections(RunConfig()).items()
-    return frozenset(dotted(t, field.name) for t, s in tables for field in fields(s) if field.type in (int, int | None))
+    return frozenset(
+        dotted(t, field.name) for t, s in tables for field in fields(s) if field.type in (kind, kind | None)
+    )
 
 
 def _check_whole(values: Mapping[str, Any]) -> None:
     """The command line's parser would round 2.7 steps to 3 without a word."""
-    for key in _whole_keys() & values.keys():
+    for key in _keys_of(int) & values.keys():
         if _FRACTION.fullmatch(str(values[key])):
             raise ConfigError(f"{key} = {values[key]} must be a whole number")
 

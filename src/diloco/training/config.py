@@ -258,7 +258,7 @@ class RunConfig:
         data = replace(data, partition="iid", feature_model=None)  # what they give is in the corpus and its digest
         checkpoint = replace(self.checkpoint, keep=2, asynchronous=True)
         here = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, sinks=None)
-        shared = replace(here, model=model, data=data, checkpoint=checkpoint)
+        shared = replace(here, model=model, data=data, checkpoint=checkpoint, compute=ComputeConfig())
         return repr((__version__, corpus_digest, shared))
 
     def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
@@ -278,7 +278,7 @@ class RunConfig:
 
 
 MAY_CHANGE = (
-    "workers", "ranks", "compute.sharding", "steps", "out", "device", "backend", "threads", "port", "sinks",
+    "workers", "ranks", "compute.", "sync.offload", "steps", "out", "device", "backend", "threads", "port", "sinks",
     "sync.timeout_seconds", "checkpoint.", "data.source", "data.tokenizer", "data.cache_dir",
     "training.eval_interval", "training.eval_windows", "training.log_interval", "training.sample_prompt",
     "training.sample_tokens",

@@ -76,7 +76,7 @@ class Training:
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
         self.stop_requested = False
-        also: dict[str, HasState] = {"training": self, "mode": self.mode}
+        also: dict[str, HasState] = {"training": self, "mode": self.mode, "precision": self.precision}
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
         seat = Seat(engine.worker, engine.workers, engine.ranks.rank, engine.ranks.count)
         lasting = config.lasting(corpus.digest, self.model.description)

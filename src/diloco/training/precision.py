@@ -84,7 +84,8 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scaler is not None:
+        """A run may go on in another precision: a new loss scale then starts afresh."""
+        if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 
 
