@@ -30,9 +30,9 @@ from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.training.precision import Precision
 from diloco.training.resuming import Start
 from diloco.training.saving import Saving
-from diloco.training.precision import Precision
 from diloco.training.sharding import spread, whole_number
 from diloco.training.worker_state import HasState, WorkerState
 from diloco.worker_round import RoundEvent
