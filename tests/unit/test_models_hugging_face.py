@@ -186,6 +186,23 @@ def test_a_save_replaces_the_folder_whole(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"m", "saved"}
 
 
+def test_every_worker_can_save_and_not_only_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(make_folder(tmp_path / "m"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
+    model.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+def test_a_save_that_writes_no_weights_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(make_folder(tmp_path / "m"))
+    monkeypatch.setattr(model.inner, "save_pretrained", lambda _: None)
+    with pytest.raises(ConfigError, match="does not exist"):
+        model.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_save_that_fails_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(make_folder(tmp_path / "m"))
     model.save(tmp_path / "saved")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
 from diloco.models.folders import whole_folder
-from diloco.models.pretrained import TOKENIZER_FILE, Pretrained
+from diloco.models.pretrained import TOKENIZER_FILE, Pretrained, weight_files
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 
 # Of a config, what says where it came from and not what is computed.
@@ -107,12 +107,26 @@ class HuggingFaceModel(LanguageModel):
         if hasattr(self.inner, "generation_config"):
             # transformers refuses to save what some published models have in theirs; the file itself is kept below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
-        with whole_folder(folder) as new, _no_progress_bars():
+        with whole_folder(folder) as new, _no_progress_bars(), _saving_here(self.inner):
             self.inner.save_pretrained(new)
+            weight_files(new)  # whatever else transformers may have decided: a folder without weights is never left
             if own:
                 copy_tokenizer(self.origin.folder, new)
             elif tokenizer_path is not None:
                 write_tokenizer(new, tokenizer_path, end_of_text, self.max_sequence_length)
+
+
+@contextmanager
+def _saving_here(inner: Any) -> Iterator[None]:
+    """transformers writes on rank 0 of torch.distributed alone, and says nothing on the others.
+
+    Here a rank is a worker: the first of each machine saves, and after a loss whoever is left.
+    """
+    inner.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del inner.should_save_on_this_rank
 
 
 @contextmanager
