@@ -1,5 +1,6 @@
 """A pre-trained model's folder in, two workers fine-tune it, a folder out that transformers loads with equal logits."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,7 +19,10 @@ pytestmark = pytest.mark.slow
 
 def fine_tuned(model: str, tmp_path: Path, *options: str) -> Run:
     """A run of two workers with nothing said about tokenizer or recipe but what keeps it short."""
-    text = write_text(tmp_path / "text.txt", lines=1500)
+    lines = write_text(tmp_path / "lines", lines=1500).read_text().splitlines()
+    documents = ["\n".join(lines[at : at + 5]) for at in range(0, len(lines), 5)]
+    text = tmp_path / "documents.jsonl"
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     folder = tmp_path / "run"
     short = ["--steps=24", "--H=8", "--inner.lr=3e-3", "--inner.warmup_steps=2", "--training.eval_windows=16"]
     place = [f"--data.source={text}", f"--data.cache_dir={tmp_path / 'cache'}", "--data.shards=4", f"--out={folder}"]

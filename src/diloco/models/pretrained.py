@@ -40,14 +40,9 @@ class Pretrained:
     max_sequence_length: int | None
 
     @property
-    def tokenizer(self) -> Path:
-        path = self.folder / TOKENIZER_FILE
-        if not path.is_file():
-            raise ConfigError(
-                f"model {self.name!r} has no {TOKENIZER_FILE} in {self.folder}: give --data.tokenizer, or make one "
-                f"with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-            )
-        return path
+    def tokenizer(self) -> str:
+        """Its own tokenizer, as data.tokenizer names it."""
+        return str(self.folder) if is_local(self.name) else self.name
 
     def check(self, *, vocab_size: int, sequence_length: int) -> None:
         """Refuse a tokenizer or sequences that the model has no vectors or positions for."""

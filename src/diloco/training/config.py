@@ -307,7 +307,7 @@ FINE_TUNING: dict[str, object] = {
     "steps": 500,
     "inner.lr": 5e-5,
     "inner.warmup_steps": 20,
-    # Plain averaging: some ten rounds are too few for the paper's momentum, and it cannot overshoot.
+    # Plain averaging: in some ten rounds momentum gains little, and this cannot overshoot.
     "outer.optimizer": "sgd",
     "sync.num_inner_steps": 50,
     "training.batch_size": 8,
@@ -326,7 +326,7 @@ def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
     recipe = dict(FINE_TUNING)
     recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
-        recipe["data.tokenizer"] = str(found.tokenizer)
+        recipe["data.tokenizer"] = found.tokenizer
     if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain averaging has not
         del recipe["outer.optimizer"]
     return recipe
@@ -340,7 +340,7 @@ def check_run_model(config: RunConfig) -> None:
     if config.data.tokenizer is None:
         raise ConfigError(
             f"model {config.model!r} was trained with a tokenizer and data.tokenizer is none: a new one would mean "
-            f"nothing to it; give the model's tokenizer.json"
+            f"nothing to it; give the model's folder"
         )
     found.check(vocab_size=1, sequence_length=config.data.sequence_length)
 
