@@ -156,7 +156,7 @@ def test_without_checkpoints_a_killed_run_begins_again_and_says_so(
 
 
 def progress_of(workers: list[Training]) -> dict[int, tuple[int, int]]:
-    told = [worker.batches.progress(worker.mode.state.inner_steps - worker._shards_since) for worker in workers]
+    told = [worker.reading.progress() for worker in workers]
     return {shard: tuple(read) for shard, read in union_progress(told).items()}
 
 

@@ -6,7 +6,6 @@ prints nothing: what happens is in events.jsonl. Inputs are a pure function of (
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import Progress, ShardProgress, WorkerBatches, check_disjoint, worker_shards
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine, Membership
 from diloco.engines.rounds import RoundKey
@@ -31,6 +29,7 @@ from diloco.training.events import EventLog
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.precision import Precision
+from diloco.training.reading import Reading
 from diloco.training.resuming import Start
 from diloco.training.saving import Saving
 from diloco.training.sharding import spread, whole_number
@@ -61,11 +60,9 @@ class Training:
         self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # the leader's worker, of all its ranks
         self.config, self.corpus, self.engine, self.events = config, corpus, engine, events
         self.device, self.folder = device, folder
-        check_disjoint(corpus, engine.workers)
-        length = config.data.sequence_length
-        self._take_shards(None, since=0)
+        self.reading = Reading(corpus, config, engine.worker, engine.workers)
         torch.manual_seed(config.seed)
-        model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+        model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         self.precision = Precision(config.compute.precision, device, engine.ranks)
         self.spread = spread(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
         self.model = self.spread.model
@@ -76,7 +73,9 @@ class Training:
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
         self.stop_requested = False
-        also: dict[str, HasState] = {"training": self, "mode": self.mode, "precision": self.precision}
+        also: dict[str, HasState] = {
+            "training": self, "reading": self.reading, "mode": self.mode, "precision": self.precision
+        }  # fmt: skip
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
         seat = Seat(engine.worker, engine.workers, engine.ranks.rank, engine.ranks.count)
         lasting = config.lasting(corpus.digest, self.model.description)
@@ -102,7 +101,7 @@ class Training:
     def _weight(self) -> float:
         """Of this worker's contributions: its work, or its part of the text where the shards differ in kind (paper)."""
         if self.config.data.partition == "clusters":
-            return self.corpus.worker_weight(self.batches.shards)
+            return self.reading.weight
         return float(self.config.tokens_per_step)
 
     def run(self) -> None:
@@ -148,24 +147,13 @@ class Training:
         """Before `run`: everything as it was saved, or at the first step if nothing was."""
         self._resumed = self.saving.load(start)
         if start.progress is not None:
-            self._take_shards(start.progress, since=self._resumed["step"])
+            self.reading.take(start.progress, since=self._resumed["step"])
         if self._resumed["new"]:
             self._joined_at, self._elapsed_before = self._resumed["step"], 0.0
             torch.manual_seed(self.config.seed + self.engine.worker)
 
-    def _take_shards(self, progress: Progress | None, since: int) -> None:
-        """This worker's shards, as far as they have been read before its inner step `since`."""
-        config, corpus = self.config, self.corpus
-        shards = worker_shards(corpus.shards, self.engine.worker, self.engine.workers)
-        if progress is not None:
-            progress = {shard: progress.get(shard, ShardProgress()) for shard in shards}
-        length, batch = config.data.sequence_length, config.training.batch_size
-        self.batches = WorkerBatches(corpus, length, batch, shards, config.seed, progress)
-        self._shards_since, self._shards_before = since, progress
-
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself must remember."""
-        read = self.batches.progress(self.mode.state.inner_steps - self._shards_since)
         return {
             "steps": self.config.steps,
             "elapsed_seconds": self._elapsed(),
@@ -173,29 +161,18 @@ class Training:
             "failures": self._failures,
             "loss": self._loss,
             "joined_at": self._joined_at,
-            "shards_since": self._shards_since,
-            "shards_before": self._shards_before and {str(shard): list(p) for shard, p in self._shards_before.items()},
-            "progress": {str(shard): list(progress) for shard, progress in read.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._elapsed_before = state["elapsed_seconds"]
         self._announced_step, self._failures = state["announced_step"], list(state["failures"])
         self._loss, self._joined_at = state["loss"], state["joined_at"]
-        before = state["shards_before"]
-        if before is not None and self._owns(before):
-            before = {int(shard): ShardProgress(*progress) for shard, progress in before.items()}
-            self._take_shards(before, state["shards_since"])
-
-    def _owns(self, shards: Iterable[str]) -> bool:
-        """Not if the number of workers has changed: the shards are then shared out anew."""
-        return {int(shard) for shard in shards} == set(self.batches.shards)
 
     # One inner step
 
     def _step(self, position: int) -> None:
-        ranks, position_here = self.engine.ranks, position - self._shards_since
-        batch = torch.from_numpy(self.batches.batch(position_here)).chunk(ranks.count)[ranks.rank].to(self.device)
+        ranks = self.engine.ranks
+        batch = torch.from_numpy(self.reading.batch(position)).chunk(ranks.count)[ranks.rank].to(self.device)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)

@@ -135,7 +135,7 @@ def _progress(run_folder: Path, moment: Moment, gather: Gather) -> dict[int, Sha
     mine: dict[int, tuple[int, dict[str, list[int]]]] = {}
     for checkpoint in find_checkpoints(run_folder)[0]:
         if checkpoint.moment == moment:
-            state = checkpoint.manifests[0].state["also"]["training"]
+            state = checkpoint.manifests[0].state["also"]["reading"]
             mine[checkpoint.worker] = (checkpoint.step, state["progress"])
     latest: dict[int, tuple[int, dict[str, list[int]]]] = {}
     for one in _exchange(gather, {"workers": [[worker, *told] for worker, told in mine.items()]}):
