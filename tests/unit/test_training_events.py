@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.training.events import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, read_events
+from diloco.training.events import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
 
 _WRITERS = 4
 _EVENTS = 400
@@ -94,3 +94,14 @@ def test_a_line_that_was_cut_for_ever_is_left_out_with_a_warning_and_the_rest_is
     with caplog.at_level(logging.WARNING):
         assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
     assert "damaged line" in caplog.text
+
+
+@pytest.mark.parametrize("cut", ["", '{"v": 1, "ti'])
+def test_what_is_written_after_a_kill_does_not_stand_on_the_cut_line(tmp_path: Path, cut: str) -> None:
+    EventLog(tmp_path, 0).emit("before")
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write(cut)
+    end_cut_line(tmp_path)
+    EventLog(tmp_path, 0).emit("after")
+    assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
+    assert (tmp_path / EVENTS_FILE).read_text().count("\n") == (3 if cut else 2)

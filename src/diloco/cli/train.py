@@ -25,6 +25,7 @@ from diloco.models.pretrained import check_model, label
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
+from diloco.training.events import end_cut_line
 from diloco.training.launcher import LocalWorkers
 from diloco.training.run_lock import run_lock
 from diloco.training.spawn import STOP_SIGNALS
@@ -205,6 +206,7 @@ def is_complete(console: Console, folder: Path, config: RunConfig) -> bool:
 def begin_again(folder: Path, config: RunConfig) -> None:
     """A run that goes on: with its configuration as it is now, and without the summary of an earlier end."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    end_cut_line(folder)
     temporary = folder / f"config.toml.{os.getpid()}.partial"
     temporary.write_text(to_toml(config), encoding="utf-8")
     temporary.replace(folder / "config.toml")

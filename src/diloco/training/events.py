@@ -28,11 +28,7 @@ class EventLog:
 
     def __init__(self, run_folder: Path, worker: int) -> None:
         self.worker = worker
-        path = run_folder / EVENTS_FILE
-        cut = _ends_within_a_line(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if cut:  # by a kill: what follows must not stand on the same line
-            os.write(self._file, b"\n")
+        self._file = os.open(run_folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def emit(self, type_: str, **fields: object) -> None:
         """Append one event. Numbers that JSON does not know (nan, inf) become null."""
@@ -59,12 +55,15 @@ class NoEvents(EventLog):
         """Nothing."""
 
 
-def _ends_within_a_line(path: Path) -> bool:
+def end_cut_line(run_folder: Path) -> None:
+    """After a kill, before anybody writes again: what follows must not stand on the line that was cut."""
+    path = run_folder / EVENTS_FILE
     if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
+        return
+    with path.open("rb+") as file:
         file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+        if file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def _plain(value: object) -> object:
