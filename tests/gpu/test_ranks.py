@@ -6,6 +6,7 @@ The ranks of a worker share one device here, which NCCL does not do: they talk o
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.core.config import SyncConfig
@@ -38,6 +39,32 @@ def trained(world: TorchDistributedEngine, sizes: tuple[int, ...]) -> dict[str, 
     final = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
     dist.barrier()
     return {"final": final, "digest": optimizer.anchor_digest(), "evaluated": evaluated}
+
+
+def over_nccl(world: TorchDistributedEngine, sharded: bool) -> dict[str, object]:
+    """Workers of one rank each, whose collectives are NCCL's; sharded over that rank or not."""
+    torch.cuda.set_device(0)
+    engine = ranked.RankedEngine((1, 1))
+    model = net(seed=world.worker).cuda()
+    if sharded:
+        fully_shard(model, mesh=engine.ranks.mesh("cuda"))
+    optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-2), engine, sync=SyncConfig(3))
+    for step in range(7):
+        x, y = (part.cuda() for part in batch(engine.worker, step))
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        with optimizer.outer_parameters(), torch.no_grad():
+            model(x)  # what FSDP2 gathers here must not be there at the next step
+    optimizer.finish()
+    dist.barrier()
+    return {"digest": optimizer.anchor_digest(), "backend": str(dist.get_backend(engine.ranks.group))}
+
+
+def test_fsdp2_over_nccl_gives_the_bits_of_a_plain_model() -> None:
+    told = [*in_processes(2, over_nccl, False), *in_processes(2, over_nccl, True)]
+    assert len({one["digest"] for one in told}) == 1
+    assert {one["backend"] for one in told} == {"cpu:gloo,cuda:nccl"}
 
 
 def test_one_and_two_ranks_on_a_gpu_train_as_two_single_ranks_do() -> None:

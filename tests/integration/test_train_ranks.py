@@ -59,9 +59,12 @@ def test_a_stop_of_workers_of_one_and_two_ranks_is_clean_and_the_model_is_whole(
     load_model(run.folder / "model")
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_an_intact_worker_keeps_the_model(tmp_path: Path, text: Path) -> None:
-    with start(tmp_path / "run", text, *ENDLESS, "--ranks=2") as run:
-        run.wait_for_step(7)
+@pytest.mark.timeout(300)
+def test_a_killed_rank_ends_the_run_an_intact_worker_keeps_the_model_and_other_ranks_go_on(
+    tmp_path: Path, text: Path
+) -> None:
+    with start(tmp_path / "run", text, *ENDLESS, "--ranks=2", "--checkpoint.interval=4") as run:
+        run.wait_for_step(9)
         os.kill(run.workers()[3], signal.SIGKILL)
         assert run.code(20 + 15) == 1
         run.assert_nothing_is_left()
@@ -70,3 +73,19 @@ def test_a_rank_that_is_killed_ends_the_run_and_an_intact_worker_keeps_the_model
     assert run.summary["rounds"] >= 1
     model = load_model(run.folder / "model")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    goes_on_with_other_ranks(run)
+
+
+def goes_on_with_other_ranks(killed: Run) -> None:
+    """From its checkpoints, which two workers of two ranks wrote, as one of one rank and one of two."""
+    steps = killed.summary["inner_steps"] + 3
+    options = [f"--resume={killed.folder}", "--ranks=1,2", f"--steps={steps}"]
+    with Run(killed.folder, [sys.executable, "-m", "diloco.cli.main", "train", *options]) as resumed:
+        assert resumed.code() == 0, resumed.errors
+        resumed.assert_nothing_is_left()
+    assert resumed.summary["status"] == "complete"
+    assert resumed.summary["inner_steps"] == steps
+    assert len(set(resumed.summary["anchor_digests"])) == 1
+    begins = [event["step"] for event in resumed.events if event["type"] == "resumed"]
+    assert begins == [begins[0]] * 2
+    assert begins[0] > 0 and begins[0] % 4 == 0
