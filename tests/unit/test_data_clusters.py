@@ -114,6 +114,8 @@ def test_validation_is_the_same_split_whatever_the_partition(config: DataConfig)
         text for shard in range(3) for text in texts_of(even, shard)
     )
     assert even.meta.label_tokens == {} and even.meta.overall_purity is None
+    labelled = prepare(replace(config, partition="iid", feature_model=None, label_field="kind"))
+    assert labelled.meta.overall_purity == pytest.approx(1 / 3, abs=0.1)
     assert max(even.meta.shard_tokens) < 1.1 * min(even.meta.shard_tokens)
 
 

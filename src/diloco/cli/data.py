@@ -194,12 +194,12 @@ def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None
         if value:
             grid.add_row(name, Text(value, overflow="fold"))
     console.print(grid)
-    if meta.partition != "iid":
+    if meta.partition != "iid" or meta.label_tokens:
         console.print(shard_table(corpus))
 
 
 def shard_table(corpus: Corpus) -> Table:
-    """The shards that are clusters: their sizes, what is in them, and how pure the labels are."""
+    """The sizes of the shards, what is in them, and how pure the labels are."""
     meta = corpus.meta
     table = Table("shard", "tokens", "share", "mostly", title="shards", title_justify="left")
     for shard, tokens in enumerate(meta.shard_tokens):

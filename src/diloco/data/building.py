@@ -211,7 +211,8 @@ class Preparation:
         self.state.save(self.folder)
 
     def _count_label(self, passage: Passage, shard: int, tokens: int) -> None:
-        if passage.label is None or self.config.partition == "iid":
+        # Shards of one kind hold a share of every label; that is counted only where someone asks for it.
+        if passage.label is None or (self.config.partition == "iid" and self.config.label_field is None):
             return
         counts = self.state.label_tokens
         if passage.label not in counts:

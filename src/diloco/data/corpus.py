@@ -66,7 +66,7 @@ class CorpusMeta:
     """Files and documents left out, by reason."""
     partition: str = "iid"
     label_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Training tokens of each label in each shard, where shards are clusters and documents have labels."""
+    """Training tokens of each label in each shard, where documents have labels and shards are clusters."""
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -60,11 +60,6 @@ def prepare(config: DataConfig, progress: Progress | None = None, load_features:
         ) from error
 
 
-def is_prepared(config: DataConfig) -> bool:
-    """Whether `prepare` would find the corpus in the cache."""
-    return (cache_root(config) / _cache_name(config, open_source(config))).exists()
-
-
 def _prepared(preparation: Preparation, folder: Path) -> Corpus:
     """Do the work, or the rest of it, and give the result its name."""
     try:

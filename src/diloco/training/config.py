@@ -279,7 +279,7 @@ class RunConfig:
 
 MAY_CHANGE = (
     "workers", "ranks", "compute.", "sync.offload", "steps", "out", "device", "backend", "threads", "port", "sinks",
-    "sync.timeout_seconds", "checkpoint.", "data.source", "data.tokenizer", "data.cache_dir",
+    "sync.timeout_seconds", "checkpoint.", "data.source", "data.tokenizer", "data.feature_model", "data.cache_dir",
     "training.eval_interval", "training.eval_windows", "training.log_interval", "training.sample_prompt",
     "training.sample_tokens",
 )  # fmt: skip

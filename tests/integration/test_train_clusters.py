@@ -1,0 +1,63 @@
+"""A run on shards that are clusters: the workers' contributions weigh as much as their shards have text."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.data.tokenizer import Tokenizer
+from diloco.models.config import ModelConfig
+from diloco.models.saving import save_model
+from diloco.models.transformer import Transformer
+from launched.train import completed
+
+WORDS = {
+    "law": "court statute appeal clause",
+    "sea": "wave sail anchor storm",
+    "code": "def return import self",
+    "food": "soup bread onion butter",
+}
+DOCUMENTS = {"law": 240, "sea": 60, "code": 120, "food": 60}
+
+
+def write_domains(folder: Path) -> Path:
+    rng = random.Random(0)
+    folder.mkdir()
+    for name, words in WORDS.items():
+        rows = [" ".join(rng.choices([*words.split(), "the"], k=60)) for _ in range(DOCUMENTS[name])]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return folder
+
+
+def write_model(folder: Path, texts: Path) -> Path:
+    tokenizer = Tokenizer.train([path.read_text() for path in texts.iterdir()], 300)
+    tokenizer.save(folder.with_name("tokenizer.json"))
+    torch.manual_seed(0)
+    shape = ModelConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16,
+        max_sequence_length=48, tie_embeddings=True,
+    )  # fmt: skip
+    path = folder.with_name("tokenizer.json")
+    save_model(Transformer(shape), folder, tokenizer_path=path, end_of_text="<|endoftext|>")
+    return folder
+
+
+@pytest.mark.slow
+def test_training_on_clusters_weighs_the_workers_by_their_text_and_says_what_is_where(tmp_path: Path) -> None:
+    texts = write_domains(tmp_path / "texts")
+    model = write_model(tmp_path / "model", texts)
+    options = ("--data.partition=clusters", f"--data.feature_model={model}", "--steps=20", "--H=10")
+    run = completed(tmp_path / "run", texts, *options)
+    (corpus,) = [event for event in run.events if event["type"] == "corpus"]
+    assert corpus["partition"] == "clusters"
+    assert min(corpus["purity"].values()) > 0.9 and corpus["purity"].keys() == WORDS.keys()
+    tokens = corpus["shard_tokens"]
+    assert len(tokens) == 4 and max(tokens) > 2 * min(tokens)
+    rounds = [event for event in run.events if event["type"] == "round" and event["members"]]
+    assert rounds
+    for event in rounds:
+        weights = {member["worker"]: member["weight"] for member in event["members"]}
+        assert weights == {0: float(tokens[0] + tokens[2]), 1: float(tokens[1] + tokens[3])}
+    assert len(set(run.summary["anchor_digests"])) == 1
