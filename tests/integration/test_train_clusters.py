@@ -63,5 +63,6 @@ def test_training_on_clusters_weighs_the_workers_by_their_text_and_says_what_is_
     assert rounds
     for event in rounds:
         weights = {member["worker"]: member["weight"] for member in event["members"]}
-        assert weights == {0: float(tokens[0] + tokens[2]), 1: float(tokens[1] + tokens[3])}
+        # For each of the ten inner steps since the round before.
+        assert weights == {0: 10.0 * (tokens[0] + tokens[2]), 1: 10.0 * (tokens[1] + tokens[3])}
     assert len(set(run.summary["anchor_digests"])) == 1
