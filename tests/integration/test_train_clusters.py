@@ -59,10 +59,10 @@ def test_training_on_clusters_weighs_the_workers_by_their_text_and_says_what_is_
     assert min(corpus["purity"].values()) > 0.9 and corpus["purity"].keys() == WORDS.keys()
     tokens = corpus["shard_tokens"]
     assert len(tokens) == 4 and max(tokens) > 1.2 * min(tokens)  # words of large domains are single tokens
-    rounds = [event for event in run.events if event["type"] == "round" and event["members"]]
-    assert rounds
-    for event in rounds:
-        weights = {member["worker"]: member["weight"] for member in event["members"]}
-        # For each of the ten inner steps since the round before.
-        assert weights == {0: 10.0 * (tokens[0] + tokens[2]), 1: 10.0 * (tokens[1] + tokens[3])}
+    told = [event["members"] for event in run.events if event["type"] == "round"]
+    weights = [{member["worker"]: member["weight"] for member in members} for members in told]
+    worked = [each for each in weights if any(each.values())]  # the last round only confirms
+    # For each of the ten inner steps since the round before.
+    expected = {0: 10.0 * (tokens[0] + tokens[2]), 1: 10.0 * (tokens[1] + tokens[3])}
+    assert len(worked) >= 2 and all(each == expected for each in worked)
     assert len(set(run.summary["anchor_digests"])) == 1
