@@ -59,7 +59,7 @@ def test_the_end_of_a_run_is_a_report_with_a_sample_and_the_folder(first: Run) -
         assert part in first.output, first.output
     assert f"run folder: {first.folder}" in first.output
     assert {path.name for path in first.folder.iterdir() if not path.name.startswith(".")} == {
-        *("config.toml", "events.jsonl", "summary.json", "model", "logs")
+        *("config.toml", "events.jsonl", "summary.json", "model", "logs", "checkpoints")
     }
 
 

@@ -59,7 +59,8 @@ class Manifest:
     def read(cls, path: Path) -> "Manifest":
         """Raises ValueError with the reason if it is not as it was written."""
         try:
-            whole = json.loads(path.read_bytes())
+            data = path.read_bytes()
+            whole = json.loads(data)
             version, digest, body = whole["format"], whole["sha256"], whole["body"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"it is cut or changed ({error})") from error
@@ -68,7 +69,10 @@ class Manifest:
         if _digest(body) != digest:
             raise ValueError("its content does not have the sha256 that it states")
         files = {name: FileFacts(**file) for name, file in body["files"].items()}
-        return cls(**body | {"moment": Moment(**body["moment"]), "files": files})
+        manifest = cls(**body | {"moment": Moment(**body["moment"]), "files": files})
+        if manifest.text().encode() != data:
+            raise ValueError("it is cut or changed between its values")
+        return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:
