@@ -12,7 +12,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.order import union_progress
 from diloco.errors import ConfigError
-from diloco.training.config import CheckpointConfig, RunConfig
+from diloco.training.config import CheckpointConfig, ComputeConfig, RunConfig
 from diloco.training.events import read_events
 from diloco.training.history import current
 from diloco.training.loop import Training
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, object]] = {
     "int8": {"sync": replace(PLAIN, codec="int8")},
     "streamed fp16": {"sync": STREAMED},
     "streamed int8": {"sync": replace(STREAMED, codec="int8")},
+    "fp16 autocast, a loss scale": {"sync": PLAIN, "compute": ComputeConfig(precision="fp16")},
     "data-parallel": {"sync": replace(PLAIN, codec="fp32"), "mode": "data-parallel"},
 }
 
