@@ -19,7 +19,7 @@ from typing import Any
 from diloco.engines.rounds import Member
 from diloco.held import Held, Numbers
 from diloco.training.config import CheckpointConfig
-from diloco.training.durable import remove_folder, replace_file, sync_folder
+from diloco.training.durable import make_folder, remove_folder, replace_file, sync_folder
 from diloco.training.manifests import (
     Checkpoint,
     Manifest,
@@ -92,19 +92,22 @@ class Checkpoints:
         try:
             size = self._write(folder, step, moment, tensors, state)
             self._written.append(step)
-            self._forget_old()
         except OSError as error:
             self.failed += 1
             logger.error("the checkpoint of step %d was not written: %s; training goes on", step, error)
             self._take_back(folder)
             self._say("checkpoint_failed", step=step, reason=str(error))
             return
+        try:
+            self._forget_old()
+        except OSError as error:
+            logger.error("an old checkpoint could not be removed: %s", error)
         self._say("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
 
     def _write(self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, Held], state: Numbers) -> int:
         seat = self.seat
         path = folder / f"rank-{seat.rank}{SUFFIX}"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         manifest_path(folder, seat.rank).unlink(missing_ok=True)
         file = write_tensors(path, tensors)
         for parent in (folder.parent, folder.parent.parent, self.folder):
@@ -177,7 +180,7 @@ class Checkpoints:
 
     def _remove(self, folder: Path) -> None:
         """The manifests first: what is half removed must not look complete."""
-        remove_folder(folder, folder.glob("rank-*.json"))
+        remove_folder(folder, list(folder.glob("rank-*.json")))
 
     def _in_use(self, folder: Path) -> bool:
         """Another rank may still write there; and a manifest that cannot be read is evidence, not litter."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 24
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ def facts(path: Path) -> FileFacts:
             digest.update(chunk)
             size += len(chunk)
     return FileFacts(size, digest.hexdigest())
+
+
+def make_folder(folder: Path) -> None:
+    """With those above it, though another process may be removing one of them, which it found empty."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def remove_folder(folder: Path, first: Iterable[Path]) -> None:

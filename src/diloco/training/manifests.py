@@ -58,11 +58,11 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> "Manifest":
         """Raises ValueError with the reason if it is not as it was written."""
+        data = path.read_bytes()
         try:
-            data = path.read_bytes()
             whole = json.loads(data)
             version, digest, body = whole["format"], whole["sha256"], whole["body"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"it is cut or changed ({error})") from error
         if version != FORMAT:
             raise ValueError(f"it has format {version}, and this version of diloco reads format {FORMAT}")
@@ -142,8 +142,22 @@ def manifest_path(folder: Path, rank: int) -> Path:
 
 def worker_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """Every worker's folder of every step, complete or not, with the worker's number; oldest first."""
-    found = sorted((run_folder / FOLDER).glob("step-*/worker-*"))
-    return [(int(path.name[7:]), path) for path in found if path.is_dir() and path.name[7:].isdigit()]
+    steps = _numbered(run_folder / FOLDER, "step-", "")
+    return [found for _, step in steps for found in _numbered(step, "worker-", "")]
+
+
+def _numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
+    """What is in a folder under a name with a number; nothing if another worker has removed it meanwhile."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(name.removeprefix(before).removesuffix(after), name) for name in names]
+    return sorted(
+        (int(number), folder / name)
+        for number, name in found
+        if name == f"{before}{number}{after}" and number.isdigit()
+    )
 
 
 def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
@@ -151,10 +165,12 @@ def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
     complete, damage = [], []
     for _, folder in worker_folders(run_folder):
         manifests = []
-        for path in sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name)):
+        for _, path in _numbered(folder, "rank-", ".json"):
             try:
                 manifests.append(Manifest.read(path))
-            except ValueError as error:
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except (OSError, ValueError) as error:
                 damage.append(Damage(path, str(error)))
         if manifests and [manifest.rank for manifest in manifests] == list(range(manifests[0].ranks)):
             complete.append(Checkpoint(folder, tuple(manifests)))
