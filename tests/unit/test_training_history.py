@@ -11,7 +11,7 @@ from diloco.cli.view import RunView
 from diloco.errors import ConfigError
 from diloco.training import history
 from diloco.training.config import RunConfig
-from diloco.training.events import Event, EventLog, read_events
+from diloco.training.events import Event
 from diloco.training.launcher import put_aside
 from diloco.training.run_lock import hold_as_worker, run_lock
 from diloco.training.summary import summarize
@@ -87,15 +87,6 @@ def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
     assert view.notes[-1] == "worker 1 could not write the checkpoint of step 15: full"
     view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 takes no further part"]))
     assert set(view.workers) == {0} and "worker 1 takes no further part" in view.notes
-
-
-def test_an_event_after_a_cut_line_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"v": 1, "type": "st')
-    for worker in range(2):
-        log = EventLog(tmp_path, worker)
-        log.emit("worker_started")
-        log.close()
-    assert [event["worker"] for event in read_events(tmp_path)] == [0, 1]
 
 
 def test_a_log_of_an_earlier_start_is_kept_under_a_number(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def save(folder: Path, worker: int, step: int, *, rounds: int, workers: int = 2,
     checkpoints = Checkpoints(folder, Seat(worker, workers), CONFIG, {"seed": 1}, lambda *_, **__: None)
     checkpoints.attempt = attempt
     progress = {str(shard): [0, step] for shard in range(worker, 6, workers)}
-    state = {"also": {"training": {"progress": progress}}}
+    state = {"also": {"reading": {"progress": progress}}}
     checkpoints.save(step, rounds, {"w": hold(torch.full((50,), float(step)))}, state)
 
 
