@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
@@ -54,6 +55,21 @@ def test_the_seed_decides_and_without_one_texts_differ(folder: Path, capsys: pyt
 def test_one_likely_token_or_no_temperature_is_greedy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     greedy = written(capsys, folder, "--greedy")
     assert written(capsys, folder, "--top-k=1") == greedy == written(capsys, folder, "--temperature=0")
+    assert written(capsys, folder, "--temperature=1e-300") == greedy == written(capsys, folder, "--temperature=5e-324")
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "gpt2"])
+def test_a_model_with_weights_that_are_not_finite_is_refused_by_name(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "m", family)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "norm" in name or "ln_f" in name)
+    tensors[name][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run(["generate", str(folder), PROMPT]) == 2
+    captured = capsys.readouterr()
+    assert f"weights that are not finite (the first is {name}" in captured.err and captured.out == ""
 
 
 def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +86,8 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path, capsys:
         ([folder, "x", "--threads=0"], "must be at least 1"),
         ([folder, "x", "--temperature=-1"], "temperature is -1.0"),
         ([folder, "x", "--top-k=0"], "top_k is 0"),
+        ([folder, "x", "--seed=99999999999999999999999"], "must be from 0 to 2**63 - 1"),
+        ([folder, "x", "--seed=-1"], "must be from 0 to 2**63 - 1"),
         ([folder, "x", "--greedy", "--seed=1"], "--seed has no effect with --greedy"),
         ([folder, "x", "--greedy", "--temperature=1"], "--temperature has no effect with --greedy"),
     ):

@@ -1,5 +1,7 @@
 """Generation: the cache changes nothing, the window slides by halves, the seed decides, a token stops it."""
 
+import copy
+
 import pytest
 import torch
 
@@ -126,6 +128,15 @@ def test_the_former_mode_comes_back_when_a_stream_is_left_early(model: NativeMod
 
 def test_no_new_tokens_asked_for_gives_none(model: NativeModel) -> None:
     assert generate(model, PROMPT, max_new_tokens=0) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_computes_no_numbers_cannot_write(model: NativeModel, temperature: float) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        next(iter(broken.parameters())).fill_(float("nan"))
+    with pytest.raises(ConfigError, match="not finite: it cannot write"):
+        generate(broken, [1, 2], max_new_tokens=2, sampling=Sampling(temperature))
 
 
 def test_bad_input_is_refused_with_the_value_and_the_rule(model: NativeModel) -> None:

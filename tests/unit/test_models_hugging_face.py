@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from diloco.data.config import DataConfig
 from diloco.data.shards import prepare
@@ -244,6 +244,18 @@ def test_what_is_no_causal_language_model_or_brings_code_is_refused(tmp_path: Pa
     edit_config(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "code.Mine", "AutoConfig": "code.C"})
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(folder)
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=VOCAB, max_position_embeddings=64, **shape)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="is not causal: what it predicts depends on later tokens"):
+        load(tmp_path)
+    edit_config(tmp_path, is_decoder=True)
+    assert load(tmp_path).training
 
 
 def test_a_balancing_loss_that_would_be_left_out_is_refused(tmp_path: Path) -> None:

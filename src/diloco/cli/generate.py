@@ -55,6 +55,8 @@ def generate(
         raise ConfigError(f"--max-tokens {max_tokens} must be at least 1")
     if threads is not None and threads < 1:
         raise ConfigError(f"--threads {threads} must be at least 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed {seed} must be from 0 to 2**63 - 1")
     chosen = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
     useless = [name for name, value in chosen.items() if value is not None]
     if greedy and useless:

@@ -109,6 +109,10 @@ class RunView:
             f"worker {event['worker']} could not write the checkpoint of step {event['step']}: {event['reason']}"
         )
 
+    def _on_sample_skipped(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self.notes.append(f"no sample: {event['reason']}")
+
     def _on_resumed(self, event: Event, worker: WorkerView) -> None:
         """What was seen beyond this step is taken back; workers that take no further part are gone."""
         worker.step = event["step"]

@@ -21,7 +21,14 @@ def build_model(model: str, *, vocab_size: int, sequence_length: int) -> Languag
     if found is None:
         return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length))
     found.check(vocab_size=vocab_size, sequence_length=sequence_length)
-    return HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)
+    loaded = HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)
+    for name, parameter in loaded.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ConfigError(
+                f"model {model!r} has weights that are not finite (the first is {name.removeprefix('inner.')}): it can "
+                f"neither train nor write; restore {found.folder}"
+            )
+    return loaded
 
 
 def open_model(folder: Path) -> LanguageModel:

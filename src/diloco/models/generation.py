@@ -5,8 +5,8 @@ at most `max_sequence_length` tokens, so of a longer prompt only the end is read
 the window its older half is forgotten and the newer half is read again (one longer step every half window,
 not at every token: cached keys and values of later layers depend on what fell out, so they cannot be kept).
 
-What it refuses: an empty prompt and tokens outside the vocabulary. It knows nothing of tokenizers. The model
-writes in evaluation mode (no dropout) and is in its former mode afterwards.
+What it refuses: an empty prompt, tokens outside the vocabulary, and a model whose logits are not finite. It knows
+nothing of tokenizers. The model writes in evaluation mode (no dropout) and is in its former mode afterwards.
 """
 
 import math
@@ -96,11 +96,13 @@ def _stream(
 
 def _choose(logits: Tensor, sampling: Sampling) -> int:
     """One token from logits (V,)."""
+    if not bool(logits.max().isfinite()):
+        raise ConfigError("the model computes values that are not finite: it cannot write; its weights are damaged")
     if sampling.temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.topk(min(sampling.top_k or len(logits), len(logits)))
-    # Subtracting the largest first keeps a tiny temperature from turning the quotients into infinities.
-    probabilities = ((values - values[0]) / sampling.temperature).softmax(dim=-1)
+    # Subtracting the largest first, in fp64, keeps a tiny temperature from giving infinities or 0/0.
+    probabilities = ((values - values[0]).double() / sampling.temperature).softmax(dim=-1)
     return int(candidates[torch.multinomial(probabilities, 1, generator=sampling.generator)])
 
 

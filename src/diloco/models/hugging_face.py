@@ -4,8 +4,8 @@ Weights are loaded in fp32 from safetensors; code that comes with a model is nev
 config.json says: it acts in training and not in evaluation. Training asks for no cache and computes the loss from the
 logits itself, in fp32, so that it is the same quantity for every model.
 
-What it refuses: a folder that `transformers` cannot load whole, quantised weights, and a mixture of experts that asks
-for a balancing loss, which would not be part of this loss.
+What it refuses: a folder that `transformers` cannot load whole, quantised weights, a model that sees the tokens it is
+to predict, and a mixture of experts that asks for a balancing loss, which would not be part of this loss.
 """
 
 import inspect
@@ -27,6 +27,8 @@ from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_sa
 
 # Of a config, what says where it came from and not what is computed.
 _NOT_COMPUTED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+
+_ROUNDING = 1e-4  # of two passes over the same text, as a part of the largest logit
 
 
 @final
@@ -64,6 +66,7 @@ class HuggingFaceModel(LanguageModel):
         finally:
             torch.set_rng_state(before)
         _check_loaded(inner, report, origin)
+        _check_causal(inner, origin)
         return cls(inner.train(), origin)
 
     @property
@@ -165,6 +168,22 @@ def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> Non
     short = sorted({str(p.dtype) for p in inner.parameters() if p.dtype != torch.float32})
     if short:
         raise ConfigError(f"model {origin.name!r} has weights of {', '.join(short)} that do not load in fp32")
+
+
+def _check_causal(inner: Any, origin: Pretrained) -> None:
+    """transformers loads some models as causal that are not, a BERT for one: their loss falls and means nothing."""
+    inner.eval()
+    rows = int(inner.get_input_embeddings().weight.shape[0])
+    text = torch.arange(min(4, origin.max_sequence_length or 4))[None] % rows
+    changed = text.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % rows
+    with torch.no_grad():
+        one, other = (inner(input_ids=tokens, use_cache=False).logits[0, :-1] for tokens in (text, changed))
+    if bool(((one - other).abs() > _ROUNDING * one.abs().amax(-1, keepdim=True)).any()):
+        raise ConfigError(
+            f"model {origin.name!r} is not causal: what it predicts depends on later tokens; give a causal language "
+            f"model (a {type(inner).__name__} may be one with is_decoder true in config.json, trained that way)"
+        )
 
 
 @final

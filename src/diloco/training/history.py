@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from diloco.training.events import Event
 
-_ENDS = ("worker_finished", "worker_failed", "sample")
+_ENDS = ("worker_finished", "worker_failed", "sample", "sample_skipped")
 
 
 def current(events: Sequence[Event]) -> list[Event]:

@@ -301,6 +301,7 @@ class Training:
         self.saving.at_end()
         self.mode.finish(before_confirming=self._last_evaluation)
         self._announce_validation()
+        self._check_progress()  # rounds that were on their way have ended only now
         self._emit_end("worker_finished")
         digests = {member.worker: member.anchor_digest for member in self.engine.members()}
         if len(set(digests.values())) > 1:
@@ -375,5 +376,9 @@ class Training:
         tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
         prompt = tokenizer.encode(config.sample_prompt) or [self.corpus.meta.end_of_text]
         sampling = Sampling(generator=torch.Generator().manual_seed(self.config.seed))
-        tokens = generate(model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
-        self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))
+        try:
+            tokens = generate(model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
+        except Exception as error:  # noqa: BLE001 - the run has ended well, and its model is saved
+            self.events.emit("sample_skipped", reason=str(error))
+        else:
+            self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))
