@@ -245,3 +245,93 @@ def test_workers_that_remove_and_write_in_the_same_folders_do_not_get_in_each_ot
     assert [mine.failed for mine in workers] == [0, 0, 0]
     assert [len(one.of("checkpoint")) for one in told] == [39, 39, 39]
     assert all(steps(tmp_path, worker) == [38, 39] for worker in range(3))
+
+
+def started(folder: Path, step: int, config: CheckpointConfig = SYNC, tell: Told | None = None) -> Checkpoints:
+    """Of another start, which goes on from there."""
+    checkpoints = made(folder, config=config, tell=tell)
+    checkpoints.begin(2, next(one for one in find_checkpoints(folder)[0] if one.step == step))
+    return checkpoints
+
+
+def test_the_checkpoint_that_a_start_went_on_from_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(made(tmp_path), 10)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("rank-*")}
+    checkpoints = started(tmp_path, 10, CheckpointConfig(keep=1, asynchronous=False))
+    with struck(monkeypatch, 0, full) as strike:
+        save(checkpoints, 10)
+    assert not strike.reached and checkpoints.failed == 0 and checkpoints.common_step == 10
+    assert {path: path.read_bytes() for path in tmp_path.rglob("rank-*")} == before
+    save(checkpoints, 20)
+    assert steps(tmp_path) == [10, 20]
+
+
+def test_a_write_over_another_that_fails_leaves_that_one_or_none_but_never_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        save(made(folder), 10)
+        again, tensors = made(folder), {"w": hold(torch.zeros(300))}
+        again.attempt = 2
+        with struck(monkeypatch, number, full) as strike:
+            again.save(10, 1, tensors, {})
+        complete, damage = find_checkpoints(folder)
+        assert not damage and not any(checkpoint.damage() for checkpoint in complete)
+        left.append([checkpoint.moment.attempt for checkpoint in complete])
+        if not strike.reached:
+            break
+    assert left[1:10] == [[1]] * 9 and left[-1] == [2]  # the old one stood while the tensors were being written
+
+
+def test_fewer_ranks_leave_nothing_of_the_others_in_a_checkpoint_of_theirs(tmp_path: Path) -> None:
+    for rank in range(3):
+        save(Checkpoints(tmp_path, Seat(0, 1, rank, 3), SYNC, {}, Told()), 10)
+    save(made(tmp_path), 10)
+    assert steps(tmp_path) == [10]
+    names = sorted(path.name for path in worker_folder(tmp_path, 10, 0).iterdir())
+    assert names == ["rank-0.json", "rank-0.safetensors"]
+
+
+def test_ranks_that_wrote_at_different_starts_make_no_checkpoint(tmp_path: Path) -> None:
+    for rank, attempt in ((0, 1), (1, 2)):
+        checkpoints = Checkpoints(tmp_path, Seat(0, 1, rank, 2), SYNC, {}, Told())
+        checkpoints.attempt = attempt
+        save(checkpoints, 10)
+    assert steps(tmp_path) == []
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    checkpoints = made(tmp_path, config=CheckpointConfig(keep=1, asynchronous=False), tell=told)
+    save(checkpoints, 10, 20)
+    checkpoints.heard(heard({0: 20}))
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr("diloco.training.checkpoints.remove_folder", busy)
+    save(checkpoints, 30)
+    assert steps(tmp_path) == [10, 20, 30] and checkpoints.latest == 30
+    assert checkpoints.failed == 0 and [event["step"] for event in told.of("checkpoint")] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_cannot_be_written_for_another_reason_than_the_disk_is_told_and_counted_too(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    told = Told()
+    checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=asynchronous), tell=told)
+    checkpoints.save(10, 1, {"w": hold(torch.zeros(2, dtype=torch.complex64))}, {})
+    checkpoints.save(20, 2, TENSORS, {"no JSON": object()})
+    checkpoints.save(30, 3, TENSORS, {})
+    checkpoints.wait()
+    reasons = {fields["step"]: fields["reason"] for fields in told.of("checkpoint_failed")}
+    assert "'w' is a tensor of torch.complex64, which a checkpoint cannot hold: it can hold float32" in reasons[10]
+    assert "not JSON serializable" in reasons[20]
+    assert checkpoints.failed == len(reasons) == 2 and steps(tmp_path) == [30] and checkpoints.latest == 30

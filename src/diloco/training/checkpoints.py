@@ -2,7 +2,8 @@
 
 A save copies the state to CPU memory and returns; a thread writes it, data first, manifest last, each forced to the
 disk (durable.py). The next save waits for it. A write that fails (a full disk) never ends training: it is told and
-counted, what it left is removed, and the checkpoints before it stay.
+counted, what it left is removed, and the checkpoints before it stay. The one that a start went on from is never written
+again: nothing has been trained since.
 
 Old checkpoints are removed only below a step that all workers are known to have: each tells its latest one with every
 round. So whatever is killed, and whenever, there is a checkpoint that all have.
@@ -17,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from diloco.engines.rounds import Member
+from diloco.errors import DiLoCoError
 from diloco.held import Held, Numbers
 from diloco.training.config import CheckpointConfig
-from diloco.training.durable import make_folder, remove_folder, replace_file, sync_folder
+from diloco.training.durable import PARTIAL, make_folder, remove_folder, replace_file, sync_folder
 from diloco.training.manifests import (
     Checkpoint,
     Manifest,
     Moment,
     find_checkpoints,
     manifest_path,
+    numbered,
     worker_folder,
     worker_folders,
 )
@@ -67,7 +70,7 @@ class Checkpoints:
     def save(self, step: int, rounds: int, tensors: Mapping[str, Held], state: Numbers) -> None:
         """Returns once the state may change again; the writing goes on beside training."""
         self.wait()
-        if step in self._written:
+        if step in self._written or step == self._started_from:  # all know of the latter: they agreed on it
             return
         mine = {name: held for name, held in tensors.items() if self.seat.rank == 0 or not held.replicated}
         moment = Moment(rounds, self.attempt, self.seat.workers)
@@ -92,15 +95,16 @@ class Checkpoints:
         try:
             size = self._write(folder, step, moment, tensors, state)
             self._written.append(step)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would be taken for one that has saved
             self.failed += 1
-            logger.error("the checkpoint of step %d was not written: %s; training goes on", step, error)
+            reason = str(error) if isinstance(error, OSError | DiLoCoError) else repr(error)
+            logger.error("the checkpoint of step %d was not written: %s; training goes on", step, reason)
             self._take_back(folder)
-            self._say("checkpoint_failed", step=step, reason=str(error))
+            self._say("checkpoint_failed", step=step, reason=reason)
             return
         try:
             self._forget_old()
-        except OSError as error:
+        except OSError as error:  # the new one is there all the same
             logger.error("an old checkpoint could not be removed: %s", error)
         self._say("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
 
@@ -108,15 +112,31 @@ class Checkpoints:
         seat = self.seat
         path = folder / f"rank-{seat.rank}{SUFFIX}"
         make_folder(folder)
-        manifest_path(folder, seat.rank).unlink(missing_ok=True)
-        file = write_tensors(path, tensors)
-        for parent in (folder.parent, folder.parent.parent, self.folder):
-            sync_folder(parent)
+        temporary = path.with_name(path.name + PARTIAL)
+        file = write_tensors(temporary, tensors)  # until it is there whole, what was there before stays
         manifest = Manifest(
             moment, step, seat.worker, seat.rank, seat.ranks, {path.name: file}, self.common_step, self.lasting, state
         )
-        replace_file(manifest_path(folder, seat.rank), manifest.text())
+        text, listed = manifest.text(), manifest_path(folder, seat.rank)
+        try:
+            listed.unlink(missing_ok=True)
+            temporary.replace(path)
+            if seat.rank == 0:
+                self._remove_surplus(folder)
+            for parent in (folder.parent, folder.parent.parent, self.folder):
+                sync_folder(parent)
+            replace_file(listed, text)
+        except OSError:
+            listed.unlink(missing_ok=True)  # it may be there, but not on the disk
+            raise
         return file.bytes
+
+    def _remove_surplus(self, folder: Path) -> None:
+        """What ranks that no longer take part have left here would belong to this checkpoint otherwise."""
+        for suffix in (".json", SUFFIX):  # the manifests first
+            for rank, path in numbered(folder, "rank-", suffix):
+                if rank >= self.seat.ranks:
+                    path.unlink(missing_ok=True)
 
     def _say(self, type_: str, **fields: object) -> None:
         try:
@@ -180,17 +200,21 @@ class Checkpoints:
 
     def _remove(self, folder: Path) -> None:
         """The manifests first: what is half removed must not look complete."""
-        remove_folder(folder, list(folder.glob("rank-*.json")))
+        remove_folder(folder, [path for _, path in numbered(folder, "rank-", ".json")])
 
     def _in_use(self, folder: Path) -> bool:
         """Another rank may still write there; and a manifest that cannot be read is evidence, not litter."""
-        return any(folder.glob("rank-*.json")) or folder.parent.name in {f"step-{step:08d}" for step in self._written}
+        return bool(numbered(folder, "rank-", ".json")) or folder.parent.name in {
+            f"step-{step:08d}" for step in self._written
+        }
 
     def _take_back(self, folder: Path) -> None:
-        """What a failed write left; other ranks' files are theirs to remove."""
+        """What a failed write left, but not what was whole before; other ranks' files are theirs to remove."""
         try:
+            whole = manifest_path(folder, self.seat.rank).exists()
             for path in folder.glob(f"rank-{self.seat.rank}.*"):
-                path.unlink()
+                if path.name.endswith(PARTIAL) or not whole:
+                    path.unlink()
             folder.rmdir()
             folder.parent.rmdir()
         except OSError as error:

@@ -15,6 +15,8 @@ from pathlib import Path
 _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 24
 _ATTEMPTS = 10
+PARTIAL = ".partial"
+"""Ends the name of what is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def _write(file: int, data: memoryview) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """A small file appears under its name whole, or not at all; everything written before is on the disk by then."""
-    temporary = path.with_name(path.name + ".partial")
+    temporary = path.with_name(path.name + PARTIAL)
     sync_folder(path.parent)
     write_file(temporary, [memoryview(text.encode())])
     temporary.replace(path)

@@ -142,11 +142,11 @@ def manifest_path(folder: Path, rank: int) -> Path:
 
 def worker_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """Every worker's folder of every step, complete or not, with the worker's number; oldest first."""
-    steps = _numbered(run_folder / FOLDER, "step-", "")
-    return [found for _, step in steps for found in _numbered(step, "worker-", "")]
+    steps = numbered(run_folder / FOLDER, "step-", "")
+    return [found for _, step in steps for found in numbered(step, "worker-", "")]
 
 
-def _numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
+def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
     """What is in a folder under a name with a number; nothing if another worker has removed it meanwhile."""
     try:
         names = [path.name for path in folder.iterdir()]
@@ -165,13 +165,14 @@ def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
     complete, damage = [], []
     for _, folder in worker_folders(run_folder):
         manifests = []
-        for _, path in _numbered(folder, "rank-", ".json"):
+        for _, path in numbered(folder, "rank-", ".json"):
             try:
                 manifests.append(Manifest.read(path))
             except FileNotFoundError:  # removed meanwhile
                 continue
             except (OSError, ValueError) as error:
                 damage.append(Damage(path, str(error)))
-        if manifests and [manifest.rank for manifest in manifests] == list(range(manifests[0].ranks)):
+        together = len({(manifest.moment, manifest.ranks) for manifest in manifests}) == 1
+        if together and [manifest.rank for manifest in manifests] == list(range(manifests[0].ranks)):
             complete.append(Checkpoint(folder, tuple(manifests)))
     return sorted(complete, key=lambda checkpoint: (checkpoint.step, checkpoint.worker)), damage

@@ -285,6 +285,11 @@ def _header(items: Sequence[WriteItem]) -> bytes:
         where, dtype = list(data.chunk.offsets), data.properties.dtype
         key = name if name not in tensors else f"{name}@{','.join(map(str, where))}"
         end = position + _volume(data.chunk.sizes) * dtype.itemsize
+        if dtype not in _DTYPES:
+            known = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+            raise CheckpointError(
+                f"'{name}' is a tensor of {dtype}, which a checkpoint cannot hold: it can hold {known}"
+            )
         tensors[key] = {"dtype": _DTYPES[dtype], "shape": list(data.chunk.sizes), "data_offsets": [position, end]}
         offsets[key] = {"saved_offsets": where}
         places[key] = (name, list(data.size), str(dtype).removeprefix("torch."), where)
