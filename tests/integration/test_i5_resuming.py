@@ -184,6 +184,22 @@ def test_a_run_goes_on_with_another_number_of_workers_and_says_what_that_means(
         assert f"worker 1 takes no further part: its {lost} inner steps since its last round are lost" in notes
 
 
+def test_what_is_not_known_of_a_worker_that_is_left_out_is_said(
+    data: tuple[DataConfig, Corpus], tmp_path: Path
+) -> None:
+    config, corpus = small_config(data[0], PLAIN, workers=3), data[1]
+    train(tmp_path, config, corpus, ends=dict.fromkeys(range(3), 10))
+    for path in (tmp_path / "checkpoints").glob("*/worker-2/*"):  # it was on another machine
+        path.unlink()
+    train(tmp_path, replace(config, workers=2), corpus, resume=True, ends={0: 10, 1: 10})
+    notes = [note for event in events_of(tmp_path, "resumed") for note in event["notes"]]
+    lost = "worker 2 takes no further part: its inner steps since its last round are lost; no checkpoint of it here"
+    assert any(note.startswith(lost) for note in notes)
+    for worker, shard in ((0, 2), (1, 5)):
+        unknown = f"no checkpoint here tells how far the shards {shard} had been read: worker {worker} reads them from"
+        assert any(note.startswith(unknown) for note in notes)
+
+
 def test_a_new_worker_starts_from_the_anchor_with_another_workers_inner_optimizer(
     data: tuple[DataConfig, Corpus], tmp_path: Path
 ) -> None:

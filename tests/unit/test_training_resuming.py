@@ -156,6 +156,23 @@ def test_with_fewer_workers_the_progress_of_those_left_out_is_kept(tmp_path: Pat
     assert start.progress == {shard: ShardProgress(0, 19 if shard % 2 else 17) for shard in range(6)}
 
 
+def test_the_shards_of_a_worker_without_that_moment_go_on_from_its_newest_checkpoint_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    for worker in range(3):
+        save(tmp_path, worker, 10, rounds=1, workers=3)
+    for worker in range(2):
+        save(tmp_path, worker, 20, rounds=2, workers=3)
+    starts = agreed(tmp_path, 2)
+    for start in starts:
+        assert start.checkpoint is not None and start.checkpoint.step == 20
+        assert start.progress == {shard: ShardProgress(0, 10 if shard % 3 == 2 else 20) for shard in range(6)}
+        assert start.warnings == (
+            "worker 2 has no checkpoint of this moment here: 2 shards go on from what it had read at step 10, in its "
+            "newest one",
+        )
+
+
 def test_the_later_start_counts_when_the_number_of_workers_has_changed_between_two_rounds(tmp_path: Path) -> None:
     both(tmp_path, 10)
     for worker in range(3):

@@ -147,7 +147,12 @@ class Training:
         """Before `run`: everything as it was saved, or at the first step if nothing was."""
         self._resumed = self.saving.load(start)
         if start.progress is not None:
-            self.reading.take(start.progress, since=self._resumed["step"])
+            unknown = self.reading.take(start.progress, since=self._resumed["step"])
+            if unknown:
+                self._resumed["notes"].append(
+                    f"no checkpoint here tells how far the shards {', '.join(map(str, unknown))} had been read: worker "
+                    f"{self.engine.worker} reads them from their beginning, and text may come again within its epoch"
+                )
         if self._resumed["new"]:
             self._joined_at, self._elapsed_before = self._resumed["step"], 0.0
             torch.manual_seed(self.config.seed + self.engine.worker)

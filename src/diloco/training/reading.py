@@ -23,14 +23,19 @@ class Reading:
         """Inner steps whose batches have been read."""
         self.take(None, since=0)
 
-    def take(self, progress: Progress | None, since: int) -> None:
-        """The shards as far as they had been read before inner step `since`; None: from their beginning."""
+    def take(self, progress: Progress | None, since: int) -> list[int]:
+        """The shards as far as they had been read before inner step `since`; None: from their beginning.
+
+        Returns the shards that `progress` knows nothing of: they too are read from their beginning.
+        """
+        unknown = [] if progress is None else [shard for shard in self.shards if shard not in progress]
         if progress is not None:
             progress = {shard: progress.get(shard, ShardProgress()) for shard in self.shards}
         config, length = self._config, self._config.data.sequence_length
         batch = config.training.batch_size
         self._batches = WorkerBatches(self._corpus, length, batch, self.shards, config.seed, progress)
         self._since, self._before, self.step = since, progress, since
+        return unknown
 
     def batch(self, step: int) -> Int64:
         """[batch_size, sequence_length + 1] tokens for the inner step that follows `step` earlier ones."""

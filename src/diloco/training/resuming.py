@@ -11,10 +11,11 @@ the data is shared out anew; training/loop.py says what becomes of local work.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
@@ -36,7 +37,7 @@ class Start:
     progress: Mapping[int, ShardProgress] | None = None
     """What has been read of all shards, if they are to be shared out anew."""
     warnings: tuple[str, ...] = ()
-    """What was found damaged."""
+    """What was found damaged, or not found."""
 
     @property
     def workers_before(self) -> int | None:
@@ -84,8 +85,10 @@ def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
         found = _exchange(gather, {"damage": damage, "good": checkpoint is not None})
         warnings += [text for one in found for text in one["damage"]]
         if checkpoint is not None and all(one["good"] for one in found):
-            progress = None if moment.workers == workers else _progress(run_folder, moment, gather)
-            return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings)))
+            if moment.workers == workers:
+                return Start(attempt, checkpoint, None, tuple(dict.fromkeys(warnings)))
+            progress, older = _progress(run_folder, moment, gather)
+            return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings + older)))
     _refuse_to_begin_again(run_folder, told, warnings)
     return Start(attempt)
 
@@ -130,15 +133,36 @@ def check_lasting(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
         )
 
 
-def _progress(run_folder: Path, moment: Moment, gather: Gather) -> dict[int, ShardProgress]:
-    """What all the saved workers had read, also those that are gone, as far as any machine here knows it."""
-    mine: dict[int, tuple[int, dict[str, list[int]]]] = {}
-    for checkpoint in find_checkpoints(run_folder)[0]:
-        if checkpoint.moment == moment:
-            state = checkpoint.manifests[0].state["also"]["reading"]
-            mine[checkpoint.worker] = (checkpoint.step, state["progress"])
-    latest: dict[int, tuple[int, dict[str, list[int]]]] = {}
-    for one in _exchange(gather, {"workers": [[worker, *told] for worker, told in mine.items()]}):
-        for worker, step, progress in one["workers"]:
-            latest[worker] = max(latest.get(worker, (-1, {})), (step, progress), key=lambda told: told[0])
-    return {int(shard): ShardProgress(*read) for _, progress in latest.values() for shard, read in progress.items()}
+class _Read(NamedTuple):
+    """What a checkpoint tells of a shard; the greater one is to be believed."""
+
+    of_this_moment: bool
+    moment: Moment
+    step: int
+    worker: int
+    progress: ShardProgress
+
+
+def _progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[dict[int, ShardProgress], list[str]]:
+    """What all the saved workers had read, also those that are gone, as far as any machine here knows it.
+
+    Of a worker that has no checkpoint of this moment its newest counts: to skip a little is better than to repeat much.
+    Also returns what is to be said of that.
+    """
+    mine: dict[int, _Read] = {}
+    for one in find_checkpoints(run_folder)[0]:
+        for shard, read in one.manifests[0].state["also"]["reading"]["progress"].items():
+            told = _Read(one.moment == moment, one.moment, one.step, one.worker, ShardProgress(*read))
+            mine[int(shard)] = max(mine.get(int(shard), told), told)
+    latest: dict[int, _Read] = {}
+    for machine in _exchange(gather, {"shards": list(mine.items())}):
+        for shard, (here, when, step, worker, read) in machine["shards"]:
+            told = _Read(here, Moment(*when), step, worker, ShardProgress(*read))
+            latest[shard] = max(latest.get(shard, told), told)
+    older = Counter((read.worker, read.step) for read in latest.values() if not read.of_this_moment)
+    notes = [
+        f"worker {worker} has no checkpoint of this moment here: {count} shards go on from what it had read at step "
+        f"{step}, in its newest one"
+        for (worker, step), count in sorted(older.items())
+    ]
+    return {shard: read.progress for shard, read in latest.items()}, notes

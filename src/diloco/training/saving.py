@@ -87,23 +87,25 @@ class Saving:
                 f"{seat.worker % before}"
             )
         if seat.worker == 0:
-            for worker in range(seat.workers, before):
-                lost = _unmerged_steps(self.checkpoints.folder, start, worker)
-                work = f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"
-                notes.append(f"worker {worker} takes no further part: {work}")
+            notes += [
+                f"worker {worker} takes no further part: {_lost(self.checkpoints.folder, start, worker)}"
+                for worker in range(seat.workers, before)
+            ]
             if before != seat.workers:
                 notes.append(f"the data is shared out anew, from {before} workers to {seat.workers}")
         return notes
 
 
-def _unmerged_steps(run_folder: Path, start: Start, worker: int) -> int:
-    """Of a worker that is left out; if its checkpoint is on another machine, as many as this worker has itself."""
+def _lost(run_folder: Path, start: Start, worker: int) -> str:
+    """Of the work of a worker that is left out, which only its own checkpoint knows."""
     assert start.checkpoint is not None
     theirs = [
-        checkpoint
+        checkpoint.manifests[0]
         for checkpoint in find_checkpoints(run_folder)[0]
         if checkpoint.worker == worker and checkpoint.moment == start.checkpoint.moment
     ]
-    manifest = (theirs or [start.checkpoint])[-1].manifests[0]
-    merged = [value for key, value in manifest.state["outer"].items() if key.endswith(".merged_at")]
-    return manifest.step - min(merged, default=manifest.step)
+    if not theirs:
+        return "its inner steps since its last round are lost; no checkpoint of it here tells how many"
+    merged = [value for key, value in theirs[-1].state["outer"].items() if key.endswith(".merged_at")]
+    lost = theirs[-1].step - min(merged, default=theirs[-1].step)
+    return f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"
