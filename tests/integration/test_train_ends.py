@@ -101,6 +101,7 @@ def test_a_stop_before_the_workers_are_ready_is_not_lost(tmp_path: Path, text: P
     assert run.errors == ""
     assert run.summary["status"] == "stopped"
     assert run.summary["inner_steps"] <= 5
+    assert "diloco · stopped" in run.output  # also if there is nothing more to report
 
 
 def test_the_second_stop_kills_at_once(tmp_path: Path, text: Path) -> None:

@@ -15,6 +15,7 @@ from diloco.cli.view import RunView, duration
 from diloco.core.config import SyncConfig
 from diloco.training.config import RunConfig
 from diloco.training.events import EVENTS_FILE, Event
+from diloco.training.manifests import Manifest, Moment, manifest_path, worker_folder
 from diloco.training.summary import Summary, summarize
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
@@ -162,6 +163,18 @@ def test_there_is_a_picture_and_a_line_before_anything_has_happened(events: list
     assert "loss -" in plain_line(view)
 
 
+def test_workers_are_being_started_until_all_have_told_so() -> None:
+    assert "starting the workers" in text_of(picture(view_of([started(0)])))
+    shown = text_of(picture(view_of([started(0), started(1)])))
+    assert "starting the workers" not in shown and "in the first steps" in shown
+
+
+def test_the_picture_shows_the_run_folder() -> None:
+    view = view_of(BEGINNING)
+    view.folder = Path("runs/mine")
+    assert "run folder: runs/mine" in text_of(picture(view))
+
+
 def test_the_plain_line_has_step_loss_speed_rounds_members_and_time_left() -> None:
     line = plain_line(view_of([*BEGINNING, *FIRST_ROUND]))
     assert line == "step 10/40  loss 4.500  2,000 tokens/s  rounds 1  on rounds 25.0%  members 2  left 0:03"
@@ -266,6 +279,28 @@ def test_a_sample_is_shown_as_the_model_wrote_it_but_cannot_steer_the_terminal(t
     sample = event("sample", prompt="[bold]", text="a[:x:] \\[red]:smile:[/] \x1b[2J\x07 end")
     shown = reported(tmp_path, summary_of(), [sample])
     assert "[bold]a[:x:] \\[red]:smile:[/] �[2J� end" in shown
+
+
+def test_the_sample_of_an_earlier_start_is_not_that_of_this_one(tmp_path: Path) -> None:
+    before = [started(0), event("sample", prompt="def ", text="of before")]
+    assert "def of before" in reported(tmp_path, summary_of(), before)
+    assert "def of before" not in reported(tmp_path, summary_of(), [*before, started(0)])
+
+
+def test_one_worker_is_not_each_of_several(tmp_path: Path) -> None:
+    shown = reported(tmp_path, summary_of(workers=1, anchor_digests=["aa"]))
+    assert "on each of" not in shown and "on all" not in shown and "aa" in shown
+
+
+def test_a_run_that_did_not_end_well_says_how_to_go_on_if_it_has_a_checkpoint(tmp_path: Path) -> None:
+    line = f"to go on: diloco train --resume {tmp_path}\n"
+    assert "to go on" not in reported(tmp_path, summary_of(status="failed"))
+    path = manifest_path(worker_folder(tmp_path, 10, 0), 0)
+    path.parent.mkdir(parents=True)
+    path.write_text(Manifest(Moment(1, 0, 1), 10, 0, 0, 1, {}, 0, {}, {}).text())
+    assert reported(tmp_path, summary_of(status="failed")).endswith(line)
+    assert reported(tmp_path, summary_of(status="stopped")).endswith(line)
+    assert "to go on" not in reported(tmp_path, summary_of())
 
 
 # The comparison

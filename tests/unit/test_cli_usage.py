@@ -159,6 +159,7 @@ def test_compare_refuses_less_than_two_runs_and_folders_that_are_none(
     write_summary(tmp_path, RunConfig())
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
+    (unfinished / "config.toml").write_text("")
     assert "at least two" in refused(capsys, "compare")
     assert "at least two" in refused(capsys, "compare", str(tmp_path))
     assert "no such folder" in refused(capsys, "compare", str(tmp_path), str(tmp_path / "nowhere"))

@@ -66,6 +66,23 @@ def test_tokenizer_is_trained_and_kept_and_can_be_used(folder: Path, capsys: pyt
     assert "280 tokens" in capsys.readouterr().out
 
 
+def test_a_tokenizer_is_not_written_beside_the_description_of_another(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["data", "tokenizer", "--data.source", "rows.jsonl", "--data.text_field", "body", "--to"]
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with monkeypatch.context() as patched:
+        patched.setattr("diloco.cli.data.train_tokenizer", lambda *_: pytest.fail("it was trained for nothing"))
+        assert run([*command, "theirs/tok.json"]) == 2
+    said = capsys.readouterr().err
+    assert "theirs/tok.json" in said and "theirs/tokenizer_config.json exists and says something else" in said
+    assert [path.name for path in (folder / "theirs").iterdir()] == ["tokenizer_config.json"]
+    assert (folder / "theirs" / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
+    assert run([*command, "one.json"]) == run([*command, "two.json"]) == 0
+    assert "beside it tokenizer_config.json" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [

@@ -11,6 +11,7 @@ from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
 from diloco.training.config import RunConfig
 from diloco.training.events import EVENTS_FILE, Event
+from diloco.training.run_lock import run_lock
 from diloco.training.summary import (
     SUMMARY_FILE,
     data_parallel_bytes,
@@ -195,7 +196,12 @@ def test_a_damaged_summary_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_a_folder_without_a_summary_or_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has not ended"):
+    with pytest.raises(ConfigError, match=r"neither summary\.json nor config\.toml"):
+        read_summary(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"has not ended; no process trains there: go on with `diloco train --resume"):
+        read_summary(tmp_path)
+    with run_lock(tmp_path), pytest.raises(ConfigError, match="a process trains there: wait for it, or stop it"):
         read_summary(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         read_summary(tmp_path / "nowhere")

@@ -27,6 +27,8 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import count_windows
 from diloco.data.shards import prepare as prepare_corpus
 from diloco.data.sources import open_source
+from diloco.data.tokenizer import check_place
+from diloco.data.tokenizer_files import TELLING_FILES
 from diloco.errors import ConfigError
 from diloco.training.config import RunConfig
 
@@ -58,7 +60,7 @@ Example:  diloco data prepare --data.source my_texts/ --data.vocab_size 8000""",
 
 Train a byte-level BPE on a source and keep it, to use with --data.tokenizer.
 
-  --to FILE                where to write it
+  --to FILE                where to write it, with tokenizer_config.json beside it
   --data.source X          the text to learn from, as in `diloco data prepare`
   --data.vocab_size N      tokens it should have
 
@@ -118,13 +120,15 @@ def tokenizer(
     if to.exists() or not to.parent.is_dir():
         reason = "exists already" if to.exists() else f"cannot be written: there is no folder {to.parent}"
         raise ConfigError(f"--to {to} {reason}; choose another place")
+    check_place(to)
     if config.data.tokenizer is not None:
         raise ConfigError("data.tokenizer is an existing tokenizer: leave it out to train one")
     with Preparing(console) as preparing:
         preparing.told("training the tokenizer", 0, None)
         trained = train_tokenizer(config.data, open_source(config.data))
     trained.save(to)
-    console.print(Text(f"{to}: {trained.vocab_size:,} tokens; use it with --data.tokenizer {to}"), soft_wrap=True)
+    told = f"{to}: {trained.vocab_size:,} tokens (beside it {TELLING_FILES[0]}, which names the end of a text)"
+    console.print(Text(f"{told}; use it with --data.tokenizer {to}"), soft_wrap=True)
 
 
 def _check_first(file: Path | None, command: str) -> None:

@@ -133,6 +133,8 @@ def picture(view: RunView) -> RenderableType:
     more = [Text(note, style="yellow") for note in view.notes[-_NOTES:]]
     if view.checkpoint_step:
         more.append(Text(f"checkpoint of step {view.checkpoint_step}", style="dim"))
+    if view.folder is not None:
+        more.append(Text(f"run folder: {view.folder}", style="dim"))
     if view.stopping:
         more.append(Text(_STOPPING, style="bold yellow"))
     return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view), *more)
@@ -149,7 +151,8 @@ def _title(view: RunView) -> Text:
 
 def _progress(view: RunView) -> RenderableType:
     line = Table.grid(padding=(0, 1))
-    left = f"left {duration(view.seconds_left)}" if view.step else "starting the workers"
+    starting = "starting the workers" if len(view.workers) < view.expected_workers else "in the first steps"
+    left = f"left {duration(view.seconds_left)}" if view.step else starting
     line.add_row(
         ProgressBar(view.config.steps, view.step, width=40),
         f"step {view.step}/{view.config.steps}",

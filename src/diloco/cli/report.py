@@ -9,7 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.view import duration
+from diloco.training import history
 from diloco.training.events import read_events
+from diloco.training.manifests import find_checkpoints
+from diloco.training.run_folder import resume_command
 from diloco.training.summary import Summary, perplexity_gap
 
 
@@ -25,11 +28,14 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
-    sample = next((event for event in reversed(read_events(folder)) if event["type"] == "sample"), None)
+    *_, latest = [[], *history.starts(read_events(folder))]  # an earlier start may have left a sample of its own
+    sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
     if sample is not None:
         text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
+    if summary["status"] != "complete" and find_checkpoints(folder)[0]:
+        console.print(Text(f"to go on: {resume_command(folder)}"), soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -68,6 +74,8 @@ def _perplexity(summary: Summary) -> str:
 
 def _steps(summary: Summary) -> str:
     each = "on each of" if summary["status"] == "complete" else "at most, on"
+    if summary["workers"] == 1:
+        return f"{summary['inner_steps']:,}"
     return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
 
 
@@ -105,7 +113,7 @@ def _anchors(digests: list[str]) -> str:
     if not digests:
         return "-"
     if len(set(digests)) == 1:
-        return f"{digests[0]} on all {len(digests)} workers"
+        return f"{digests[0]} on all {len(digests)} workers" if len(digests) > 1 else digests[0]
     return "[bold red]different[/]: " + ", ".join(digests)
 
 

@@ -111,6 +111,10 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
         summary = _summary(folder, config, error)
     if summary["inner_steps"]:
         print_report(console, folder, summary)
+    else:
+        console.print(
+            Text(f"diloco · {summary['status']} before the first step · run folder: {folder}"), soft_wrap=True
+        )
     if error is not None:
         raise error
 

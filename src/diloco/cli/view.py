@@ -58,7 +58,7 @@ class RunView:
             handler(event, worker)
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
-        worker.state = "training"
+        worker.state = "started"
         self.expected_workers = self.members = event["workers"]
         self.parameters = event["parameters"]
         self.unigram_perplexity = event["unigram_perplexity"]

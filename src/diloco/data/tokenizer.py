@@ -85,7 +85,8 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """A tokenizer.json and, beside it, which token ends a text."""
         end_of_text = self._inner.id_to_token(self.end_of_text)
-        path.with_name(TELLING_FILES[0]).write_text(json.dumps({"eos_token": end_of_text}) + "\n", encoding="utf-8")
+        check_place(path, end_of_text)
+        path.with_name(TELLING_FILES[0]).write_text(_telling(end_of_text), encoding="utf-8")
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(path)
@@ -106,6 +107,20 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], skip_end_of_text: bool = False) -> str:
         """The text of some tokens; bytes that are no whole character come out as U+FFFD."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=skip_end_of_text))
+
+
+def check_place(path: Path, end_of_text: str = END_OF_TEXT) -> None:
+    """Refuse a place for a tokenizer.json where the file that belongs beside it is another tokenizer's."""
+    beside = path.with_name(TELLING_FILES[0])
+    if beside.exists() and beside.read_bytes() != _telling(end_of_text).encode():
+        raise DataError(
+            f"{path} would be written with a {beside.name} beside it, and {beside} exists and says something else: "
+            "choose another folder"
+        )
+
+
+def _telling(end_of_text: str) -> str:
+    return json.dumps({"eos_token": end_of_text}) + "\n"
 
 
 def cut_runs(text: str) -> Iterator[str]:

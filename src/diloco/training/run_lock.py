@@ -31,6 +31,22 @@ def run_lock(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
+def trains(folder: Path) -> bool:
+    """Whether a process of this machine trains in a run folder at this moment."""
+    return any(_held(folder / name) for name in (_LAUNCHER, _WORKERS))
+
+
+def _held(path: Path) -> bool:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _locked(file, fcntl.LOCK_EX, 0.0)
+    finally:
+        os.close(file)
+
+
 def _wait_for_leftovers(folder: Path) -> None:
     file = os.open(folder / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:

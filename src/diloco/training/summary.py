@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.training import history
 from diloco.training.config import RunConfig
 from diloco.training.events import Event, read_events
+from diloco.training.run_folder import RUN_FILE, until_it_ends
 
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
@@ -142,7 +143,9 @@ def read_summary(folder: Path) -> Summary:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a run folder: there is no such folder")
     if not path.exists():
-        raise ConfigError(f"{folder} has no {SUMMARY_FILE}: it is not a run folder, or that run has not ended")
+        if not (folder / RUN_FILE).is_file():
+            raise ConfigError(f"{folder} is not a run folder: it has neither {SUMMARY_FILE} nor {RUN_FILE}")
+        raise ConfigError(f"{folder} has no {SUMMARY_FILE}: that run has not ended; {until_it_ends(folder)}")
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
