@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.training.config import MODE_DEFAULTS, WITHOUT_EFFECT, RunConfig, may_change, model_recipe
+from diloco.training.config import (
+    MODE_DEFAULTS,
+    SWITCHED_OFF_BY_ZERO,
+    WITHOUT_EFFECT,
+    RunConfig,
+    may_change,
+    model_recipe,
+)
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
@@ -112,6 +119,7 @@ def _merge_resumed(tokens: Sequence[str]) -> list[str]:
                 f"--{key} {value}: this run was begun with {key} = {_token(file.get(key, 'none'))}, and going on with "
                 "another would make another run of it; leave it out, or start a new run"
             )
+    _check_switched_off(file, given)
     kept = {key: value for key, value in file.items() if key not in given and key != "out"}
     return [f"--{key}={_token(value)}" for key, value in kept.items()] + [f"--out={folder}"] + list(tokens)
 
@@ -153,6 +161,8 @@ def _join_flags(tokens: Sequence[str]) -> list[str]:
         flag = joined and joined[-1].startswith("--") and joined[-1][2:] in _keys_of(bool)
         if flag and token.lower() in ("true", "false", "none"):
             joined[-1] += f"={token}"
+        elif flag and not token.startswith("-"):
+            raise ConfigError(f"{joined[-1]} {token}: it must be true or false (a run file comes first)")
         else:
             joined.append(token)
     return joined
@@ -200,8 +210,18 @@ def _check_effect(mode: str, file: Mapping[str, Any], given: Mapping[str, str]) 
     for key in given:
         if key.startswith(useless) if useless else False:
             raise ConfigError(f"--{key} has no effect in mode '{mode}': leave it out")
+    _check_switched_off(file, given)
     ignored = [key for key in file if useless and key.startswith(useless)]
     return [f"mode '{mode}' has no use for {', '.join(ignored)} of the run file"] if ignored else []
+
+
+def _check_switched_off(file: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    """An option of what is switched off is refused on the command line; a run file of an earlier run has them all."""
+    for switch, keys in SWITCHED_OFF_BY_ZERO.items():
+        off = _same(str(given.get(switch, file.get(switch, "none"))), 0)
+        useless = [key for key in keys if key in given]
+        if off and useless:
+            raise ConfigError(f"--{useless[0]} has no effect with {switch} = 0: leave out one of the two")
 
 
 def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:

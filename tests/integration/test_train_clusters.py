@@ -2,17 +2,25 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from diloco.cli.main import run as command
+from diloco.data.config import DataConfig
+from diloco.data.shards import prepare
 from diloco.data.tokenizer import Tokenizer
+from diloco.engines.local import alone
 from diloco.models.config import ModelConfig
 from diloco.models.saving import save_model
 from diloco.models.transformer import Transformer
-from launched.train import completed, tiny_options
+from diloco.training.config import RunConfig, TrainingConfig
+from diloco.training.events import EventLog
+from diloco.training.loop import Training
+from launched.train import completed, tiny_options, write_text
 
 WORDS = {
     "law": "court statute appeal clause",
@@ -66,3 +74,20 @@ def test_training_on_clusters_weighs_the_workers_by_their_text_and_says_what_is_
     expected = {0: 10.0 * (tokens[0] + tokens[2]), 1: 10.0 * (tokens[1] + tokens[3])}
     assert len(worked) >= 2 and all(each == expected for each in worked)
     assert len(set(run.summary["anchor_digests"])) == 1
+
+
+@pytest.mark.parametrize("mode", ["diloco", "data-parallel"])
+def test_both_modes_weigh_a_worker_by_its_text_if_the_shards_differ_in_kind(
+    mode: Literal["diloco", "data-parallel"], tmp_path: Path
+) -> None:
+    even = DataConfig(
+        source=str(write_text(tmp_path / "text.txt")), vocab_size=280, sequence_length=8, shards=1,
+        cache_dir=str(tmp_path),
+    )  # fmt: skip
+    corpus, training = prepare(even), TrainingConfig(batch_size=2)
+    clusters = replace(even, partition="clusters", feature_model="any")
+    expected = {even: float(2 * 8), clusters: corpus.worker_weight([0])}
+    for data, weight in expected.items():
+        config = RunConfig(workers=1, mode=mode, data=data, training=training)
+        worker = Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)
+        assert worker.mode.state.weight == weight

@@ -273,6 +273,33 @@ def test_an_option_without_effect_on_the_baseline_is_refused_on_the_command_line
     assert "has no effect in mode 'data-parallel'" in message
 
 
+@pytest.mark.parametrize(
+    ("switch", "option"),
+    [
+        ("--checkpoint.interval=0", "--checkpoint.keep=3"),
+        ("--checkpoint.interval=0", "--checkpoint.asynchronous=false"),
+        ("--training.sample_tokens=0", "--training.sample_prompt=Once"),
+    ],
+)
+def test_an_option_of_what_is_switched_off_is_refused_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], switch: str, option: str
+) -> None:
+    assert f"{option.partition('=')[0]} has no effect with" in complaint(capsys, switch, option)
+    assert run(["train", option, "--print-config"]) == 0
+    (tmp_path / "config.toml").write_text(capsys.readouterr().out)  # what an earlier run had is no mistake
+    assert run(["train", str(tmp_path / "config.toml"), switch, "--print-config"]) == 0
+    capsys.readouterr()
+    assert f"{option.partition('=')[0]} has no effect with" in complaint(capsys, f"--resume={tmp_path}", switch, option)
+
+
+def test_offloading_on_the_cpu_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "sync.offload = true has no effect with device = cpu" in complaint(capsys, "--sync.offload", "--device=cpu")
+
+
+def test_a_flag_that_is_neither_true_nor_false_is_refused_as_that(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--compute.compile maybe: it must be true or false" in complaint(capsys, "--compute.compile", "maybe")
+
+
 def test_an_option_without_effect_on_the_baseline_is_noted_if_a_shared_run_file_has_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,12 @@ class RunConfig:
                 f"mode = {self.mode})"
             )
 
+        if self.sync.offload and self.device == "cpu":
+            raise ConfigError(
+                "sync.offload = true has no effect with device = cpu, where anchors are in CPU memory always: leave "
+                "out one of the two"
+            )
+
     def _check_ranks(self) -> None:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks):
             raise ConfigError(f"ranks = {self.ranks} must be a number of at least 1, or one for each worker as in 1,2")
@@ -353,6 +359,12 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "diloco": (),
     "data-parallel": ("outer.", "sync.num_inner_steps", "sync.fragments", "sync.overlap_steps", "sync.mixing"),
 }
+
+SWITCHED_OFF_BY_ZERO: dict[str, tuple[str, ...]] = {
+    "checkpoint.interval": ("checkpoint.keep", "checkpoint.asynchronous"),
+    "training.sample_tokens": ("training.sample_prompt",),
+}
+"""Keys that mean "none at all" if they are 0, and those that then have no effect."""
 
 
 def may_change(key: str) -> bool:

@@ -93,7 +93,7 @@ class Training:
     def _mode(self, identity: str) -> Mode:
         if self.config.mode == "data-parallel":
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
-            return DataParallelMode(self.model, self.inner, self.engine, self.config, identity)
+            return DataParallelMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode.state.on_post, mode.state.on_round = self._on_post, self._on_round
         return mode

@@ -137,9 +137,14 @@ class DiLoCoMode(Mode):
 
 class DataParallelMode(Mode):
     def __init__(
-        self, model: LanguageModel, inner: torch.optim.Optimizer, engine: Engine, config: RunConfig, identity: str
+        self,
+        model: LanguageModel,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        config: RunConfig,
+        identity: str,
+        weight: float,
     ) -> None:
-        weight = float(config.tokens_per_step)
         self.state: DataParallel = DataParallel(
             model, inner, engine, sync=config.sync, weight=weight, identity=identity
         )
