@@ -64,6 +64,8 @@ class OuterLoop:
         self.engine, self.sync, self.weight = engine, sync, weight
         self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
+        self.on_cut: Callable[[], None] | None = None
+        """Called before a round is merged that a worker that stops has cut short: the last moment to save."""
         self.report = Report()
         self.rounds_failed = 0
         self.contributions_refused = 0
@@ -240,6 +242,8 @@ class OuterLoop:
         ended, failure, mean_norm = None, None, None
         try:
             ended = posted.pending.wait()
+            if ended.result.stopping:
+                self._before_cut(posted)
         except RoundFailed as error:
             failure = error.reason
             self._note(posted.key, stopping=error.stopping, resync=error.resync)
@@ -256,6 +260,20 @@ class OuterLoop:
             self.on_round(
                 RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, cosine, result, failure)
             )
+
+    def _before_cut(self, posted: Posted) -> None:
+        """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
+
+        Not if it stops itself (it has saved before its last rounds), nor if it has trained on since.
+        """
+        if self.on_cut is None or self.stopping or posted.at_step != self.inner_steps:
+            return
+        later, self._posted = self._posted, []
+        sequence, self.state.sequence = self.state.sequence, posted.key.sequence
+        try:
+            self.on_cut()
+        finally:
+            self._posted, self.state.sequence = later, sequence
 
     def _take_in(self, posted: Posted, ended: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""

@@ -73,6 +73,8 @@ class Training:
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
         self.stop_requested = False
+        self._open_step = False  # the last inner step is taken, and the rounds that belong to it are to come
+        self._saved_before_cut = False
         also: dict[str, HasState] = {
             "training": self, "reading": self.reading, "mode": self.mode, "precision": self.precision
         }  # fmt: skip
@@ -95,7 +97,7 @@ class Training:
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
             return DataParallelMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
-        mode.state.on_post, mode.state.on_round = self._on_post, self._on_round
+        mode.state.on_post, mode.state.on_round, mode.state.on_cut = self._on_post, self._on_round, self._on_cut
         return mode
 
     def _weight(self) -> float:
@@ -125,16 +127,22 @@ class Training:
         if state.inner_steps == 0:
             self._evaluate()
         self._started, self._evaluation_seconds = time.monotonic(), 0.0
-        while state.inner_steps < config.steps:
+        while state.inner_steps < config.steps or self._open_step:
             if self.engine.ranks.any(self.stop_requested):  # together: a rank that left alone would hold up the others
                 self.mode.request_stop()
             if self.mode.must_end:
                 break
-            self._step(state.inner_steps)
+            if self._open_step:
+                self._open_step = False
+                self.mode.post_and_merge()
+                self._end_step()
+            else:
+                self._step(state.inner_steps)
             self._check_progress()
             if state.inner_steps % config.eval_interval == 0 and state.inner_steps < config.steps:
                 self._evaluate()
-            self.saving.after_step()
+            if not self._saved_before_cut:
+                self.saving.after_step()
         self._finish()
 
     def request_stop(self) -> None:
@@ -147,7 +155,7 @@ class Training:
         """Before `run`: everything as it was saved, or at the first step if nothing was."""
         self._resumed = self.saving.load(start)
         if start.progress is not None:
-            unknown = self.reading.take(start.progress, since=self._resumed["step"])
+            unknown = self.reading.take(start.progress, since=self.mode.state.inner_steps)
             if unknown:
                 self._resumed["notes"].append(
                     f"no checkpoint here tells how far the shards {', '.join(map(str, unknown))} had been read: worker "
@@ -166,12 +174,13 @@ class Training:
             "failures": self._failures,
             "loss": self._loss,
             "joined_at": self._joined_at,
+            "open_step": self._open_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._elapsed_before = state["elapsed_seconds"]
         self._announced_step, self._failures = state["announced_step"], list(state["failures"])
-        self._loss, self._joined_at = state["loss"], state["joined_at"]
+        self._loss, self._joined_at, self._open_step = state["loss"], state["joined_at"], state["open_step"]
 
     # One inner step
 
@@ -195,6 +204,10 @@ class Training:
         self._update_report()
         self.mode.step(self.precision)
         self.schedule.step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """After its rounds."""
         self.checkpoints.heard(self.engine.members())
         self._announce_validation()
 
@@ -240,6 +253,13 @@ class Training:
                 f"the last {len(self._failures)} rounds failed, the last because: {self._failures[-1]}. If the loss "
                 f"is not finite, lower inner.lr ({self.config.inner.lr}) or check the data"
             )
+
+    def _on_cut(self) -> None:
+        """A worker that stops has cut a round short: save this step without it, to post it again after a resume."""
+        if self.precision.loss_scale is None:  # a loss scale changes after the rounds: there is no going back to it
+            self._open_step = True
+            self.saving.before_cut()
+            self._open_step, self._saved_before_cut = False, True
 
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.state.inner_steps
@@ -303,7 +323,8 @@ class Training:
     # The end
 
     def _finish(self) -> None:
-        self.saving.at_end()
+        if not self._saved_before_cut:
+            self.saving.at_end(open_step=self._open_step)
         self.mode.finish(before_confirming=self._last_evaluation)
         self._announce_validation()
         self._check_progress()  # rounds that were on their way have ended only now

@@ -33,6 +33,10 @@ class Mode(ABC):
     @abstractmethod
     def step(self, precision: Precision) -> None: ...
 
+    @abstractmethod
+    def post_and_merge(self) -> None:
+        """The rounds that belong to the last inner step, if it was saved without them."""
+
     @property
     @abstractmethod
     def skipped_steps(self) -> int:
@@ -102,6 +106,10 @@ class DiLoCoMode(Mode):
     def step(self, precision: Precision) -> None:
         precision.step(self.optimizer)
 
+    def post_and_merge(self) -> None:
+        self.optimizer.post()
+        self.optimizer.merge()
+
     @property
     def skipped_steps(self) -> int:
         return self.optimizer.skipped_steps
@@ -157,6 +165,9 @@ class DataParallelMode(Mode):
 
     def step(self, precision: Precision) -> None:  # noqa: ARG002
         self.state.step()
+
+    def post_and_merge(self) -> None:
+        raise AssertionError("in this mode a step and its average are one")
 
     @property
     def skipped_steps(self) -> int:

@@ -1,8 +1,9 @@
 """When a worker is saved, and how one that was saved goes on.
 
 A save happens after the same inner steps on all workers, at the end, and at a stop; always before the last rounds that
-end a run (`finish`), which an uninterrupted run would not have had. A state in which a stop has already cut a round
-short is not saved: whoever resumes then goes on from the checkpoint before.
+end a run (`finish`), which an uninterrupted run would not have had. When another worker's stop cuts a round short, the
+last step is saved as an open one, without that round. A state that has merged such a round is not saved: whoever
+resumes then goes on from the checkpoint before.
 """
 
 import logging
@@ -34,17 +35,23 @@ class Saving:
         if self.config.checkpoint_due(self.state.mode.state.inner_steps):
             self._save()
 
-    def at_end(self) -> None:
+    def at_end(self, *, open_step: bool) -> None:
         """Before the last rounds."""
         if self.config.checkpoint.interval != 0:
-            self._save()
+            self._save(open_step=open_step)
 
-    def _save(self) -> None:
+    def before_cut(self) -> None:
+        """In the middle of a step, before its rounds, which another worker's stop has cut short."""
+        if self.config.checkpoint.interval != 0:
+            self._save(open_step=True)
+
+    def _save(self, *, open_step: bool = False) -> None:
+        """An open step, whose rounds are to come, does not count: the whole one may be saved later."""
         outer = self.state.mode.state
         outer.settle()
         reason = outer.unsavable()
         if reason is None:
-            self.checkpoints.save(outer.inner_steps, outer.sequence, *self.state.saved())
+            self.checkpoints.save(outer.inner_steps - open_step, outer.sequence, *self.state.saved())
         else:
             logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
             self.tell("checkpoint_skipped", step=outer.inner_steps, reason=reason)

@@ -69,7 +69,8 @@ class WorkerState:
                     tensors[f"also.{what}.{key}"] = hold(value)
                 else:
                     also[what][key] = value
-        return tensors, {"outer": outer_numbers, "inner": inner, "also": also, "schedule": self.schedule.last_epoch}
+        numbers: Numbers = {"outer": outer_numbers, "inner": inner, "also": also}
+        return tensors, numbers | {"schedule": self.mode.state.inner_steps}  # of the next step, also of an open one
 
     def _model(self) -> dict[str, Held]:
         return {f"model.{bare_name(name)}": hold(tensor) for name, tensor in self.model.state_dict().items()}
