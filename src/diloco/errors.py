@@ -15,6 +15,11 @@ A message names the thing, the value given, the rule, and the remedy. `assert` i
 """
 
 
+def installing(extra: str) -> str:
+    """The remedy where a package of an extra is missing."""
+    return f"in a clone of diloco, pip install -c constraints.txt '.[{extra}]'"
+
+
 class DiLoCoError(Exception):
     """The root: `except DiLoCoError` catches all of the above and nothing else."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from diloco.data.passages import Passage
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.writer import Dealer
-from diloco.errors import DataError
+from diloco.errors import DataError, installing
 
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -74,7 +74,7 @@ class Clusters:
         try:
             from sklearn.cluster import KMeans
         except ImportError as error:
-            raise DataError("data.partition = clusters needs scikit-learn: pip install 'diloco[lab]'") from error
+            raise DataError(f"data.partition = clusters needs scikit-learn: {installing('lab')}") from error
         distinct = len(np.unique(features, axis=0))
         if distinct < clusters:
             raise DataError(

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from diloco.data.config import DataConfig
 from diloco.data.documents import Document, Fields, Source
-from diloco.errors import DataError, SourceUnavailable
+from diloco.errors import DataError, SourceUnavailable, installing
 
 PREFIX = "hf:"
 HUB_SECONDS = 15.0
@@ -144,7 +144,7 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError("hf: sources need the datasets library: pip install 'diloco[hf]'") from error
+        raise DataError(f"hf: sources need the datasets library: {installing('hf')}") from error
     return datasets
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, installing
 from diloco.models.config import ModelConfig
 from diloco.models.hub import cached_folder, hub_folder
 from diloco.models.presets import PRESETS, preset
@@ -88,7 +88,7 @@ def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
         preset(model)
         return None
     if uses_transformers(model) and find_spec("transformers") is None:
-        raise ConfigError(f"model {model!r} needs the package transformers: pip install 'diloco[hf]'")
+        raise ConfigError(f"model {model!r} needs the package transformers: {installing('hf')}")
     folder = _folder(model, weights)
     config = read_json(folder / CONFIG_FILE)
     if not uses_transformers(model):
