@@ -101,13 +101,16 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 def _merge_resumed(tokens: Sequence[str]) -> list[str]:
     """A run that goes on has its own run file; the command line may change what does not make another run of it."""
     given = _given(tokens)
-    folder = Path(given.pop("resume"))
+    named = given.pop("resume")
+    if not named or named.startswith("--"):
+        raise ConfigError("--resume without a run folder: name the one to go on with, as in --resume runs/RUN")
+    folder = Path(named)
     path = folder / "config.toml"
     if not tokens[0].startswith("-"):
         raise ConfigError(f"--resume {folder} has a run file of its own, {path}: leave {tokens[0]} out")
     if not folder.is_dir() or not path.exists():
         missing = "there is no such folder" if not folder.is_dir() else "it has no config.toml"
-        raise ConfigError(f"--resume {folder or '(nothing)'} is not a run folder: {missing}")
+        raise ConfigError(f"--resume {folder} is not a run folder: {missing}")
     file = read_run_file(path)
     _check_tables(given)
     _check_whole(given)

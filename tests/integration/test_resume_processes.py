@@ -76,3 +76,4 @@ def test_a_killed_run_of_sharded_workers_falls_back_from_damage_and_goes_on_with
             path.write_bytes(b"")
         assert run.code() == 1
         assert "no checkpoint that all workers can go on from" in " ".join(run.errors.split())
+        assert run.errors.startswith("error:")  # and no worker's traceback before it

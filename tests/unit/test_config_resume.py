@@ -64,6 +64,12 @@ def test_a_folder_that_is_no_run_is_refused(folder: Path, tmp_path: Path, capsys
         merge(["run.toml", "--resume", str(folder)])
 
 
+@pytest.mark.parametrize("options", [["--resume"], ["--resume="], ["--resume", "--steps=9"]])
+def test_resume_without_a_folder_says_that_the_folder_is_missing(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--resume without a run folder: name the one to go on with"):
+        merge(options)
+
+
 def test_a_run_and_its_checkpoints_have_in_common_what_may_not_change() -> None:
     one = RunConfig(steps=10, workers=2, seed=1).lasting("corpus", "a model")
     assert one == RunConfig(steps=20, workers=3, seed=1, threads=4, model="elsewhere").lasting("corpus", "a model")

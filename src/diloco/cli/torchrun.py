@@ -23,6 +23,7 @@ from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
+from diloco.training.resuming import check_going_on
 from diloco.training.run_lock import hold_as_worker, run_lock
 from diloco.training.summary import write_summary
 from diloco.training.worker import START_SECONDS, train_here
@@ -49,7 +50,13 @@ def train_as_rank(config: RunConfig, console: Console, resume: Path | None) -> N
     resumed = resume is not None
     with ExitStack() as held:
         folder = _agreed_folder(config, rank, leader) if resume is None else resume
-        _take_folder(folder, config, leader, resumed, held)
+        if rank == 0:  # machines may have a folder in common: no other run goes on in it meanwhile
+            held.enter_context(run_lock(folder))
+        if resumed:
+            worker = [worker for worker, size in enumerate(sizes) for _ in range(size)][rank]
+            check_going_on(folder, [worker], config, corpus.digest)
+            _meet()  # nobody changes anything before all have accepted it
+        _take_folder(folder, config, leader, resumed)
         sinks = held.enter_context(SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)))
         with _shown(config, console, folder, sinks.poll, resumed) if rank == 0 else nullcontext():
             error = _train(config, corpus, folder, sizes, resumed)
@@ -70,10 +77,8 @@ def _train(config: RunConfig, corpus: Corpus, folder: Path, sizes: tuple[int, ..
     return None
 
 
-def _take_folder(folder: Path, config: RunConfig, leader: bool, resume: bool, held: ExitStack) -> None:
-    """No other run goes on in this folder meanwhile; machines may have one in common, so worker 0 sees to it."""
-    if dist.get_rank() == 0:
-        held.enter_context(run_lock(folder))
+def _take_folder(folder: Path, config: RunConfig, leader: bool, resume: bool) -> None:
+    """For as long as this process lives."""
     if leader and resume:
         begin_again(folder, config)
     _meet()

@@ -27,6 +27,7 @@ from diloco.sinks.registry import check_installed
 from diloco.training.config import RunConfig, check_run_model
 from diloco.training.events import end_cut_line
 from diloco.training.launcher import LocalWorkers
+from diloco.training.resuming import check_going_on
 from diloco.training.run_lock import run_lock
 from diloco.training.spawn import STOP_SIGNALS
 from diloco.training.summary import SUMMARY_FILE, Summary, read_summary, write_summary
@@ -102,6 +103,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             if resume is None:
                 until_summarized.enter_context(run_lock(folder))
             else:
+                check_going_on(folder, range(config.workers), config, corpus.digest)
                 begin_again(folder, config)
             sinks = until_summarized.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
             workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)

@@ -121,7 +121,7 @@ class RunView:
         self._merged = {sequence for sequence in self._merged if sequence < event["rounds"]}
         self._failed = {sequence for sequence in self._failed if sequence < event["rounds"]}
         self.rounds, self.round_in_progress = len(self._merged), None
-        if event["worker"] == 0:
+        if event["worker"] == 0 and event["workers_before"] is not None:  # else a note says that it begins again
             self.notes.append(f"going on from step {event['step']}")
         self.notes += [note for note in event["notes"] if note not in self.notes]
 

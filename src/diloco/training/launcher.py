@@ -14,10 +14,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from diloco.errors import ConfigError, WorkerFailed
+from diloco.errors import CheckpointError, ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.events import EventReader
-from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
+from diloco.training.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -131,6 +131,8 @@ class LocalWorkers:
                 )
         elif code == 2:
             return ConfigError(reason)
+        elif code == CHECKPOINT_CODE:
+            return CheckpointError(reason)
         silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
         return WorkerFailed(f"{place} of {self.config.workers} failed: {reason}{silent}", output)
 

@@ -12,13 +12,16 @@ the data is shared out anew; training/loop.py says what becomes of local work.
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
+from diloco.training.config import RunConfig
+from diloco.training.events import read_events
+from diloco.training.history import current
 from diloco.training.manifests import Checkpoint, Moment, find_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -89,8 +92,25 @@ def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
                 return Start(attempt, checkpoint, None, tuple(dict.fromkeys(warnings)))
             progress, older = _progress(run_folder, moment, gather)
             return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings + older)))
-    _refuse_to_begin_again(run_folder, told, warnings)
+    finished = max(one["finished"] for one in _exchange(gather, {"finished": _finished_steps(run_folder)}))
+    _refuse_to_begin_again(run_folder, any(one["had_common"] for one in told), finished, warnings)
     return Start(attempt)
+
+
+def check_going_on(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
+    """Before anything in the run folder is changed: refuse what these workers would refuse, by the manifests here."""
+    here = [_look(run_folder, worker) for worker in workers]
+    common = set.intersection(*(set(one.checkpoints) for one in here))
+    if not common:
+        damage = [text for one in here for text in one.damage]
+        had_common = any(one.had_common for one in here)
+        _refuse_to_begin_again(run_folder, had_common, _finished_steps(run_folder), damage)
+        return
+    for one in here:
+        checkpoint = one.checkpoints[max(common)][-1]
+        model = str(checkpoint.manifests[0].config["model"])  # which no option can change
+        check_lasting(checkpoint, config.lasting(corpus_digest, model))
+        check_steps(checkpoint, config.steps)
 
 
 def _exchange(gather: Gather, mine: Mapping[str, Any]) -> list[Any]:
@@ -110,15 +130,35 @@ def _look(run_folder: Path, worker: int) -> _Here:
     return here
 
 
-def _refuse_to_begin_again(run_folder: Path, told: list[Any], warnings: list[str]) -> None:
-    """A run that was ended before its first checkpoint begins again; one that has lost its checkpoints does not."""
-    if not warnings and not any(one["had_common"] for one in told):
-        return
-    found = "; ".join(dict.fromkeys(warnings)) or "no moment is there on all workers"
-    raise CheckpointError(
-        f"{run_folder} has no checkpoint that all workers can go on from ({found}). Nothing was removed: restore the "
-        f"files, or remove {run_folder / 'checkpoints'} on every machine to begin again at the first step"
-    )
+def _finished_steps(run_folder: Path) -> int:
+    """How far the workers had come that ended by themselves: at their last step, or at a stop."""
+    ended = [event for event in current(read_events(run_folder)) if event["type"] == "worker_finished"]
+    return max((event["inner_steps"] for event in ended), default=0)
+
+
+def _refuse_to_begin_again(run_folder: Path, had_common: bool, finished: int, warnings: list[str]) -> None:
+    """A run that was killed before its first checkpoint begins again; one that has lost its checkpoints does not, nor
+    one that has ended without any."""
+    if warnings or had_common:
+        found = "; ".join(dict.fromkeys(warnings)) or "no moment is there on all workers"
+        raise CheckpointError(
+            f"{run_folder} has no checkpoint that all workers can go on from ({found}). Nothing was removed: restore "
+            f"the files, or remove {run_folder / 'checkpoints'} on every machine to begin again at the first step"
+        )
+    if finished:
+        raise CheckpointError(
+            f"{run_folder} has ended after {finished} inner steps and has no checkpoint that all workers can go on "
+            "from: to begin again at the first step would replace its model. Start a new run instead (with "
+            "checkpoint.interval = 0 none is saved)"
+        )
+
+
+def check_steps(checkpoint: Checkpoint, steps: int) -> None:
+    """Refuse an end that lies behind."""
+    if checkpoint.step > steps:
+        raise ConfigError(
+            f"steps = {steps}, but {checkpoint.folder} is at step {checkpoint.step} already: give --steps more"
+        )
 
 
 def check_lasting(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:

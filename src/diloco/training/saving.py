@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import RunConfig
 from diloco.training.manifests import find_checkpoints
-from diloco.training.resuming import Start, check_lasting
+from diloco.training.resuming import Start, check_lasting, check_steps
 from diloco.training.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -62,11 +61,7 @@ class Saving:
         told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
         told |= {"workers": seat.workers, "workers_before": start.workers_before}
         if checkpoint is not None:
-            if checkpoint.step > self.config.steps:
-                raise ConfigError(
-                    f"steps = {self.config.steps}, but {checkpoint.folder} is at step {checkpoint.step} already: give "
-                    "--steps more"
-                )
+            check_steps(checkpoint, self.config.steps)
             check_lasting(checkpoint, self.checkpoints.lasting)
             told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
             told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}

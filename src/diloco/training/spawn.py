@@ -13,6 +13,8 @@ from diloco.training.config import RunConfig
 from diloco.training.run_lock import hold_as_worker
 
 RENDEZVOUS_FILE = ".rendezvous"
+CHECKPOINT_CODE = 3
+"""Exit code of a worker process that cannot go on from the checkpoints there are."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

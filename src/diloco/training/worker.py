@@ -22,12 +22,12 @@ from diloco.engines.connecting import gather_bytes, join, rendezvous_error
 from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog, NoEvents
 from diloco.training.loop import Training
 from diloco.training.resuming import agree
-from diloco.training.spawn import RENDEZVOUS_FILE, STOP_SIGNALS, Place
+from diloco.training.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def local_worker(config: RunConfig, place: Place) -> None:
         )
     except DiLoCoError as error:
         traceback.print_exc()
-        code = 2 if isinstance(error, ConfigError) else 1
+        code = 2 if isinstance(error, ConfigError) else CHECKPOINT_CODE if isinstance(error, CheckpointError) else 1
     except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
     finally:
