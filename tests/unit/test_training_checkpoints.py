@@ -268,6 +268,13 @@ def test_the_checkpoint_that_a_start_went_on_from_is_not_written_again(
     assert steps(tmp_path) == [10, 20]
 
 
+def test_a_worker_that_is_stopped_before_its_first_step_is_saved_so_that_the_others_keep_theirs(tmp_path: Path) -> None:
+    for checkpoints, step in ((made(tmp_path, 0, 2), 0), (made(tmp_path, 1, 2), 4)):
+        checkpoints.begin(1, None)
+        save(checkpoints, step)
+    assert steps(tmp_path, 0) == [0] and steps(tmp_path, 1) == [4]
+
+
 def test_a_write_over_another_that_fails_leaves_that_one_or_none_but_never_a_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

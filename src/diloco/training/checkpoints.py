@@ -62,7 +62,7 @@ class Checkpoints:
         self.attempt = 1
         self._written: list[int] = []  # steps of this start that this rank has written
         self._told: dict[int, set[int]] = {}  # worker: steps that it said it has, of this start
-        self._started_from = 0
+        self._started_from: int | None = None  # the step of a checkpoint
         self._thread: threading.Thread | None = None
 
     # Saving
@@ -160,7 +160,7 @@ class Checkpoints:
     def common_step(self) -> int:
         """The newest step that all workers have told they have saved, or the one started from; 0 if there is none."""
         told = [self._told.get(worker, set()) for worker in range(self.seat.workers)]
-        return max(set.intersection(*told), default=self._started_from)
+        return max(set.intersection(*told), default=self._started_from or 0)
 
     def heard(self, members: Iterable[Member]) -> None:
         """What a round taught of the others' checkpoints."""
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def begin(self, attempt: int, start: Checkpoint | None) -> None:
         """A start of the run: from here on what lies after `start` is another story, and is removed."""
-        self.attempt, self._started_from = attempt, 0 if start is None else start.step
+        self.attempt, self._started_from = attempt, None if start is None else start.step
         if self.seat.rank:
             return
         for worker, folder in worker_folders(self.folder):
