@@ -1,5 +1,6 @@
 """`diloco` in this process: help that fits a screen, and bad input that ends with one message and no traces."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import run
+from diloco.config import to_toml
 from diloco.training.config import RunConfig
 from diloco.training.summary import SUMMARY_FILE, summarize, write_summary
 from launched.train import tiny_options, write_text
@@ -175,3 +177,18 @@ def test_compare_takes_failed_runs_too(capsys: pytest.CaptureFixture[str], tmp_p
     assert summarize(RunConfig(), [])["status"] == "failed"
     assert run(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_under_torchrun_only_the_first_says_that_a_run_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = RunConfig(steps=30)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    write_summary(tmp_path, config)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "complete", "inner_steps": 30}))
+    assert run(["train", "--resume", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("is complete with 30 steps") == lines

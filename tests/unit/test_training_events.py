@@ -92,8 +92,9 @@ def test_a_line_that_was_cut_for_ever_is_left_out_with_a_warning_and_the_rest_is
     log.emit("swallowed")
     log.emit("after")
     with caplog.at_level(logging.WARNING):
-        assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
-    assert "damaged line" in caplog.text
+        for _ in range(3):
+            assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
+    assert caplog.text.count("damaged line") == 1
 
 
 @pytest.mark.parametrize("cut", ["", '{"v": 1, "ti'])

@@ -35,7 +35,9 @@ _NAME_BYTES = 4096
 
 def train_as_rank(config: RunConfig, console: Console, resume: Path | None) -> None:
     """This process's worker, from the rendezvous to the summary; the first worker shows the display."""
-    if os.environ.get("RANK") == "0":  # where the sinks will be
+    first = os.environ.get("RANK") == "0"
+    console.quiet = not first  # one of them speaks for all
+    if first:  # where the sinks will be
         check_installed(config.sink_names)
     if resume is not None and is_complete(console, resume, config):
         return

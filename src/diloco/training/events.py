@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,13 @@ class EventReader:
                 yield json.loads(line)
             except ValueError:
                 # A kill or a full disk can cut a line; the next writer's then stands on the same one.
-                logger.warning("%s: a damaged line is left out: %.80r", self._path, line)
+                _warn_once(self._path, line)
+
+
+@lru_cache(maxsize=256)
+def _warn_once(path: Path, line: bytes) -> None:
+    """Display, summary and report all read the same file."""
+    logger.warning("%s: a damaged line is left out: %.80r", path, line)
 
 
 def read_events(run_folder: Path) -> list[Event]:
