@@ -16,6 +16,7 @@ from diloco.core.gpu import use_kernels
 ROW = 1024  # elements a row: each column has a multiplier, and each row has one
 _ROWS_AT_ONCE = {"cpu": 128}  # 512 KiB: stays in cache
 _ROWS_AT_ONCE_ELSEWHERE = 32768
+_ROW_BLOCK = 65536  # rows whose multipliers are computed together, and kept
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 
@@ -32,6 +33,18 @@ def _column_multipliers(device: torch.device) -> Tensor:
     return _multipliers(0, ROW // 2, 1, device)
 
 
+@lru_cache(maxsize=256)
+def _row_block(block: int, device: torch.device) -> Tensor:
+    return _multipliers(block * _ROW_BLOCK, _ROW_BLOCK, 2, device)
+
+
+def _row_multipliers(first: int, count: int, device: torch.device) -> Tensor:
+    block, place = divmod(first, _ROW_BLOCK)
+    if place + count <= _ROW_BLOCK:
+        return _row_block(block, device)[place : place + count]
+    return _multipliers(first, count, 2, device)
+
+
 class Digest:
     """The digest of a tensor that is given piece by piece, in order; every piece but the last is whole rows."""
 
@@ -39,6 +52,7 @@ class Digest:
         self._columns = _column_multipliers(device)
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._numel = 0
+        self._product: Tensor | None = None  # kept, since new memory costs more than the multiplication
 
     @torch.no_grad()
     def add(self, flat: Tensor) -> None:
@@ -48,7 +62,7 @@ class Digest:
         for start in range(0, flat.numel(), step):
             sums = self._row_sums(flat[start : start + step])
             first = (self._numel + start) // ROW
-            self._total += (sums * _multipliers(first, sums.numel(), 2, flat.device)).sum()
+            self._total += (sums * _row_multipliers(first, sums.numel(), flat.device)).sum()
         self._numel += flat.numel()
 
     def _row_sums(self, chunk: Tensor) -> Tensor:
@@ -60,7 +74,10 @@ class Digest:
             from diloco.core.kernels import weighted_row_sums
 
             return weighted_row_sums(chunk, self._columns)
-        return (chunk.view(torch.int64).view(-1, ROW // 2) * self._columns).sum(1)
+        rows = chunk.view(torch.int64).view(-1, ROW // 2)
+        if self._product is None or len(self._product) < len(rows):
+            self._product = torch.empty_like(rows)
+        return torch.mul(rows, self._columns, out=self._product[: len(rows)]).sum(1)
 
     def hexdigest(self) -> str:
         """Sixteen hexadecimal digits for the bits and the length of all that was given."""
