@@ -5,6 +5,7 @@ Both replace a module's `forward` and nothing else: parameters keep their names,
 shapes come and go, the module computes as it was written.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from diloco.core.gpu import use_kernels
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
 from diloco.training.config import ComputeConfig
+
+logger = logging.getLogger(__name__)
 
 WORTH_COMPILING = 50_000_000
 """Parameters from which on compiling pays for its half a minute, unless the user decides."""
@@ -27,6 +31,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *, sharded: bool = False) -> None:
     """Change how `model` computes, in place; `sharded`: FSDP gathers each block when it is called."""
+    if device.type == "cuda" and not use_kernels(device):
+        logger.warning("Triton is not installed: outer steps and the loss take more passes over the GPU's memory")
     if config.checkpoint_activations:
         found = blocks(model)
         if not found:
