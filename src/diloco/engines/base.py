@@ -13,6 +13,7 @@ worker of one rank is in one lane, and its engine is its membership too.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
@@ -32,6 +33,14 @@ class Membership(ABC):
     sizes: tuple[int, ...]
     """The number of ranks of each worker."""
     ranks: WorkerRanks
+    elastic: ClassVar[bool] = False
+    """Workers come and go while the others train: `worker` is a number that nobody else has, `workers` how many there
+    are at the moment. Whoever stops leaves alone; a round that was missed is made up for by `fetch_state`."""
+
+    def wanted(self, sequence: int) -> bool:
+        """The others are in this round and wait no longer: post it now, with the work there is (elastic engines)."""
+        del sequence
+        return False
 
     @abstractmethod
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":

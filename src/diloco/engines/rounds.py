@@ -49,6 +49,8 @@ class Contribution:
     layout_digest: str
     max_norm_ratio: float | None = None
     report: Report = field(default_factory=Report)
+    note: bytes = b""
+    """What else this worker tells the others with the round; only elastic engines carry it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Member:
     weight: float
     norm: float
     report: Report
+    note: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class RoundResult:
     members: tuple[Member, ...]
     resync: bool = False
     """Someone's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
+    roster: tuple[int, ...] = ()
+    """With an elastic engine: the numbers of all members, also of those that missed this round."""
 
     @property
     def stopping(self) -> bool:
@@ -90,3 +95,10 @@ class GlobalState:
     numbers: Mapping[str, int]
     layout_digest: str
     """Of everything that must be the same on all workers; an engine compares it before it hands tensors over."""
+    means: tuple[tuple[RoundKey, Tensor], ...] = ()
+    """Encoded means ([parts, part_bytes]) of rounds that ended since, to be merged in this order before anything else;
+    `numbers["sequence"]` is the round after them."""
+    position: int | None = None
+    """Where the others are in the schedule by now, as far as is known; None: at `numbers["inner_steps"]`."""
+    note: bytes = b""
+    """What the source tells besides; only elastic engines carry it."""
