@@ -11,7 +11,7 @@ def test_the_readme_has_one_line_for_each_source_file_and_no_other() -> None:
     listed: set[str] = set()
     folders: list[str] = []  # that the line is in
     for line in tree.splitlines():
-        if found := re.match(r"( +)(\w+)(/|\.py) ", line):
+        if found := re.match(r"( +)(\w+)(/|\.py)(?: |$)", line):
             depth = len(found[1]) // 2 - 1
             if found[3] == "/":
                 folders[depth:] = [found[2]]
