@@ -69,6 +69,9 @@ class Transport(ABC):
     async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
         """Connect to a peer at one of these addresses; raises Unreachable."""
 
+    async def forget(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
+        """Drop the connections with a peer that is silent or not wanted; a later call connects anew."""
+
     @abstractmethod
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         """Raises Unreachable or CallRefused."""

@@ -1,0 +1,279 @@
+"""The swarm's transport on the internet: Hivemind's p2pd, which brings libp2p's connections, encryption and relays.
+
+Peers are authenticated and traffic is encrypted by libp2p (TLS 1.3). Whether a peer may say something is decided above;
+here are only the limits that keep a stranger from costing much: on the size of a call, and on how many calls and
+streams of one peer and of all are handled at a time. Hivemind's Python package is not imported, only its daemon is run.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.engines.swarm import addresses as multiaddr
+from diloco.engines.swarm import identity
+from diloco.engines.swarm.control import Control, DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.p2pd import Daemon, check_ports
+from diloco.engines.swarm.streams import SocketStream
+from diloco.engines.swarm.transport import (
+    MAX_CALL_BYTES,
+    CallRefused,
+    OnCall,
+    OnStream,
+    Stream,
+    Transport,
+    Unreachable,
+)
+from diloco.errors import RendezvousError
+
+log = logging.getLogger(__name__)
+
+CALLS_PER_PEER, CALLS_IN_ALL = 32, 512
+STREAMS_PER_PEER, STREAMS_IN_ALL = 64, 512
+_OVERHEAD = 64 << 10
+"""Of a message around a call's bytes, generously."""
+_RECONNECT_SECONDS = 3.0
+_MAX_KNOWN = 4096
+"""Peers whose addresses are remembered."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where this peer listens and what it tells others; see Settings."""
+
+    host: str | None = None
+    port: int | None = None
+    announce: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        listening = multiaddr.listening(self.host, self.port)
+        check_ports(listening)
+        arguments = [f"-hostAddrs={','.join(listening)}"]
+        if self.announce:
+            told = [multiaddr.announced(text, self.port) for text in self.announce]
+            arguments.append(f"-announceAddrs={','.join(told)}")
+        return arguments
+
+
+class _Places:
+    """How many are at work, for each peer and in all."""
+
+    def __init__(self, per_peer: int, in_all: int) -> None:
+        self._per_peer, self._in_all = per_peer, in_all
+        self._taken: Counter[str] = Counter()
+
+    def take(self, peer: str) -> bool:
+        if self._taken[peer] >= self._per_peer or self._taken.total() >= self._in_all:
+            return False
+        self._taken[peer] += 1
+        return True
+
+    def give_back(self, peer: str) -> None:
+        self._taken[peer] -= 1
+        if not self._taken[peer]:
+            del self._taken[peer]
+
+
+class HivemindTransport(Transport):
+    """Made by `create`. `ended` is done, with a reason, when p2pd has died: nothing works from then on."""
+
+    def __init__(self, peer: str, protocol: str, daemon: Daemon, control: Control) -> None:
+        self.peer = peer
+        self._protocol, self._daemon, self._control = protocol, daemon, control
+        self._known: dict[str, list[str]] = {}
+        self._gone: set[str] = set()
+        """Whose dials were refused last: for a while p2pd then says no more than that it does not try again."""
+        self._calls = _Places(CALLS_PER_PEER, CALLS_IN_ALL)
+        self._streams = _Places(STREAMS_PER_PEER, STREAMS_IN_ALL)
+        self._open: set[SocketStream] = set()
+
+    @classmethod
+    async def create(cls, key: Path, protocol: str, network: Network) -> "HivemindTransport":
+        """`key`: the file of this peer's identity, made if missing. `protocol` names the run: others hear nothing."""
+        peer = identity.ensure(key)
+        daemon = await Daemon.start([f"-id={key}", *_COMMON, *network.arguments()])
+        control = Control(daemon.control, daemon.streams)
+        try:
+            await control.connect()
+            name, _ = await control.identify()
+        except (DaemonError, DaemonGone, OSError, asyncio.IncompleteReadError) as error:
+            await control.close()
+            await daemon.stop()
+            raise RendezvousError(f"p2pd started but does not answer ({error}){daemon.last_words()}") from error
+        assert name == peer
+        return cls(peer, protocol, daemon, control)
+
+    @property
+    def ended(self) -> "asyncio.Future[str]":
+        return self._daemon.ended
+
+    async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
+        async def answer(peer: str, request: bytes) -> bytes:
+            if len(request) > MAX_CALL_BYTES:
+                raise CallRefused(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
+            if not self._calls.take(peer):
+                raise CallRefused("too many calls at a time")
+            try:
+                reply = await on_call(peer, request)
+            finally:
+                self._calls.give_back(peer)
+            if len(reply) > MAX_CALL_BYTES:
+                raise CallRefused(f"the answer would have {len(reply)} bytes; at most {MAX_CALL_BYTES} are allowed")
+            return reply
+
+        async def accept(peer: str, sock: socket.socket) -> None:
+            if not self._streams.take(peer):
+                log.debug("a stream of %s is refused: too many at a time", peer)
+                sock.close()
+                return
+            stream = self._stream(peer, sock, counted=True)
+            try:
+                await on_stream(stream)
+            except (Unreachable, CallRefused) as error:
+                log.debug("a stream of %s: %s", peer, error)
+            except Exception:
+                log.exception("a stream of %s failed", peer)
+            finally:
+                stream.close()
+
+        await self._control.accept_streams(f"{self._protocol}/stream", accept)
+        await self._control.answer_calls(f"{self._protocol}/call", answer)
+
+    def _stream(self, peer: str, sock: socket.socket, *, counted: bool) -> SocketStream:
+        def closed() -> None:
+            self._open.discard(stream)
+            if counted:
+                self._streams.give_back(peer)
+
+        stream = SocketStream(peer, sock, closed)
+        self._open.add(stream)
+        return stream
+
+    async def addresses(self) -> list[str]:
+        """Public ones first; loopback only if there is nothing else."""
+        with self._mapped(self.peer):
+            _, found = await self._control.identify()
+        useful = [way for way in found if not _loopback(way)] or found
+        ordered = sorted(
+            dict.fromkeys(useful), key=lambda way: (multiaddr.CIRCUIT in way, not multiaddr.is_public(way))
+        )
+        return [f"{way}/p2p/{self.peer}" for way in ordered]
+
+    async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
+        ways = [way for way, name in map(multiaddr.split_peer, addresses) if name == peer]
+        if not ways:
+            raise Unreachable(f"no address of {peer} is known", gone=True)
+        self._known.pop(peer, None)
+        self._known[peer] = ways
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        with self._mapped(peer, seconds):
+            async with asyncio.timeout(seconds):
+                await self._control.connect_peer(peer, ways, seconds)
+
+    async def forget(self, peer: str) -> None:
+        with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
+            async with asyncio.timeout(_RECONNECT_SECONDS):
+                await self._control.disconnect_peer(peer)
+
+    async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
+        if len(request) > MAX_CALL_BYTES:  # p2pd would end over it
+            raise ValueError(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
+        with self._mapped(peer, seconds):
+            async with asyncio.timeout(seconds):
+                protocol = f"{self._protocol}/call"
+                try:
+                    return await self._control.call(peer, protocol, request)
+                except DaemonError as error:
+                    await self._reconnect(peer, error)
+                    if not _never_sent(error):  # it may have been carried out: the caller must know
+                        raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
+                return await self._control.call(peer, protocol, request)
+
+    async def open(self, peer: str, seconds: float) -> Stream:
+        with self._mapped(peer, seconds):
+            async with asyncio.timeout(seconds):
+                protocol = f"{self._protocol}/stream"
+                try:
+                    sock = await self._control.open_stream(peer, protocol, seconds)
+                except DaemonError as error:
+                    await self._reconnect(peer, error)
+                    sock = await self._control.open_stream(peer, protocol, seconds)
+        return self._stream(peer, sock, counted=False)
+
+    async def _reconnect(self, peer: str, error: DaemonError) -> None:
+        """The daemon forgets addresses when a connection ends; we do not. Raises what came out if it is not up."""
+        if "protocols not supported" in str(error):
+            raise error
+        try:
+            async with asyncio.timeout(_RECONNECT_SECONDS):
+                await self._control.connect_peer(peer, self._known.get(peer, []), _RECONNECT_SECONDS)
+        except DaemonError as again:
+            raise error if _only_backoff(str(again)) else again from None
+
+    @contextlib.contextmanager
+    def _mapped(self, peer: str, seconds: float = 0.0) -> Iterator[None]:
+        try:
+            yield
+            self._gone.discard(peer)
+        except HandlerError as error:
+            raise CallRefused(str(error)) from None
+        except DaemonError as error:
+            unreachable = _unreachable(peer, str(error), gone_before=peer in self._gone)
+            (self._gone.add if unreachable.gone else self._gone.discard)(peer)
+            raise unreachable from None
+        except DaemonGone as error:
+            raise Unreachable(f"this machine's p2pd has gone: {error}") from None
+        except TimeoutError:
+            raise Unreachable(f"{peer} did not answer within {seconds:g} s") from None
+
+    async def close(self) -> None:
+        for stream in list(self._open):
+            stream.close()
+        await self._control.close()
+        await self._daemon.stop()
+
+
+_COMMON = [
+    "-noise=0",  # TLS only: with the processor's AES it is the faster one
+    f"-persistentConnMaxMsgSize={MAX_CALL_BYTES + _OVERHEAD}",
+    "-idleTimeout=60s",
+]
+
+
+def _loopback(way: str) -> bool:
+    ip = multiaddr.ip_of(way)
+    return ip is not None and ip.is_loopback
+
+
+def _never_sent(error: DaemonError) -> bool:
+    return "failed to dial" in str(error)
+
+
+_BACKOFF = "dial backoff"
+
+
+def _only_backoff(text: str) -> bool:
+    """p2pd has failed to reach that peer a moment ago and does not try again yet."""
+    dials = text.splitlines()[1:] or [text]
+    return all(_BACKOFF in line for line in dials)
+
+
+_DEAD = ("connection refused", "peer id mismatch", "NO_RESERVATION", "stream reset", "connection reset", "no addresses")
+
+
+def _unreachable(peer: str, text: str, *, gone_before: bool) -> Unreachable:
+    """What the daemon says, in a line, and whether it means that nobody is there."""
+    if "protocols not supported" in text:
+        return Unreachable(f"{peer} is there but takes no part in this run, or not yet")
+    lines = [line.strip(" *") for line in text.splitlines()]
+    dials = [line for line in lines[1:] if line and _BACKOFF not in line]
+    if _only_backoff(text):
+        return Unreachable(f"{peer} could not be reached a moment ago", gone=gone_before)
+    gone = all(any(sign in line for sign in _DEAD) for line in dials or lines)
+    reasons = "; ".join(dict.fromkeys(line.rpartition("] ")[2] for line in dials)) or lines[0]
+    return Unreachable(f"{peer} cannot be reached: {reasons[:300]}", gone=gone)

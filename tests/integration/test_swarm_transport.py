@@ -1,0 +1,273 @@
+"""Peers over real p2pd processes on this machine."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.engines.swarm import daemon
+from diloco.engines.swarm.daemon import HivemindTransport, Network
+from diloco.engines.swarm.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
+from diloco.errors import ConfigError, RendezvousError
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the swarm runs on Linux only")]
+PROTOCOL = "/diloco-test/1"
+LOOPBACK = Network(host="127.0.0.1")
+
+
+async def answer(peer: str, request: bytes) -> bytes:
+    match request.partition(b" ")[0]:
+        case b"fail":
+            raise ValueError("there is no such thing")
+        case b"wait":
+            await asyncio.sleep(60)
+        case b"long":
+            return bytes(MAX_CALL_BYTES + 1)
+    return peer.encode() + b" said " + request[:20]
+
+
+async def echo(stream: Stream) -> None:
+    size = int.from_bytes(await stream.read(8, 10))
+    data = await stream.read(size, 10)
+    await stream.write(data, 10)
+
+
+async def greet(streams: list[Stream]) -> None:
+    """Fails unless all are open at the other end."""
+    for stream in streams:
+        await stream.write(b"\0", 10)
+    await streams[-1].read(1, 10)
+
+
+@asynccontextmanager
+async def peers(folder: Path, *networks: Network) -> AsyncIterator[list[HivemindTransport]]:
+    made: list[HivemindTransport] = []
+    try:
+        for i, network in enumerate(networks):
+            made.append(await HivemindTransport.create(folder / f"{i}.key", PROTOCOL, network))
+            await made[-1].serve(answer, echo)
+        for peer in made[1:]:
+            await peer.introduce(made[0].peer, await made[0].addresses(), 10)
+        yield made
+    finally:
+        for peer in made:
+            await peer.close()
+
+
+def pid_of(peer: HivemindTransport) -> int:
+    return peer._daemon.process.pid
+
+
+def test_two_peers_call_each_other_and_exchange_streams(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            sockets = [a._daemon.folder, b._daemon.folder]
+            assert stat.S_IMODE((tmp_path / "0.key").stat().st_mode) == 0o600
+            assert await b.call(a.peer, b"hello", 10) == b.peer.encode() + b" said hello"
+            assert await a.call(b.peer, b"hello", 10) == a.peer.encode() + b" said hello"
+            with pytest.raises(CallRefused, match=r"^there is no such thing$"):
+                await b.call(a.peer, b"fail", 10)
+            with pytest.raises(CallRefused, match="the answer would have"):
+                await b.call(a.peer, b"long", 10)
+            data = os.urandom(3_000_000)
+            stream = await b.open(a.peer, 10)
+            await stream.write(len(data).to_bytes(8), 10)
+            await stream.write(memoryview(data), 10)
+            back = bytearray(len(data))
+            await stream.read_into(memoryview(back), 10)
+            assert back == data
+            assert (stream.bytes_sent, stream.bytes_received, stream.peer) == (len(data) + 8, len(data), a.peer)
+            with pytest.raises(Unreachable, match="ended"):
+                await stream.read(1, 10)
+            stream.close()
+            with pytest.raises(Unreachable, match="closed"):
+                await stream.read(1, 10)
+        assert not any(folder.exists() for folder in sockets)
+
+    asyncio.run(run())
+
+
+def test_an_identity_keeps_its_name_over_ipv6_and_a_restart(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, Network(host="::1"), Network(host="::1")) as (a, b):
+            names = [a.peer, b.peer]
+            assert (await a.addresses())[0].startswith("/ip6/::1/tcp/")
+            assert await b.call(a.peer, b"hello", 10) == b.peer.encode() + b" said hello"
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            assert [a.peer, b.peer] == names
+
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    asyncio.run(run())
+
+
+def test_what_is_announced_is_told_instead_of_what_is_listened_at(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, Network(host="127.0.0.1", announce=("swarm.example.org:4000",))) as (a,):
+            assert await a.addresses() == [f"/dns/swarm.example.org/tcp/4000/p2p/{a.peer}"]
+
+    asyncio.run(run())
+
+
+def test_a_taken_port_and_a_foreign_host_are_refused_by_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            for host in (None, "127.0.0.1"):
+                with pytest.raises(RendezvousError, match=rf"port {port} is taken .* --port"):
+                    await HivemindTransport.create(tmp_path / "a.key", PROTOCOL, Network(host=host, port=port))
+        async with peers(tmp_path, Network(host="127.0.0.1", port=port)):
+            with pytest.raises(RendezvousError, match=f"port {port} is taken"):  # p2pd alone would share it in silence
+                await HivemindTransport.create(tmp_path / "b.key", PROTOCOL, Network(port=port))
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is no address of this machine"):
+            await HivemindTransport.create(tmp_path / "a.key", PROTOCOL, Network(host="192.0.2.77"))
+
+    asyncio.run(run())
+
+
+def test_a_stranger_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "CALLS_PER_PEER", 2)
+    monkeypatch.setattr(daemon, "STREAMS_PER_PEER", 2)
+    monkeypatch.setattr(
+        daemon, "_COMMON", [flag for flag in daemon._COMMON if not flag.startswith("-persistentConnMaxMsgSize")]
+    )
+
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            with pytest.raises(ValueError, match="at most"):
+                await b.call(a.peer, bytes(MAX_CALL_BYTES + 1), 10)
+            with pytest.raises(Exception, match="at most"):  # one who does not keep to it
+                await b._control.call(a.peer, f"{PROTOCOL}/call", bytes(MAX_CALL_BYTES + 1))
+            waiting = [asyncio.create_task(b.call(a.peer, b"wait", 30)) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            with pytest.raises(CallRefused, match="too many calls"):
+                await b.call(a.peer, b"hello", 10)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+            streams = [await b.open(a.peer, 10) for _ in range(3)]
+            with pytest.raises(Unreachable):
+                await greet(streams)
+            with pytest.raises(Unreachable, match="no progress"):  # the first is still heard
+                await streams[0].read(1, 0.1)
+            for stream in streams:
+                stream.close()
+            async with asyncio.timeout(10):  # the places of those that were cancelled are free again
+                while True:
+                    try:
+                        assert await b.call(a.peer, b"hello", 10)
+                        break
+                    except CallRefused:
+                        await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_too_large_for_the_other_sides_daemon_harms_nobody_else(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            limit = next(flag for flag in daemon._COMMON if flag.startswith("-persistentConnMaxMsgSize"))
+            daemon._COMMON.remove(limit)
+            try:
+                stranger = await HivemindTransport.create(tmp_path / "stranger.key", PROTOCOL, LOOPBACK)
+            finally:
+                daemon._COMMON.append(limit)
+            await stranger.introduce(a.peer, await a.addresses(), 10)
+            sending = asyncio.create_task(stranger._control.call(a.peer, f"{PROTOCOL}/call", bytes(3 << 20)))
+            await asyncio.sleep(0.3)
+            assert await b.call(a.peer, b"hello", 10)
+            assert not sending.done() or sending.exception() is not None
+            sending.cancel()
+            await asyncio.wait([sending])
+            await stranger.close()
+
+    asyncio.run(run())
+
+
+def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            stream = await b.open(a.peer, 10)
+            os.kill(pid_of(a), signal.SIGSTOP)
+            with pytest.raises(Unreachable, match="did not answer") as silent:
+                await b.call(a.peer, b"hello", 0.3)
+            assert not silent.value.gone
+            with pytest.raises(Unreachable, match="no progress sending"):
+                await stream.write(bytes(64 << 20), 0.3)
+            os.kill(pid_of(a), signal.SIGCONT)
+            stream.close()
+            assert await b.call(a.peer, b"hello", 10)
+            stream = await b.open(a.peer, 10)
+            reading = asyncio.create_task(stream.read(1, 30))
+            await asyncio.sleep(0.05)
+            os.kill(pid_of(a), signal.SIGKILL)
+            with pytest.raises(Unreachable):
+                await reading
+            for _ in range(2):  # the second time p2pd does not even try
+                with pytest.raises(Unreachable) as gone:
+                    await b.call(a.peer, b"hello", 10)
+                assert gone.value.gone
+            assert "ended with code -9" in await asyncio.wait_for(a.ended, 10)
+            with pytest.raises(Unreachable, match="p2pd has gone"):
+                await a.call(b.peer, b"hello", 10)
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            await b.forget(a.peer)
+            assert await b.call(a.peer, b"hello", 10)
+            await a.close()
+            again = await HivemindTransport.create(tmp_path / "0.key", PROTOCOL, LOOPBACK)
+            await again.serve(answer, echo)
+            await b.introduce(again.peer, await again.addresses(), 10)
+            assert await b.call(again.peer, b"hello", 10)
+            await again.close()
+
+    asyncio.run(run())
+
+
+_KILLED = """
+import asyncio, sys
+from pathlib import Path
+from diloco.engines.swarm.daemon import HivemindTransport, Network
+
+async def main():
+    transport = await HivemindTransport.create(Path(sys.argv[1]), "/diloco-test/1", Network(host="127.0.0.1"))
+    print(transport._daemon.process.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_no_daemon_is_left_when_its_process_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, tmp_path / "a.key"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as said:
+        pid = int(said.readline())
+        watched = os.pidfd_open(pid)
+        process.kill()
+        process.wait()
+    try:
+        assert select.select([watched], [], [], 10)[0], "p2pd is still there"
+    finally:
+        os.close(watched)
+
+
+def test_hivemind_itself_is_not_imported() -> None:
+    used = "import sys, diloco.engines.swarm.daemon as d; d.Control('/a', '/b')"
+    code = f"{used}; print({{'torch', 'hivemind'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
