@@ -30,6 +30,8 @@ class Settings:
     timeout_seconds: float = 600.0
     """The longest that a round may take in all."""
     refusals_to_ban: int = 3
+    label: str = ""
+    """What `diloco status` calls this worker's machine."""
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / name

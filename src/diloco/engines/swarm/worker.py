@@ -69,7 +69,7 @@ class Snapshot:
 
     data: memoryview
     numbers: Mapping[str, int]
-    """As GlobalState.numbers; "sequence" is the round it has not posted yet."""
+    """As GlobalState.numbers; "sequence" is the first round whose mean is not in it."""
     layout_digest: str
     note: bytes
     """Opaque: what the source's trainer tells a joiner's trainer (how far all shards have been read, say)."""
@@ -79,7 +79,8 @@ class Snapshot:
 class Arrived:
     """A state that was fetched, and the means of the rounds that ended while it was on its way, oldest first."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    """None: what the trainer has is right, and only the means are missing."""
     means: tuple[tuple[RoundKey, bytes], ...]
     sequence: int
     """The next round to post, after the snapshot and the means."""
