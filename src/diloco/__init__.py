@@ -9,6 +9,8 @@ Everything is imported on first use, so that `import diloco` and `diloco --help`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from diloco.version import __version__
+
 if TYPE_CHECKING:
     from diloco.core.config import SyncConfig as SyncConfig
     from diloco.core.outer_optimizers import SGD as SGD
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from diloco.engines.local import LocalSwarm as LocalSwarm
     from diloco.engines.local import alone as alone
     from diloco.optimizer import DiLoCo as DiLoCo
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "DiLoCo": "diloco.optimizer",

@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ class MemoryTransport(Transport):
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer}"]
 
     async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
+        del addresses
         await self._reach(peer, seconds)
 
     async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
@@ -152,7 +153,7 @@ class MemoryTransport(Transport):
             raise Unreachable("no answer") from None
         except (Unreachable, AssertionError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - what a handler raises is told to the caller
             raise CallRefused(str(error)) from None
         await self._reach(peer, seconds)
         return answer
@@ -304,6 +305,3 @@ class MemorySwarm:
 
 def values(worker: int, sequence: int = 0, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * sequence + worker)) * (1 + worker / 10)
-
-
-__all__ = ["MemorySwarm", "MemoryWorker", "replace", "values"]

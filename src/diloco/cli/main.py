@@ -8,9 +8,9 @@ from cyclopts.exceptions import CycloptsError
 from rich.console import Console
 from rich.text import Text
 
-from diloco import __version__
 from diloco.config import merge
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
+from diloco.version import __version__
 
 app = App(
     name="diloco",

@@ -9,11 +9,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from diloco import __version__
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.pretrained import check_model, is_pretrained
+from diloco.version import __version__
 
 SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/registry.py
 

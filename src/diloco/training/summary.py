@@ -12,12 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.training import history
 from diloco.training.config import RunConfig
 from diloco.training.events import Event, read_events
 from diloco.training.run_folder import RUN_FILE, until_it_ends
+from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]

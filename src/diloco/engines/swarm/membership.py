@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco import __version__
 from diloco.engines.swarm.invitation import NotWelcome
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.status import Status
 from diloco.engines.swarm.transport import CallRefused, Transport, Unreachable
 from diloco.engines.swarm.trust import Trust
 from diloco.engines.swarm.wire import PROTOCOL, Malformed, Message, pack, texts
+from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco import __version__
 from diloco.engines.swarm.files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.invitation import NotWelcome
 from diloco.engines.swarm.joining import join
@@ -32,6 +31,7 @@ from diloco.engines.swarm.transport import CallRefused, Stream, Transport, Unrea
 from diloco.engines.swarm.trust import Trust
 from diloco.engines.swarm.wire import PROTOCOL, Malformed, Message, pack, read_frame
 from diloco.engines.swarm.worker import Arrived, Ended, Posting, Trainer
+from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
 
