@@ -34,8 +34,10 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "tokens", [["--help"], ["train", "--help"], ["compare", "--help"], ["sink", "--help"], ["train", "-h"], []]
-)
+    "tokens",
+    [["--help"], ["train", "--help"], ["compare", "--help"], ["sink", "--help"], ["train", "-h"], [],
+     ["invite", "--help"], ["revoke", "--help"]],
+)  # fmt: skip
 def test_help_fits_a_screen_and_has_an_example(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]
 ) -> None:
@@ -60,7 +62,8 @@ def test_no_line_of_trains_help_is_wrapped_at_80_columns(
 
 
 @pytest.mark.parametrize(
-    "tokens", [["--help"], ["train", "--help"], ["train", "--print-config"], ["compare", "--help"]]
+    "tokens",
+    [["--help"], ["train", "--help"], ["train", "--print-config"], ["compare", "--help"], ["invite", "--help"]],
 )
 def test_help_and_the_configuration_need_no_torch(tokens: list[str]) -> None:
     program = (

@@ -45,6 +45,18 @@ app.command(
     help="Write a run to TensorBoard, W&B or trackio, also after the fact.",
     help_epilogue="Example:  diloco sink runs/2026-01-31-101500-tiny tensorboard",
 )
+app.command(
+    "diloco.cli.invite:invite",
+    name="invite",
+    help="Print an invitation to a swarm's run.",
+    help_epilogue="Example:  diloco invite runs/mine --days 7",
+)
+app.command(
+    "diloco.cli.invite:revoke",
+    name="revoke",
+    help="Take a peer out of a swarm's run, for ever.",
+    help_epilogue="Example:  diloco revoke runs/mine 3",
+)
 data = App(
     name="data",
     help="Prepare text for training.",

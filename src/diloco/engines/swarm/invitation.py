@@ -120,6 +120,11 @@ class Invitation:
         """Whom the addresses lead to."""
         return tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in self.addresses))
 
+    @property
+    def until(self) -> str:
+        """For people."""
+        return _time(self.expires)
+
     def with_addresses(self, addresses: Iterable[str]) -> "Invitation":
         return replace(self, addresses=_checked(addresses))
 
