@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import run
+from diloco.engines.swarm import identity
 from diloco.engines.swarm.files import REVOCATIONS_FILE, write_private
 from diloco.engines.swarm.invitation import Invitation, NotWelcome, RunKey, invite
 from diloco.engines.swarm.inviting import choose
@@ -180,6 +181,16 @@ def test_addresses_lead_to_different_machines() -> None:
 
 
 # revoke
+
+
+def test_this_machines_own_workers_stay_though_the_list_of_peers_has_lost_them(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    own = identity.ensure(founded.swarm / "worker-1.key")
+    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
+    assert "3 stay" in err
+    founded.seen_by(own).check(own)
+    assert "own worker-1: stop it" in refused(capsys, "revoke", str(founded.path), own)
 
 
 def test_a_revoked_peer_is_out_for_all_and_the_others_of_its_invitation_stay(

@@ -3,12 +3,13 @@
 Reads and writes RUN/swarm only. A worker that runs there sees a revocation by the file (Trust.load) and passes it on.
 """
 
-import ipaddress
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.engines.swarm import identity
+from diloco.engines.swarm.addresses import ip_of, is_public
 from diloco.engines.swarm.files import (
     INVITATION_FILE,
     PEERS_FILE,
@@ -84,8 +85,10 @@ def revoke(folder: Path, who: str, now: float) -> Revoked:
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
     peer = _find(peers, who)
-    if peer.seat is not None:
-        raise ConfigError(f"{peer.peer} is this machine's own {peer.seat}: stop it instead")
+    own = _own_peers(folder)
+    if peer.seat is not None or peer.peer in own:
+        seat = peer.seat or own[peer.peer]
+        raise ConfigError(f"{peer.peer} is this machine's own {seat}: stop it instead")
     before = [
         record
         for record in revocations(folder, key.public)
@@ -93,8 +96,8 @@ def revoke(folder: Path, who: str, now: float) -> Revoked:
     ]
     if before:
         return Revoked(peer.peer, before[-1], False, None)
-    kept = [] if peer.invitation is None else [p.peer for p in peers if p.invitation == peer.invitation and p != peer]
-    record = key.revoke([peer.peer], peer.invitation, kept, now)
+    kept = {p.peer for p in peers if p.invitation == peer.invitation} | own.keys() if peer.invitation else set()
+    record = key.revoke([peer.peer], peer.invitation, kept - {peer.peer}, now)
     append_line(folder / REVOCATIONS_FILE, record.data.decode())
     return Revoked(peer.peer, record, True, _renewed(folder, key, record, now))
 
@@ -114,6 +117,12 @@ def _run_key(folder: Path, what: str) -> RunKey:
     if not may_invite(folder):
         raise ConfigError(f"{folder} has no {RUN_KEY_FILE}: only the machine where the run began {what}")
     return RunKey.load(folder / RUN_KEY_FILE)
+
+
+def _own_peers(folder: Path) -> dict[str, str]:
+    """This machine's own workers: peer id -> seat. By their keys, since peers.json is a cache and may lack them."""
+    keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
+    return {identity.ensure(path): path.stem for path in keys}
 
 
 def _renewed(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitation | None:
@@ -181,13 +190,7 @@ def _best(peer: KnownPeer) -> list[str]:
 
 def _distance(address: str) -> int:
     """0: may be called from anywhere (names and relays too), 1: from the same network, 2: from the same machine."""
-    parts = address.split("/")
-    if "p2p-circuit" in parts or parts[1] not in ("ip4", "ip6"):
+    if is_public(address):
         return 0
-    try:
-        ip = ipaddress.ip_address(parts[2].partition("%")[0])
-    except ValueError:
-        return 2
-    if ip.is_loopback or ip.is_link_local or ip.is_unspecified:
-        return 2
-    return 0 if ip.is_global else 1
+    ip = ip_of(address)
+    return 2 if ip is None or ip.is_loopback or ip.is_link_local or ip.is_unspecified else 1
