@@ -1,9 +1,9 @@
 """Who may do what in a node: the one place that decides it. Every call and every stream asks `check` first.
 
 A stranger has one thing to say, a hello with its credential (`welcome`). What counts is in docs/adr/0014: an expired
-invitation turns strangers away and nobody else; a revocation is for ever and passed on; a ban is this node's own
-judgement, made of what it has seen, and never taken from another's word. Decides, and does nothing else: no
-connection, no waiting, and no file but the revocations', when told to.
+invitation turns strangers away and nobody else; a revocation is for ever and passed on; a ban is made of offences that
+this node has counted itself, and not passed on. Decides, and does nothing else: no connection, no waiting, and no
+file but the revocations', when told to.
 """
 
 import hashlib
