@@ -164,6 +164,8 @@ def test_without_the_swarms_packages_the_remedy_is_named(tmp_path: Path) -> None
 def test_public_addresses_come_first_and_the_machines_own_loopback_only_alone() -> None:
     own = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("10.0.0.1", OWN), at("2001:4860::8", OWN)), seat="worker-0")
     assert choose([own]) == [at("2001:4860::8", OWN), at("10.0.0.1", OWN)]
+    near = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("fe80::1", OWN), at("10.0.0.1", OWN)), seat="worker-0")
+    assert choose([near]) == [at("10.0.0.1", OWN)]
     alone = KnownPeer(OWN, 0, (at("127.0.0.1", OWN),), seat="worker-0")
     assert choose([alone]) == [at("127.0.0.1", OWN)]
     assert choose([]) == choose([KnownPeer(BOB, 1, ())]) == []

@@ -1,15 +1,17 @@
 """An invitation survives a chat, and nothing else than itself passes for it."""
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco.engines.swarm.invitation import (
+    CREDENTIAL_BYTES,
     MAX_ADDRESSES,
-    MAX_CREDENTIAL_BYTES,
     MAX_EXPIRES,
     MAX_REVOCATION_BYTES,
     Credential,
@@ -20,7 +22,7 @@ from diloco.engines.swarm.invitation import (
     invite,
     run_id,
 )
-from diloco.engines.swarm.pasting import NotWhole, from_word, to_word
+from diloco.engines.swarm.pasting import MAX_BYTES, NotWhole, from_word, to_word
 from diloco.errors import ConfigError
 
 NOW = 1_800_000_000.0
@@ -53,6 +55,16 @@ def test_any_bytes_become_a_word_and_come_back(data: bytes) -> None:
 def test_any_other_word_is_not_whole(word: str) -> None:
     with pytest.raises(NotWhole):
         from_word(word)
+
+
+def test_a_word_that_claims_to_be_endless_is_called_damaged_not_cut() -> None:
+    framed = (MAX_BYTES + 1).to_bytes(2) + bytes(6)
+    number, letters = int.from_bytes(framed), ""
+    for _ in range(11):
+        number, digit = divmod(number, 58)
+        letters = LETTERS[digit] + letters
+    with pytest.raises(NotWhole, match="damaged near its beginning"):
+        from_word(letters)
 
 
 def test_an_invitation_with_two_addresses_is_one_short_word() -> None:
@@ -95,6 +107,7 @@ def test_anyone_may_write_other_addresses_in() -> None:
     assert again.addresses == (f"/dns/example.org/tcp/1/p2p/{BOB}",) and again.peers == (BOB,)
     assert again.id == INVITATION.id and again.certificate == INVITATION.certificate
     assert INVITATION.peers == (ALICE, BOB)
+    assert INVITATION.with_addresses(ADDRESSES * 5).addresses == ADDRESSES
 
 
 @pytest.mark.parametrize(
@@ -274,7 +287,7 @@ def test_a_damaged_key_of_the_run_is_refused(tmp_path: Path, content: str) -> No
 
 def test_a_credential_is_small_and_proves_itself_with_the_runs_public_key_alone() -> None:
     data = INVITATION.credential(BOB).data()
-    assert len(data) <= MAX_CREDENTIAL_BYTES
+    assert len(data) == CREDENTIAL_BYTES <= 1024
     assert INVITATION.seed not in data
     credential = Credential.read(data)
     credential.verify(RUN.public, BOB, NOW)
@@ -296,6 +309,16 @@ def test_a_credential_stolen_by_another_peer_is_refused() -> None:
 def test_a_credential_for_another_run_is_refused() -> None:
     error = refusal(INVITATION.credential(BOB), RunKey.create().public, BOB, NOW)
     assert error.kind == "forged" and "not of the run" in str(error)
+
+
+def test_a_credential_is_for_one_run_though_two_had_signed_the_same_invitation() -> None:
+    from diloco.engines.swarm import invitation as module
+
+    other = RunKey.create()
+    signature = module._sign(other.seed, module._certified(INVITATION.certificate.public, INVITATION.expires))
+    twice = Credential(replace(INVITATION.certificate, signature=signature), INVITATION.credential(BOB).signature)
+    assert twice.certificate.is_of(other.public)
+    assert refusal(twice, other.public, BOB, NOW).kind == "forged"
 
 
 def test_a_credential_of_an_expired_invitation_is_refused_where_the_time_counts() -> None:
@@ -325,6 +348,10 @@ def test_a_signature_made_for_one_purpose_does_not_serve_for_another() -> None:
     forged = Invitation(RUN.public, INVITATION.seed, INVITATION.expires, signature)
     with pytest.raises(ConfigError, match="forged"):
         parsed(forged.text())
+    told = record.data.partition(b" ")[2]
+    aimless = Ed25519PrivateKey.from_private_bytes(RUN.seed).sign(told).hex().encode() + b" " + told
+    with pytest.raises(NotWelcome, match="forged"):
+        Revocation.read(aimless, RUN.public)
 
 
 # Revocations

@@ -41,7 +41,7 @@ _USUAL = b"/dns4/ip6/ip4/192.168./ip4/10./udp/quic-v1/tcp/p2p/12D3KooW/p2p-circu
 _ADDRESSES_BYTES = 2048
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 200
-MAX_CREDENTIAL_BYTES = 1024
+CREDENTIAL_BYTES = _CREDENTIAL.size
 MAX_REVOCATION_BYTES = 1 << 16
 MAX_EXPIRES = (1 << 32) - 1
 
@@ -201,7 +201,7 @@ class Credential:
     @classmethod
     def read(cls, data: bytes) -> "Credential":
         """Raises NotWelcome; says nothing about whether it is true."""
-        if len(data) != _CREDENTIAL.size or data[0] != VERSION:
+        if len(data) != CREDENTIAL_BYTES or data[0] != VERSION:
             version = data[0] if data else "none"
             raise NotWelcome("forged", f"a credential of {len(data)} bytes, version {version}, is none of this version")
         _, public, expires, signature, own = _CREDENTIAL.unpack(data)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from diloco.engines.swarm.files import append_line
-from diloco.engines.swarm.invitation import MAX_CREDENTIAL_BYTES, Credential, Kind, NotWelcome, Revocation
+from diloco.engines.swarm.invitation import Credential, Kind, NotWelcome, Revocation
 from diloco.engines.swarm.invitation import run_id as id_of
 from diloco.engines.swarm.limits import Allowance, Recent
 
@@ -74,8 +74,6 @@ class Trust:
             return
         remembered = known is not None or peer in self._vouched
         self._count_hello(peer, remembered)
-        if len(data) > MAX_CREDENTIAL_BYTES:
-            raise NotWelcome("forged", f"{len(data)} bytes are not a credential")
         credential = Credential.read(data)
         credential.verify(self.run_public, peer, None if remembered else self._clock())
         self._check_standing(peer, credential)
