@@ -18,8 +18,8 @@ from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 
 # A server that has imported torch once; each worker is a fork of it, still with one thread and no state.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "diloco.optimizer", "diloco.engines.connecting"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "diloco.optimizer", "diloco.engines.connecting"])
 
 Work = Callable[..., Any]
 
@@ -42,8 +42,8 @@ class World:
         self._results: list[Connection] = []
         world = sum(sizes or (1,) * workers)
         for rank in range(world):
-            receive, send = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_run, args=(rank, world, path, timeout_seconds, send, sizes, work, arguments), daemon=True
             )
             process.start()

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # a sidecar's link has no need of torch
+    from torch import Tensor
 
-from diloco.codecs.encoded import EncodedVector
+    from diloco.codecs.encoded import EncodedVector
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Report:
 class Contribution:
     """An encoded outer gradient with its weight, and what is claimed of it. The engine may overwrite `vector`."""
 
-    vector: EncodedVector
+    vector: "EncodedVector"
     weight: float
     norm: float
     anchor_digest: str
@@ -69,7 +71,7 @@ class Member:
 class RoundResult:
     """A mean, and how it came about. `total_weight` 0 means that nobody had done any work: there is no mean."""
 
-    mean: EncodedVector
+    mean: "EncodedVector"
     contributors: tuple[int, ...]
     refused: Mapping[int, str]
     total_weight: float
@@ -91,11 +93,11 @@ class RoundResult:
 class GlobalState:
     """What a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: "Mapping[str, Tensor]"
     numbers: Mapping[str, int]
     layout_digest: str
     """Of everything that must be the same on all workers; an engine compares it before it hands tensors over."""
-    means: tuple[tuple[RoundKey, Tensor], ...] = ()
+    means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
     """Encoded means ([parts, part_bytes]) of rounds that ended since, to be merged in this order before anything else;
     `numbers["sequence"]` is the round after them."""
     position: int | None = None

@@ -1,0 +1,358 @@
+"""Averaging in a swarm: workers anywhere on the internet that join, leave and die while the others train.
+
+The swarm itself is in a process beside this one (swarm/sidecar.py): a transfer never holds the trainer's GIL, and
+no process outlives the trainer. Here is the trainer's end: encoded vectors go through shared memory, everything else
+as messages over the link. When the sidecar dies it is started again and rejoins; rounds in flight then fail, as any
+round may. Hivemind is needed by the sidecar only.
+
+A vector is copied into shared memory when its round is posted and back when it has ended; whoever trains may use its
+memory meanwhile. Linux only.
+"""
+
+import atexit
+import importlib.util
+import logging
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.engines.base import Engine, PendingRound
+from diloco.engines.header import Header, pack
+from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.swarm import messages as say
+from diloco.engines.swarm import snapshots
+from diloco.engines.swarm.kept_sidecar import COMMAND, KeptSidecar, SidecarLost
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.errors import ConfigError, DiLoCoError, EngineError, RoundFailed, installing
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+_GRACE_SECONDS = 5.0  # that the sidecar has after a deadline, to say so itself
+_PROGRESS_SECONDS = 0.5
+_PACKAGES = ("hivemind", "msgpack", "cryptography")
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+
+
+def check_installed() -> None:
+    """Raises ConfigError where a swarm cannot be: nothing has been started or written then."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(
+            f"the swarm engine runs on Linux only, not on {sys.platform}: use WSL, Docker or another engine"
+        )
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {installing('swarm')}")
+
+
+class SwarmEngine(Engine):
+    """One worker of a swarm. Its number (`worker`) is nobody else's; `workers` is how many there are at the moment."""
+
+    elastic = True
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_event: OnEvent | None = None,
+        start_seconds: float = START_SECONDS,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """Founds or joins the swarm; raises what stands in the way, in one sentence.
+
+        `on_event` hears of joins, leaves, refusals and lost sidecars, in a thread of the engine's: it must not wait.
+        `command` starts the sidecar, for tests.
+        """
+        if command is None:
+            check_installed()
+        self.settings = settings
+        self.log = Path(settings.folder).parent / "logs" / f"{settings.seat}-swarm.log"
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._status: dict[str, Any] = {}
+        self._workers = 1
+        self._members: tuple[Member, ...] = ()
+        self._called = -1
+        self._files: dict[str, str] = {}
+        self._told_progress = 0.0
+        self._layout_digest: str | None = None
+        self._provider: snapshots.Provider | None = None
+        self._free: dict[tuple[int, int], list[tuple[SharedMemory, SharedMemory]]] = {}
+        self._sidecar = KeptSidecar(settings, self.log, self._hear, self._tell_event, command or COMMAND)
+        self._snapshots = snapshots.SnapshotMaker(self._sidecar.tell)
+        self.worker = self._sidecar.start(start_seconds)
+        atexit.register(self.close)  # a script that forgets it leaves the others all the same
+
+    @property
+    def workers(self) -> int:  # type: ignore[override]
+        return self._workers
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of every worker a single rank: one lane, whoever comes or goes meanwhile."""
+        return (1,)
+
+    def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
+        assert list(owners) == [(0,)]
+        return [self]
+
+    def wanted(self, sequence: int) -> bool:
+        return sequence <= self._called
+
+    def members(self) -> tuple[Member, ...]:
+        return self._members
+
+    # Rounds
+
+    def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
+        self._snapshots.changed()
+        vector = contribution.vector
+        seconds = min(deadline_seconds, self.settings.timeout_seconds)
+        memory = self._memory(key.fragment, vector.num_bytes)
+        if vector.num_bytes:
+            _as_tensor(memory[0]).copy_(vector.data.view(-1))
+        number = self._sidecar.number()
+        message = say.Post(
+            number=number,
+            sequence=key.sequence,
+            fragment=key.fragment,
+            header=pack(key, contribution),
+            note=contribution.note,
+            codec=vector.codec.name,
+            part_elements=vector.layout.part_elements,
+            num_parts=vector.data.shape[0],
+            part_bytes=vector.data.shape[1],
+            contribution=memory[0],
+            mean=memory[1],
+            max_norm_ratio=contribution.max_norm_ratio,
+            deadline_seconds=seconds,
+        )
+        return _SwarmRound(self, key, contribution, memory, self._sidecar.ask(message, number), seconds)
+
+    def _memory(self, fragment: int, size: int) -> tuple[SharedMemory, SharedMemory]:
+        """For a contribution and its mean: what an earlier round of this fragment used, if it has ended."""
+        with self._lock:
+            free = self._free.get((fragment, size))
+            if free:
+                return free.pop()
+        return SharedMemory.create(size), SharedMemory.create(size)
+
+    def ended(self, key: RoundKey, memory: tuple[SharedMemory, SharedMemory], roster: Sequence[int]) -> None:
+        """A round is over, and nobody writes into its memory any more."""
+        self._snapshots.changed()
+        with self._lock:
+            self._free.setdefault((key.fragment, memory[0].num_bytes), []).append(memory)
+        if roster:
+            self._workers = len(roster)
+
+    def heard(self, members: tuple[Member, ...]) -> None:
+        self._members = members
+
+    def give_up(self, reason: str) -> None:
+        """The sidecar lives but does not do its work: another one must."""
+        logger.warning("%s: the swarm's process is started again", reason)
+        self._sidecar.kill()
+
+    # States
+
+    def serve_state(self, provider: snapshots.Provider) -> None:
+        self._provider, self._layout_digest = provider, None
+        self._snapshots.serve(provider)
+
+    def fetch_state(self) -> GlobalState | None:
+        answer = self._ask_until_answered(lambda number: say.FetchState(number), "the state was not fetched")
+        assert isinstance(answer, say.StateFetched)
+        if answer.memory is None:
+            return None
+        self._check_layout(answer.layout_digest)
+        told = answer.means or []
+        means = snapshots.rows(answer.means_memory, [size for _, _, size in told])
+        return GlobalState(
+            tensors=snapshots.read(answer.memory),
+            numbers={**(answer.numbers or {}), "sequence": answer.sequence},
+            layout_digest=answer.layout_digest,
+            means=tuple((RoundKey(s, f), mean) for (s, f, _), mean in zip(told, means, strict=True)),
+            position=answer.position,
+            note=answer.note,
+        )
+
+    def _check_layout(self, theirs: str) -> None:
+        """The others' state is of the same model and settings; else it must not be taken."""
+        if self._provider is None:
+            return
+        if self._layout_digest is None:
+            self._layout_digest = self._provider().layout_digest
+        if theirs != self._layout_digest:
+            raise EngineError(
+                f"the others train something else than worker {self.worker} (layout {theirs} against "
+                f"{self._layout_digest}): model, data, codec, schedule and outer optimizer must be the same "
+                "everywhere; compare the workers' config.toml and versions"
+            )
+
+    # Files, and what is told of this worker
+
+    def serve_files(self, files: Mapping[str, Path]) -> None:
+        """Others may download these, by name; the latest call counts."""
+        self._files = {name: str(path) for name, path in files.items()}
+        self._sidecar.tell(say.ServeFiles(self._files))
+
+    def fetch_file(self, name: str, path: Path) -> None:
+        """From any member that has it; the file is there whole, or not at all."""
+        self._ask_until_answered(lambda number: say.FetchFile(number, name, str(path)), f"{name} was not fetched")
+
+    def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None:
+        """What the others are told of this worker between rounds; cheap enough for every step."""
+        now = time.monotonic()
+        if now - self._told_progress >= _PROGRESS_SECONDS:
+            self._told_progress = now
+            self._sidecar.tell(say.Progress(inner_steps, tokens, loss, step_seconds), seconds=0.0)
+
+    def status(self) -> dict[str, Any]:
+        """What the node last said of itself and of the others."""
+        return self._status
+
+    def _ask_until_answered(self, request: Callable[[int], say.Message], failed: str) -> Any:
+        """Asks again when the sidecar was lost meanwhile; bounded by the round's timeout."""
+        deadline = time.monotonic() + self.settings.timeout_seconds
+        while True:
+            number = self._sidecar.number()
+            answer = self._sidecar.ask(request(number), number)
+            try:
+                return answer.result(max(0.0, deadline - time.monotonic()))
+            except SidecarLost as lost:
+                logger.warning("%s; asking again", lost)
+            except TimeoutError:
+                raise EngineError(
+                    f"{failed} within {self.settings.timeout_seconds:g} s: see {self.log}, and whether the others "
+                    "can be reached"
+                ) from None
+
+    def close(self) -> None:
+        """Tell the others, and end the sidecar; in a few seconds, whatever happens."""
+        atexit.unregister(self.close)
+        self._sidecar.close()
+        self._snapshots.close()
+        with self._lock:
+            self._free.clear()
+
+    # What the sidecar says, in its thread
+
+    def _hear(self, message: say.Message) -> None:
+        match message:
+            case say.Status():
+                self._status = message.values
+                live = [one for one in message.values.get("members", ()) if one["live"] and one["number"] >= 0]
+                self._workers = max(1, len(live))
+            case say.Called():
+                self._called = max(self._called, message.sequence)
+            case say.SnapshotWanted():
+                self._snapshots.want(message.number)
+            case say.Happened():
+                self._tell_event(message.type, message.fields)
+            case say.Started():
+                self._started(message)
+            case _:
+                raise EngineError(f"a sidecar does not say {type(message).__name__}")
+
+    def _started(self, message: say.Started) -> None:
+        self.worker = message.worker
+        self._sidecar.tell(say.ServeFiles(self._files))
+
+    def _tell_event(self, type_: str, fields: Mapping[str, Any]) -> None:
+        if type_.startswith("sidecar"):
+            logger.warning("%s: %s", type_, dict(fields))
+        if self._on_event is not None:
+            self._on_event(type_, fields)
+
+
+class _SwarmRound(PendingRound):
+    def __init__(
+        self,
+        engine: SwarmEngine,
+        key: RoundKey,
+        contribution: Contribution,
+        memory: tuple[SharedMemory, SharedMemory],
+        answer: "Future[Any]",
+        seconds: float,
+    ) -> None:
+        self._engine, self._key, self._contribution = engine, key, contribution
+        self._memory, self._answer = memory, answer
+        self._deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        self._outcome: RoundResult | DiLoCoError | None = None
+
+    def wait(self) -> RoundResult:
+        if self._outcome is None:
+            try:
+                self._outcome = self._result(self._ended())
+            except DiLoCoError as error:
+                self._outcome = error
+        if isinstance(self._outcome, DiLoCoError):
+            raise self._outcome
+        return self._outcome
+
+    def _ended(self) -> say.RoundEnded:
+        """Memory of a round that ended otherwise is not used again: the sidecar may still write into it."""
+        try:
+            ended = self._answer.result(max(0.0, self._deadline - time.monotonic()))
+        except SidecarLost as lost:
+            raise self._failed(str(lost), resync=True) from lost
+        except RoundFailed as failure:
+            raise self._failed(failure.reason, resync=True) from failure
+        except TimeoutError:
+            reason = "the swarm's process did not end it in time"
+            self._engine.give_up(f"round {self._key.sequence}: {reason}")
+            raise self._failed(reason, resync=True) from None
+        assert isinstance(ended, say.RoundEnded)
+        return ended
+
+    def _failed(self, reason: str, *, resync: bool) -> RoundFailed:
+        prefix = f"round {self._key.sequence}: "
+        return RoundFailed(reason if reason.startswith(prefix) else prefix + reason, resync=resync)
+
+    def _result(self, ended: say.RoundEnded) -> RoundResult:
+        vector = self._contribution.vector
+        if ended.failure is None and ended.total_weight > 0 and vector.num_bytes:
+            vector.data.view(-1).copy_(_as_tensor(self._memory[1]))
+        self._engine.ended(self._key, self._memory, ended.roster)
+        members = tuple(_member(*one) for one in ended.present)
+        if members:
+            self._engine.heard(members)
+        if ended.fatal:
+            raise EngineError(ended.failure or "the swarm has no place for this worker")
+        if ended.failure is not None:
+            raise self._failed(ended.failure, resync=ended.resync)
+        return RoundResult(
+            mean=vector,
+            contributors=tuple(ended.contributors),
+            refused=dict(ended.refused),
+            total_weight=ended.total_weight,
+            bytes_sent=ended.bytes_sent,
+            bytes_received=ended.bytes_received,
+            seconds=ended.seconds,
+            members=members,
+            resync=ended.resync,
+            roster=tuple(ended.roster),
+        )
+
+
+def _member(worker: int, header: bytes, note: bytes) -> Member:
+    try:
+        return replace(Header(worker, header).member, note=note)
+    except struct.error as error:
+        raise EngineError(
+            f"worker {worker} speaks another protocol: run the same version of diloco everywhere"
+        ) from error
+
+
+def _as_tensor(memory: SharedMemory) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
