@@ -150,6 +150,12 @@ def test_a_state_arrives_as_tensors_with_means_and_position(shared_engine: tuple
         (RoundKey(5, 1), b"ef"),
     ]
     assert (got.position, got.note) == (60, b"read up to here")
+    engine.settings.path("only means").touch()
+    engine.serve_state(lambda: replace(state, numbers={"sequence": 5}))  # it has the first of them already
+    got = engine.fetch_state()
+    engine.settings.path("only means").unlink()
+    assert got is not None and got.tensors["0.anchor"] is anchor
+    assert ([key for key, _ in got.means], got.numbers["sequence"]) == ([RoundKey(5, 1)], 6)
 
 
 def test_a_state_of_something_else_is_refused(shared_engine: tuple[SwarmEngine, Events, Path]) -> None:
@@ -178,33 +184,44 @@ def test_lost_and_frozen_sidecars_fail_their_rounds_and_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_sidecar, "SILENT_TURNS", 2)
-    before, threads, events = open_files(), threading.active_count(), list[Any]()
-    engine = made(tmp_path, events)
-    engine.serve_files({"a": tmp_path / "a"})
-    killed = posted(engine, 0, b"die")
-    beside = posted(engine, 1, b"sleep")
+    monkeypatch.setattr(kept_sidecar, "PAUSE_SECONDS", 0.1)
+    before, threads = open_files(), threading.active_count()
+    lose_sidecars(tmp_path)
+    assert (tmp_path / "swarm" / "left").exists() and (tmp_path / "swarm" / "closed").exists()
+    assert not processes_with(str(tmp_path))
+    assert not open_files() - before
+    assert threading.active_count() == threads
+
+
+def lose_sidecars(folder: Path) -> None:
+    events: Events = []
+    engine = made(folder, events)
+    engine.serve_files({"a": folder / "a"})
+    assert engine.fetch_state() is None
+    engine.serve_state(lambda: GlobalState({}, {"sequence": 3}, "layout"))
+    killed, beside = posted(engine, 0, b"die"), posted(engine, 1, b"sleep")
     for pending in (killed, beside):
         with pytest.raises(RoundFailed, match=r"the swarm's process was lost: it died \(signal 9\)") as caught:
             pending.wait()
         assert caught.value.resync
-    assert posted(engine, 2).wait().total_weight == 2.0  # waits for the next sidecar
-    assert engine.status()["files"] == {"a": str(tmp_path / "a")}
+    with pytest.raises(RoundFailed, match="round 2: the swarm's process was lost") as caught:
+        posted(engine, 2).wait()  # first it must know what it has missed
+    assert caught.value.resync and engine.fetch_state() is not None  # waits for the next sidecar
+    assert engine.status()["held"] == 3
+    assert posted(engine, 2).wait().total_weight == 2.0
     with pytest.raises(RoundFailed, match="it was silent for 2 s"):
         posted(engine, 3, b"freeze").wait()
+    assert engine.fetch_state() is not None
     with pytest.raises(RoundFailed, match="exit code 1"):  # p2pd died: a new process can help
         posted(engine, 4, b"lose").wait()
-    assert engine.fetch_state() is None  # waits, too
+    assert engine.fetch_state() is not None
+    assert eventually(lambda: engine.status().get("files") == {"a": str(folder / "a")})
     told = [type_ for type_, _ in events if type_.startswith("sidecar")]
     assert told == ["sidecar_lost", "sidecar_restarted"] * 3
     engine.close()
-    assert (tmp_path / "swarm" / "left").exists() and (tmp_path / "swarm" / "closed").exists()
-    assert not processes_with(str(tmp_path))
     with pytest.raises(EngineError, match="is closed: no round can follow"):
         posted(engine, 5)
     engine.close()
-    del killed, beside, pending, caught, engine
-    assert not open_files() - before
-    assert threading.active_count() == threads
 
 
 def test_a_round_that_is_not_ended_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

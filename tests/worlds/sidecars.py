@@ -79,6 +79,9 @@ class LonelyNode:
 
     async def fetch_state(self) -> Arrived | None:
         """The trainer's own state, as if another had served it, and two means."""
+        means = ((RoundKey(4, 0), b"abcd"), (RoundKey(5, 1), b"ef"))
+        if self.settings.path("only means").exists():
+            return Arrived(None, means, 6, 60)
         snapshot = await self.trainer.snapshot()
         again = await self.trainer.snapshot()
         if snapshot is None or again is None:
@@ -87,7 +90,7 @@ class LonelyNode:
         assert isinstance(one, SharedMemory) and isinstance(other, SharedMemory)
         same = os.fstat(one.fd).st_ino == os.fstat(other.fd).st_ino
         copy = Snapshot(snapshot.data, {**snapshot.numbers, "same": int(same)}, snapshot.layout_digest, snapshot.note)
-        return Arrived(copy, ((RoundKey(4, 0), b"abcd"), (RoundKey(5, 1), b"ef")), 6, 60)
+        return Arrived(copy, means, 6, 60)
 
     def progress(self, **told: Any) -> None:
         self.told |= told
@@ -111,8 +114,9 @@ def _member(number: int, *, live: bool = True) -> dict[str, Any]:
     return {"number": number, "live": live}
 
 
-async def build(settings: Settings, trainer: Trainer) -> sidecar.Place:
+async def build(settings: Settings, trainer: Trainer, held: int | None) -> sidecar.Place:
     node = LonelyNode(settings, trainer)
+    node.told["held"] = held
 
     async def close() -> None:
         settings.path("closed").touch()

@@ -37,6 +37,7 @@ from diloco.errors import ConfigError, DiLoCoError, EngineError, RoundFailed, in
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
+_JOIN_SECONDS = 6 * 3600.0  # a large state may come over a slow line; the sidecar itself sees when nothing comes
 _GRACE_SECONDS = 5.0  # that the sidecar has after a deadline, to say so itself
 _PROGRESS_SECONDS = 0.5
 _PACKAGES = ("hivemind", "msgpack", "cryptography")
@@ -83,12 +84,15 @@ class SwarmEngine(Engine):
         self._workers = 1
         self._members: tuple[Member, ...] = ()
         self._called = -1
+        self._joined = False  # this worker has had a state once
+        self._stale = False  # the sidecar was lost: rounds may have ended without this worker
         self._files: dict[str, str] = {}
         self._told_progress = 0.0
         self._layout_digest: str | None = None
         self._provider: snapshots.Provider | None = None
         self._free: dict[tuple[int, int], list[tuple[SharedMemory, SharedMemory]]] = {}
         self._sidecar = KeptSidecar(settings, self.log, self._hear, self._tell_event, command or COMMAND)
+        self._sidecar.held = self._held
         self._snapshots = snapshots.SnapshotMaker(self._sidecar.tell)
         self.worker = self._sidecar.start(start_seconds)
         atexit.register(self.close)  # a script that forgets it leaves the others all the same
@@ -116,6 +120,8 @@ class SwarmEngine(Engine):
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         self._snapshots.changed()
+        if self._stale:
+            return _Failed(RoundFailed(f"round {key.sequence}: the swarm's process was lost", resync=True))
         vector = contribution.vector
         seconds = min(deadline_seconds, self.settings.timeout_seconds)
         memory = self._memory(key.fragment, vector.num_bytes)
@@ -137,7 +143,7 @@ class SwarmEngine(Engine):
             max_norm_ratio=contribution.max_norm_ratio,
             deadline_seconds=seconds,
         )
-        return _SwarmRound(self, key, contribution, memory, self._sidecar.ask(message, number), seconds)
+        return _SwarmRound(self, contribution, memory, message, self._sidecar.ask(message, number))
 
     def _memory(self, fragment: int, size: int) -> tuple[SharedMemory, SharedMemory]:
         """For a contribution and its mean: what an earlier round of this fragment used, if it has ended."""
@@ -158,9 +164,11 @@ class SwarmEngine(Engine):
     def heard(self, members: tuple[Member, ...]) -> None:
         self._members = members
 
-    def give_up(self, reason: str) -> None:
-        """The sidecar lives but does not do its work: another one must."""
+    def give_up(self, number: int, reason: str) -> None:
+        """The sidecar lives but does not do what it was asked: another one must."""
         logger.warning("%s: the swarm's process is started again", reason)
+        self._stale = True
+        self._sidecar.forget(number)
         self._sidecar.kill()
 
     # States
@@ -170,21 +178,40 @@ class SwarmEngine(Engine):
         self._snapshots.serve(provider)
 
     def fetch_state(self) -> GlobalState | None:
-        answer = self._ask_until_answered(lambda number: say.FetchState(number), "the state was not fetched")
+        self._stale = False
+        seconds = self.settings.timeout_seconds if self._joined else _JOIN_SECONDS
+        answer = self._ask_until_answered(lambda number: say.FetchState(number), "the others' state", seconds)
         assert isinstance(answer, say.StateFetched)
-        if answer.memory is None:
+        self._joined = True
+        if answer.holds:
             return None
-        self._check_layout(answer.layout_digest)
+        base = self._base(answer)
         told = answer.means or []
         means = snapshots.rows(answer.means_memory, [size for _, _, size in told])
-        return GlobalState(
-            tensors=snapshots.read(answer.memory),
-            numbers={**(answer.numbers or {}), "sequence": answer.sequence},
-            layout_digest=answer.layout_digest,
-            means=tuple((RoundKey(s, f), mean) for (s, f, _), mean in zip(told, means, strict=True)),
+        since = [(RoundKey(s, f), mean) for (s, f, _), mean in zip(told, means, strict=True)]
+        return replace(
+            base,
+            numbers={**base.numbers, "sequence": answer.sequence},
+            means=tuple((key, mean) for key, mean in since if key.sequence >= base.numbers["sequence"]),
             position=answer.position,
-            note=answer.note,
         )
+
+    def _base(self, answer: say.StateFetched) -> GlobalState:
+        """The state before the means: another worker's, or, where only means were missing, this one's own."""
+        if answer.memory is None:
+            assert self._provider is not None, "serve_state comes before fetch_state"
+            return self._provider()
+        self._check_layout(answer.layout_digest)
+        return GlobalState(snapshots.read(answer.memory), answer.numbers or {}, answer.layout_digest, note=answer.note)
+
+    def _held(self) -> int | None:
+        """The first round that is not in this worker's state; None where it has none that is sound."""
+        if self._provider is None or not self._joined:
+            return None
+        try:
+            return self._provider().numbers["sequence"]
+        except RoundFailed:
+            return None
 
     def _check_layout(self, theirs: str) -> None:
         """The others' state is of the same model and settings; else it must not be taken."""
@@ -208,7 +235,7 @@ class SwarmEngine(Engine):
 
     def fetch_file(self, name: str, path: Path) -> None:
         """From any member that has it; the file is there whole, or not at all."""
-        self._ask_until_answered(lambda number: say.FetchFile(number, name, str(path)), f"{name} was not fetched")
+        self._ask_until_answered(lambda number: say.FetchFile(number, name, str(path)), name, _JOIN_SECONDS)
 
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None:
         """What the others are told of this worker between rounds; cheap enough for every step."""
@@ -221,9 +248,9 @@ class SwarmEngine(Engine):
         """What the node last said of itself and of the others."""
         return self._status
 
-    def _ask_until_answered(self, request: Callable[[int], say.Message], failed: str) -> Any:
-        """Asks again when the sidecar was lost meanwhile; bounded by the round's timeout."""
-        deadline = time.monotonic() + self.settings.timeout_seconds
+    def _ask_until_answered(self, request: Callable[[int], say.Message], what: str, seconds: float) -> Any:
+        """Asks again when the sidecar was lost meanwhile."""
+        deadline = time.monotonic() + seconds
         while True:
             number = self._sidecar.number()
             answer = self._sidecar.ask(request(number), number)
@@ -232,9 +259,9 @@ class SwarmEngine(Engine):
             except SidecarLost as lost:
                 logger.warning("%s; asking again", lost)
             except TimeoutError:
-                raise EngineError(
-                    f"{failed} within {self.settings.timeout_seconds:g} s: see {self.log}, and whether the others "
-                    "can be reached"
+                self.give_up(number, f"{what} did not come")
+                raise RoundFailed(
+                    f"{what} did not come within {seconds:g} s: can the others be reached? See {self.log}"
                 ) from None
 
     def close(self) -> None:
@@ -269,25 +296,34 @@ class SwarmEngine(Engine):
         self._sidecar.tell(say.ServeFiles(self._files))
 
     def _tell_event(self, type_: str, fields: Mapping[str, Any]) -> None:
-        if type_.startswith("sidecar"):
-            logger.warning("%s: %s", type_, dict(fields))
+        if type_ == "sidecar_lost":
+            self._stale = True
+            logger.warning("the swarm's process was lost (%s), and is started again", fields["reason"])
         if self._on_event is not None:
             self._on_event(type_, fields)
+
+
+class _Failed(PendingRound):
+    def __init__(self, failure: RoundFailed) -> None:
+        self._failure = failure
+
+    def wait(self) -> RoundResult:
+        raise self._failure
 
 
 class _SwarmRound(PendingRound):
     def __init__(
         self,
         engine: SwarmEngine,
-        key: RoundKey,
         contribution: Contribution,
         memory: tuple[SharedMemory, SharedMemory],
+        posted: say.Post,
         answer: "Future[Any]",
-        seconds: float,
     ) -> None:
-        self._engine, self._key, self._contribution = engine, key, contribution
-        self._memory, self._answer = memory, answer
-        self._deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        self._engine, self._contribution = engine, contribution
+        self._memory: tuple[SharedMemory, SharedMemory] | None = memory
+        self._key, self._number, self._answer = RoundKey(posted.sequence, posted.fragment), posted.number, answer
+        self._deadline = time.monotonic() + posted.deadline_seconds + _GRACE_SECONDS
         self._outcome: RoundResult | DiLoCoError | None = None
 
     def wait(self) -> RoundResult:
@@ -296,6 +332,7 @@ class _SwarmRound(PendingRound):
                 self._outcome = self._result(self._ended())
             except DiLoCoError as error:
                 self._outcome = error
+            self._memory = None  # whoever keeps an exception must not keep this
         if isinstance(self._outcome, DiLoCoError):
             raise self._outcome
         return self._outcome
@@ -310,7 +347,7 @@ class _SwarmRound(PendingRound):
             raise self._failed(failure.reason, resync=True) from failure
         except TimeoutError:
             reason = "the swarm's process did not end it in time"
-            self._engine.give_up(f"round {self._key.sequence}: {reason}")
+            self._engine.give_up(self._number, f"round {self._key.sequence}: {reason}")
             raise self._failed(reason, resync=True) from None
         assert isinstance(ended, say.RoundEnded)
         return ended
@@ -321,6 +358,7 @@ class _SwarmRound(PendingRound):
 
     def _result(self, ended: say.RoundEnded) -> RoundResult:
         vector = self._contribution.vector
+        assert self._memory is not None
         if ended.failure is None and ended.total_weight > 0 and vector.num_bytes:
             vector.data.view(-1).copy_(_as_tensor(self._memory[1]))
         self._engine.ended(self._key, self._memory, ended.roster)

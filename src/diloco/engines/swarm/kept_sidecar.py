@@ -34,6 +34,8 @@ SILENT_TURNS = 30
 """So many seconds without a word, counted while this process itself runs."""
 _FIRST_TURNS = 60  # a process that has yet to import everything says nothing
 RESTARTS, RESTARTS_SECONDS = 5, 600.0
+PAUSE_SECONDS = 1.0
+"""Before the second restart; twice as long before each further one. The first comes at once."""
 _SEND_SECONDS = 2.0
 _LEAVE_SECONDS = 3.0
 _EXIT_SECONDS = 2.0
@@ -53,7 +55,7 @@ class _Request:
 
 
 class KeptSidecar:
-    """`on_message` is called in the keeping thread for everything that is not an answer; it must not wait."""
+    """`on_message` is called in the keeping thread, and must not wait."""
 
     def __init__(
         self,
@@ -76,6 +78,8 @@ class KeptSidecar:
         self._closing = threading.Event()  # nothing more can be asked
         self._ending = threading.Event()  # the thread must end
         self._lost_at: list[float] = []
+        self.held: Callable[[], int | None] = lambda: None
+        """What a later sidecar is told: the first round that the trainer has not merged, if it knows."""
         self.failure: DiLoCoError | None = None
         """Why there will be no sidecar any more."""
         self.first: Future[int] = Future()
@@ -113,6 +117,11 @@ class KeptSidecar:
             if self._link is not None:
                 self._send(request, self._link)
         return request.answer
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this answer any more."""
+        with self._lock:
+            self._requests.pop(number, None)
 
     def tell(self, message: say.Message, seconds: float = _SEND_SECONDS) -> bool:
         """Whether the sidecar has taken it; nothing happens where there is none."""
@@ -162,7 +171,7 @@ class KeptSidecar:
             except (LinkError, OSError, DiLoCoError) as error:
                 self._consider(error)
                 self._lost(str(error))
-            self._ending.wait(2.0 ** min(len(self._lost_at), 5) - 2.0)
+            self._ending.wait(PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
         self._fail_all(self.failure or EngineError("the swarm's engine is closed: no round can follow"))
 
     def _one_life(self) -> None:
@@ -182,7 +191,9 @@ class KeptSidecar:
 
     def _listen(self, link: Link) -> None:
         starting, silent, patience = self.number(), 0, _FIRST_TURNS
-        link.send(say.Start(starting, self._settings.to_json()), _SEND_SECONDS)
+        link.send(
+            say.Start(starting, self._settings.to_json(), self.held() if self.first.done() else None), _SEND_SECONDS
+        )
         while silent < patience:
             if self._ending.is_set():
                 return

@@ -17,6 +17,8 @@ class Start:
 
     number: int
     settings: dict[str, Any]
+    held: int | None = None
+    """The first round that the trainer has not merged, if it was in this swarm before."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,11 @@ class RoundEnded:
 
 @dataclass(frozen=True)
 class StateFetched:
-    """See worker.Arrived; without memory this worker holds the state. The means are one after another in theirs."""
+    """See worker.Arrived. The means are one after another in their memory."""
 
     number: int
+    holds: bool = False
+    """This worker has the state: nothing else is said."""
     memory: SharedMemory | None = None
     numbers: dict[str, int] | None = None
     layout_digest: str = ""

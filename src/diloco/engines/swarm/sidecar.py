@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,8 @@ _PR_SET_PDEATHSIG = 1
 class Node(Protocol):
     """What a sidecar needs of the swarm's node (node.py)."""
 
-    number: int
-
+    @property
+    def number(self) -> int: ...
     async def start(self) -> None: ...
     async def post(self, posting: Posting) -> Ended: ...
     async def fetch_state(self) -> Arrived | None: ...
@@ -62,7 +62,7 @@ class Place:
     close: Callable[[], Awaitable[None]]
 
 
-Build = Callable[[Settings, Trainer], Awaitable[Place]]
+Build = Callable[[Settings, Trainer, int | None], Awaitable[Place]]
 
 
 class Sidecar:
@@ -145,7 +145,7 @@ class Sidecar:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, message: say.Start) -> say.Started:
-        place = await self._build(Settings.from_json(message.settings), self)
+        place = await self._build(Settings.from_json(message.settings), self, message.held)
         try:
             await place.node.start()
         except BaseException:
@@ -189,18 +189,23 @@ class Sidecar:
     async def _fetch_state(self, number: int) -> say.StateFetched:
         arrived = await self._started.fetch_state()
         if arrived is None:
-            return say.StateFetched(number)
+            return say.StateFetched(number, holds=True)
         snapshot = arrived.snapshot
-        return say.StateFetched(
+        answer = say.StateFetched(
             number,
-            memory=shared(snapshot.data),
-            numbers=dict(snapshot.numbers),
-            layout_digest=snapshot.layout_digest,
-            note=bytes(snapshot.note),
             means=[(key.sequence, key.fragment, len(data)) for key, data in arrived.means],
             means_memory=_joined([data for _, data in arrived.means]),
             sequence=arrived.sequence,
             position=arrived.position,
+        )
+        if snapshot is None:
+            return answer
+        return replace(
+            answer,
+            memory=shared(snapshot.data),
+            numbers=dict(snapshot.numbers),
+            layout_digest=snapshot.layout_digest,
+            note=bytes(snapshot.note),
         )
 
     async def _fetch_file(self, message: say.FetchFile) -> say.Done:
