@@ -7,7 +7,7 @@ told as the daemon tells them (`DaemonError`); daemon.py decides what they mean.
 
 import asyncio
 import contextlib
-import itertools
+import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from types import ModuleType
@@ -77,7 +77,6 @@ class Control:
         self._path, self._streams_path = path, streams
         self._messages: ModuleType = messages()
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
-        self._numbers = itertools.count(1)
         self._handlers: dict[str, OnRequest] = {}
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -221,7 +220,7 @@ class Control:
         await self._exchange(addUnaryHandler=self._messages.AddUnaryHandlerRequest(proto=protocol, balanced=False))
 
     async def _exchange(self, **fields: Message) -> bytes:
-        name = next(self._numbers).to_bytes(16)
+        name = secrets.token_bytes(16)  # the other peer's daemon tells calls apart by it, whoever they come from
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         try:

@@ -188,7 +188,8 @@ class _Lead:
                 case "ended":
                     if own is not None and peer != self.membership.me:
                         await self.taking_part.missed(own, peer)
-                    raise SteppedDown("it has ended already")
+                    if own is None or own.ended.done() or self.membership.most_ended(self.key.sequence):
+                        raise SteppedDown("it has ended already")
                 case "led":
                     if own is not None:
                         own.leader = answer.text("leader")
@@ -268,6 +269,7 @@ class _Lead:
         excluded: dict[int, str] = {}
         gone: set[str] = set()
         while True:
+            await self._until_it_may_go_on()
             here = [e for e in self.readies.values() if e.peer not in gone and self.membership.is_live(e.peer)]
             if not here:
                 raise SteppedDown("nobody is left in it")
@@ -284,6 +286,11 @@ class _Lead:
                 gone.add(peer)
                 if left_out.lie:
                     excluded[self.readies[peer].number] = reason
+
+    async def _until_it_may_go_on(self) -> None:
+        while not self.membership.may_go_on():
+            self.phase = "waiting: most others have fallen silent"
+            await self.membership.wait_for_change(_POLL_SECONDS)
 
     async def _attempt(self, plan: Plan) -> _LeftOut | None:
         """None: all who live have the whole mean."""

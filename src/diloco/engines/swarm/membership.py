@@ -28,6 +28,8 @@ _TICK_SECONDS = 0.2
 _FROZEN_SECONDS = 2.0
 _RETRY_LOST_SECONDS = 5.0
 _FORGET_SECONDS = 600.0
+_HALF_SILENT = 0.5  # so many times `lost_seconds` to wait where half of all have fallen silent
+_MOST_SILENT = 12.0  # and where more than half have
 _MAX_ADDRESSES = 16
 
 
@@ -44,6 +46,8 @@ class Peer:
     left: bool = False
     asked: float = 0.0
     lost_at: float = 0.0
+    gone: bool = False
+    """It is known to be dead, or has said goodbye; else it may only be cut off."""
     latency_seconds: float = 0.0
 
     def entry(self) -> list[object]:
@@ -94,6 +98,27 @@ class Membership:
         if self.status.holds:
             holders.append((self.status.number, self.me))
         return min(holders)[1] if holders else None
+
+    def most_ended(self, sequence: int) -> bool:
+        """Whether at least half of those who have the state say that this round has ended."""
+        holders = [peer.status for peer in self.live() if peer.status.holds]
+        ended = sum(status.ended >= sequence for status in holders)
+        return 0 < len(holders) + self.status.holds <= 2 * ended
+
+    def may_go_on(self) -> bool:
+        """Not at once after most have fallen silent: then it may be this machine's own network that is cut.
+
+        Whoever is known to be dead does not count. With half of them silent the others wait a little, with most of
+        them silent a minute or so; a swarm that has really lost them goes on then.
+        """
+        now = time.monotonic()
+        silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.holds]
+        here = 1 + sum(peer.status.holds for peer in self.live())
+        for share, wait in ((1, _HALF_SILENT), (0, _MOST_SILENT)):
+            recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
+            if recent > here - share:
+                return False
+        return True
 
     # News
 
@@ -268,7 +293,7 @@ class Membership:
                 await self._call(peer.name, pack("beat", **self._beat_fields()), self.settings.beat_seconds)
             except (Unreachable, CallRefused) as again:
                 if isinstance(again, Unreachable) and again.gone:
-                    self._lose(peer, str(again))
+                    self._lose(peer, str(again), gone=True)
             else:
                 peer.heard = time.monotonic()
 
@@ -304,7 +329,7 @@ class Membership:
         if status.number >= 0:
             self.numbers[peer.name] = status.number
         if not peer.live and not peer.left:
-            peer.live, peer.lost_at = True, 0.0
+            peer.live, peer.lost_at, peer.gone = True, 0.0, False
             if status.number >= 0:
                 self._tell("member_joined", peer)
         elif number < 0 <= status.number:
@@ -314,10 +339,10 @@ class Membership:
     def _tell(self, type_: str, peer: Peer, **more: object) -> None:
         self.on_event(type_, {"peer": peer.name, "number": peer.status.number, "label": peer.status.label, **more})
 
-    def _lose(self, peer: Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:
             return
-        peer.live, peer.lost_at = False, time.monotonic()
+        peer.live, peer.lost_at, peer.gone = False, time.monotonic(), gone
         self._tell("member_lost", peer, reason=reason)
         self.changed()
 
@@ -330,7 +355,7 @@ class Membership:
         """Somebody has said goodbye."""
         peer = self.peers.get(name)
         if peer is not None and not peer.left:
-            peer.live, peer.left, peer.lost_at = False, True, time.monotonic()
+            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, time.monotonic()
             self._tell("member_left", peer)
             self.changed()
 

@@ -55,6 +55,7 @@ class Node:
         self.files = SharedFiles()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._alone = False
+        self._astray_since: float | None = None
 
     # What the trainer asks
 
@@ -151,15 +152,30 @@ class Node:
                 self.membership.expel()
             self.membership.addresses = await self.transport.addresses()
             self._notice_rounds_missed()
+            self._notice_being_astray()
             self._notice_being_alone()
             self._save_peers()
 
     def _notice_rounds_missed(self) -> None:
         """Others have ended a round that this worker has not even posted: it must hurry, fail, and catch up."""
-        ended = max((peer.status.ended for peer in self.membership.live() if peer.status.holds), default=-1)
-        if self.own.holds and ended >= self.own.next and self.own.next not in self.taking_part.rounds:
+        missed = self.own.next not in self.taking_part.rounds and self.membership.most_ended(self.own.next)
+        if self.own.holds and missed:
             self.own.holds = False
-            self._trainer.called(ended)
+            self._trainer.called(self.own.next)
+
+    def _notice_being_astray(self) -> None:
+        """Most others are behind, and were not in what this worker ended last: it was cut off and went on alone."""
+        last = self.taking_part.kept.get(self.own.ended)
+        behind = [p for p in self.membership.live() if p.status.holds and p.status.ended < self.own.ended]
+        others = [p for p in behind if last is None or last.plan.entry(p.name) is None]
+        if not self.own.holds or 2 * len(others) <= 1 + sum(p.status.holds for p in self.membership.live()):
+            self._astray_since = None
+            return
+        self._astray_since = self._astray_since or time.monotonic()
+        if time.monotonic() - self._astray_since > self.settings.lost_seconds:
+            self.own.holds, self.own.ended, self.taking_part.kept.held = False, others[0].status.ended, None
+            self._happened("astray", {"number": self.number})
+            self._trainer.called(self.own.next)
 
     def _notice_being_alone(self) -> None:
         alone = not self.membership.live()

@@ -4,7 +4,8 @@
     plan      everyone in it exchanges parts (transfer.py) and tells the leader when all of the mean is here
     commit    the mean counts: not before the leader has heard that all who live have it
     missed    others have ended this round: the outcome is asked for; if this worker is in it, the mean is fetched and
-              counts here too, else the round has failed for it (I6) and it must take the others' state
+              counts here too. If it is not, and most others have ended it, the round has failed for this worker (I6)
+              and it must take their state; a single one that went on alone is not followed
 
 A word of a leader counts only if no higher authority (plan.py) has spoken in this round.
 """
@@ -145,6 +146,7 @@ class TakingPart:
                 round_.leader = leader
             case "ended":
                 await self.missed(round_, leader)
+                await self.membership.wait_for_change(_POLL_SECONDS)
             case _:  # it does not think that it leads; views settle within a beat
                 self.membership.beat_soon(leader)
                 await self.membership.wait_for_change(_POLL_SECONDS)
@@ -317,7 +319,7 @@ class TakingPart:
                 self.membership.suspect(peer, problem)
                 await asyncio.sleep(_POLL_SECONDS)
                 return
-        if not round_.ended.done():
+        if not round_.ended.done() and self.membership.most_ended(round_.sequence):
             self.membership.status.holds = False
             round_.end(_failed(round_, "the others ended it without this worker", resync=True))
 
