@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,23 @@ class MemoryNetwork:
         self.peers: dict[str, MemoryTransport] = {}
         self.cut: set[str] = set()
         self.dead: set[str] = set()
+        self._operations = 0
+        self._at: int | None = None
+        self._action: Callable[[], None] = lambda: None
+
+    def after(self, operations: int, action: Callable[[], None]) -> None:
+        """Do something in the middle of what goes on: after so many more reads, writes and calls."""
+        self._at, self._action = self._operations + operations, action
 
     def way(self, one: str, other: str) -> None:
         if other in self.dead or one in self.dead:
             raise Unreachable("connection refused", gone=True)
 
     def silent(self, one: str, other: str) -> bool:
+        self._operations += 1
+        if self._at is not None and self._operations >= self._at:
+            self._at = None
+            self._action()
         return one in self.cut or other in self.cut
 
     def kill(self, name: str) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from diloco.engines.swarm.files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.invitation import Invitation, NotWelcome
@@ -29,6 +30,8 @@ _PAUSE_SECONDS = 0.5
 async def join(membership: Membership, settings: Settings) -> None:
     """Afterwards this node has a number. Raises RendezvousError."""
     wished = _former_number(settings)
+    for peer, reason in _remembered(settings).get("banned", {}).items():
+        membership.trust.ban(str(peer), str(reason))
     if await _find_somebody(membership, settings):
         number = await _ask_for_number(membership, wished)
         membership.status.number = number
@@ -42,17 +45,28 @@ async def join(membership: Membership, settings: Settings) -> None:
             f"{_SEARCH_SECONDS:g} s: is a worker of it running there, and its port open? Ask for a fresh invitation "
             "(diloco invite RUN), and see diloco doctor INVITATION"
         )
-    write_private(settings.path(f"{settings.seat}.json"), json.dumps({"number": membership.status.number}) + "\n")
+    remember(membership, settings)
     membership.numbers[membership.me] = membership.status.number
     for peer in membership.live():
         membership.beat_soon(peer.name)
 
 
+def remember(membership: Membership, settings: Settings) -> None:
+    """For this worker's next start: its number, and whom it has banned."""
+    values = {"number": membership.status.number, "banned": membership.trust.banned()}
+    write_private(settings.path(f"{settings.seat}.json"), json.dumps(values) + "\n")
+
+
 def _former_number(settings: Settings) -> int:
+    return int(_remembered(settings).get("number", -1))
+
+
+def _remembered(settings: Settings) -> dict[str, Any]:
     try:
-        return int(json.loads(settings.path(f"{settings.seat}.json").read_text())["number"])
+        values = json.loads(settings.path(f"{settings.seat}.json").read_text())
+        return {"number": int(values["number"]), "banned": dict(values["banned"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return -1
+        return {}
 
 
 def _where(membership: Membership, settings: Settings) -> dict[str, list[str]]:
@@ -78,7 +92,8 @@ async def _find_somebody(membership: Membership, settings: Settings) -> bool:
         if any(result is None for result in results):
             await _greet_all(membership)
             return True
-        refusal = next((r for r in results if isinstance(r, CallRefused | NotWelcome)), None)
+        refused = [r for r in results if isinstance(r, CallRefused | NotWelcome) and not str(r).startswith("busy")]
+        refusal = refused[0] if refused else None
         if refusal is not None:
             raise RendezvousError(f"the swarm does not take this worker in: {refusal}")
         if time.monotonic() > end or (settings.founder and not where):

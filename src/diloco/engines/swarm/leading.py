@@ -44,6 +44,8 @@ class _LeftOut:
 
     peers: dict[str, str]
     lie: bool = False
+    lost: bool = False
+    """For as long as it is."""
 
 
 class Leading:
@@ -283,14 +285,18 @@ class _Lead:
                 return
             for peer, reason in left_out.peers.items():
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
-                gone.add(peer)
+                if not left_out.lost:
+                    gone.add(peer)
                 if left_out.lie:
                     excluded[self.readies[peer].number] = reason
 
     async def _until_it_may_go_on(self) -> None:
+        lost = len(self.membership.live())
         while not self.membership.may_go_on():
             self.phase = "waiting: most others have fallen silent"
             await self.membership.wait_for_change(_POLL_SECONDS)
+        if len(self.membership.live()) > lost:
+            raise SteppedDown("others are back, and may have gone on")
 
     async def _attempt(self, plan: Plan) -> _LeftOut | None:
         """None: all who live have the whole mean."""
@@ -305,9 +311,9 @@ class _Lead:
                 if not alive and self.completes:
                     return None
                 if dead := {peer: "it is lost" for peer in waiting if peer not in alive}:
-                    return _LeftOut(dead)
-                if "superseded" in refusals.values():
-                    raise SteppedDown("another leads it by now")
+                    return _LeftOut(dead, lost=True)
+                if not {"superseded", "ended"}.isdisjoint(refusals.values()):
+                    raise SteppedDown("another leads it by now, or it has ended")
                 if refusals:
                     return _LeftOut(dict(refusals))
                 if (left_out := await self._judge(plan)) is not None:

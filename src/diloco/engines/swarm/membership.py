@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from diloco.engines.swarm.files import REVOCATIONS_FILE
 from diloco.engines.swarm.invitation import NotWelcome
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.status import Status
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.2
 _FROZEN_SECONDS = 2.0
-_RETRY_LOST_SECONDS = 5.0
 _FORGET_SECONDS = 600.0
 _HALF_SILENT = 0.5  # so many times `lost_seconds` to wait where half of all have fallen silent
 _MOST_SILENT = 12.0  # and where more than half have
@@ -63,6 +63,8 @@ class Membership:
         self.numbers: dict[str, int] = {}
         """Of everyone that ever had one, so that whoever comes back keeps it."""
         self.addresses: list[str] = []
+        self.out: str | None = None
+        """Why this node is a member no more: revoked or banned."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
         self._waiters: set[asyncio.Event] = set()
         self._busy: set[str] = set()
@@ -148,7 +150,6 @@ class Membership:
             "addresses": self.addresses[:_MAX_ADDRESSES],
             "status": self.status.to_wire(),
             "time": time.time(),
-            "revocations": self.trust.revocations(),
         }
 
     async def greet(self, name: str) -> Message:
@@ -164,7 +165,8 @@ class Membership:
         self.trust.check(name)
         if message.text("role") == "worker":
             self._meet(name, message)
-        return {**self.greeting(), "roster": [peer.entry() for peer in self._known()]}
+        known = [peer.entry() for peer in self._known()]
+        return {**self.greeting(), "roster": known, "revocations": self.trust.revocations()}
 
     def _known(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if not peer.left]
@@ -203,12 +205,15 @@ class Membership:
                     raise Malformed("not an entry of a roster")
 
     def _take_revocations(self, message: Message) -> None:
-        for record in message.items("revocations") if message.has("revocations") else []:
-            if isinstance(record, bytes) and self.trust.revoke(record):
-                self.expel()
+        records = message.items("revocations") if message.has("revocations") else []
+        news = [record for record in records if isinstance(record, bytes) and self.trust.revoke(record)]
+        if news:
+            self.trust.save(self.settings.path(REVOCATIONS_FILE))
+            self.expel()
 
     def expel(self) -> None:
         """Whoever has been revoked or banned is no member any more."""
+        self.check_self()
         for name in list(self.peers):
             try:
                 self.trust.check(name)
@@ -216,6 +221,14 @@ class Membership:
                 peer = self.peers.pop(name)
                 self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": str(reason)})
         self.changed()
+
+    def check_self(self) -> None:
+        """Whether this node itself is still welcome; if not, it takes no part in anything any more."""
+        try:
+            self.trust.check(self.me)
+        except NotWelcome as reason:
+            self.out = self.out or str(reason)
+            self.status.holds = False
 
     def number_for(self, name: str, wished: int) -> int:
         """For a joiner; only the leader gives them."""
@@ -254,7 +267,7 @@ class Membership:
         if peer.live and now - peer.heard > self.settings.lost_seconds:
             self._lose(peer, f"silent for {self.settings.lost_seconds:g} s")
         if not peer.live:
-            due = _RETRY_LOST_SECONDS if peer.lost_at else 0.0
+            due = self.settings.lost_seconds if peer.lost_at else 0.0
         if now - max(peer.heard, peer.asked) >= due:
             self.beat_soon(peer.name)
 
@@ -285,9 +298,12 @@ class Membership:
     async def _no_answer(self, peer: Peer, problem: Exception) -> None:
         if not peer.live:
             peer.lost_at = peer.lost_at or time.monotonic()
+            if isinstance(problem, CallRefused):
+                self.turned_away(str(problem))
             return
         if isinstance(problem, CallRefused):  # it is there, but does not know us: it was started again
             peer.live, peer.asked = False, 0.0
+            self.turned_away(str(problem))
         elif isinstance(problem, Unreachable) and problem.gone:
             try:
                 await self._call(peer.name, pack("beat", **self._beat_fields()), self.settings.beat_seconds)
@@ -297,8 +313,15 @@ class Membership:
             else:
                 peer.heard = time.monotonic()
 
+    def turned_away(self, reason: str) -> None:
+        """Somebody will not have this node. Revoked is what the run's key says; banned is for most others to say."""
+        if reason.startswith("banned") and sum(peer.live for peer in self.peers.values()) * 2 < len(self.peers):
+            self.out = self.out or reason
+            self.status.holds = False
+
     def _beat_fields(self) -> dict[str, object]:
-        return {"status": self.status.to_wire(), "known": self._fingerprint(), "revoked": len(self.trust.revocations())}
+        revoked = self.trust.revocations_digest()
+        return {"status": self.status.to_wire(), "known": self._fingerprint(), "revoked": revoked}
 
     def _fingerprint(self) -> list[str]:
         """Whom this node knows, by the ends of their names."""
@@ -316,7 +339,7 @@ class Membership:
         unknown = [other.entry() for other in self._known() if other.live and other.name[-8:] not in known]
         if unknown:
             answer["roster"] = unknown
-        if message.number("revoked") < len(self.trust.revocations()):
+        if message.text("revoked") != self.trust.revocations_digest():
             answer["revocations"] = self.trust.revocations()
         return answer
 

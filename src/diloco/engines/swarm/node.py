@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.engines.swarm.files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.invitation import NotWelcome
-from diloco.engines.swarm.joining import join
+from diloco.engines.swarm.joining import join, remember
 from diloco.engines.swarm.kept import KeptRounds
 from diloco.engines.swarm.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.leading import Leading
@@ -238,6 +238,7 @@ class Node:
             if self.trust.refused(name, reason):
                 self._happened("member_banned", {"peer": name, "number": number, "reason": reason})
                 self.membership.expel()
+                remember(self.membership, self.settings)
         for entry in plan.contributors:
             self.trust.accepted(entry.peer)
 

@@ -103,6 +103,9 @@ class TakingPart:
         try:
             async with asyncio.timeout(posting.deadline_seconds):
                 while not round_.ended.done():
+                    if self.membership.out is not None:
+                        round_.end(_failed(round_, self.membership.out, fatal=True))
+                        break
                     await self._announce(round_)
                     await self._watch(round_)
         except TimeoutError:
@@ -139,7 +142,10 @@ class TakingPart:
             await self.membership.wait_for_change(_POLL_SECONDS)
             return
         except CallRefused as reason:
-            round_.end(_failed(round_, str(reason), fatal=True))
+            if not str(reason).startswith(("unknown", "busy")):  # else it does not know us yet, and soon will
+                round_.end(_failed(round_, str(reason), fatal=True))
+            self.membership.beat_soon(leader)
+            await self.membership.wait_for_change(_POLL_SECONDS)
             return
         match answer.text("state"):
             case "waiting":

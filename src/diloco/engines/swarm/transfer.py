@@ -62,6 +62,7 @@ class Transfer:
         self._reduced = 0
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
 
