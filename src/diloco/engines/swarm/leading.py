@@ -29,8 +29,8 @@ from diloco.engines.swarm.wire import Malformed, Message, pack
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
-_LEAST_PATIENCE_SECONDS = 1.0
-_LEAST_GRACE_SECONDS = 3.0
+_LEAST_PATIENCE = 0.2  # times `lost_seconds`
+_LEAST_GRACE = 0.6
 _TRIES_WITH_TROUBLE = 2
 
 
@@ -120,7 +120,7 @@ class Leading:
     @property
     def patience_seconds(self) -> float:
         usual = statistics.median(self._usual) if self._usual else time.monotonic() - self._last_end
-        return max(_LEAST_PATIENCE_SECONDS, self.settings.patience * usual)
+        return max(_LEAST_PATIENCE * self.settings.lost_seconds, self.settings.patience * usual)
 
     async def earlier_round(self, sequence: int) -> None:
         """Rounds end in their order, also where several are on their way."""
@@ -253,7 +253,8 @@ class _Lead:
     def _grace(self, missing: list[str]) -> float:
         """How long those who were called may take: the inner step that they are in."""
         steps = [self.membership.peers[name].status.step_seconds for name in missing if name in self.membership.peers]
-        return min(max(_LEAST_GRACE_SECONDS, 3 * max(steps, default=0.0)), self.leading.settings.timeout_seconds / 4)
+        settings = self.leading.settings
+        return min(max(_LEAST_GRACE * settings.lost_seconds, 3 * max(steps, default=0.0)), settings.timeout_seconds / 4)
 
     def _ready_members(self) -> list[str]:
         return [name for name in self.readies if self.membership.is_live(name)]

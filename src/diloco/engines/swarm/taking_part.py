@@ -29,7 +29,9 @@ from diloco.engines.swarm.worker import Ended, Posting, Present
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
-_SETTLE_SECONDS = 1.0  # a commit that others have heard of is on its way here too: wait so long before asking
+_SETTLE = (
+    0.2  # times `lost_seconds`: a commit that others have heard of is on its way here too: wait so long before asking
+)
 _AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 _NOBODY = Authority(0, -(1 << 30))
 
@@ -168,7 +170,7 @@ class TakingPart:
             ahead = self._who_ended(round_.sequence)
             if ahead is not None and not round_.ended.done():
                 others_ended = others_ended or time.monotonic()
-                if time.monotonic() - others_ended > _SETTLE_SECONDS:
+                if time.monotonic() - others_ended > _SETTLE * self.settings.lost_seconds:
                     await self.missed(round_, ahead)
 
     def _who_ended(self, sequence: int) -> str | None:
