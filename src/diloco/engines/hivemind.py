@@ -368,7 +368,9 @@ class _SwarmRound(PendingRound):
         if ended.fatal:
             raise EngineError(ended.failure or "the swarm has no place for this worker")
         if ended.failure is not None:
-            raise self._failed(ended.failure, resync=ended.resync)
+            failure = self._failed(ended.failure, resync=ended.resync)
+            failure.stopping = any(member.report.stopping for member in members)
+            raise failure
         return RoundResult(
             mean=vector,
             contributors=tuple(ended.contributors),
