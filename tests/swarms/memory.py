@@ -290,9 +290,11 @@ class MemorySwarm:
     async def start(self, *, name: str | None = None, credential_of: RunKey | None = None, **more: Any) -> MemoryWorker:
         index = len(self.workers)
         name = name or NAMES[index]
-        folder = self.folder / f"machine-{index}"
+        again = more.pop("folder", None)
+        folder = Path(again) if again is not None else self.folder / f"machine-{index}-{name[-1]}"
         invitation = self.invitation()
-        write_private(folder / INVITATION_FILE, invitation.text())
+        if again is None:
+            write_private(folder / INVITATION_FILE, invitation.text())
         options: dict[str, Any] = {"lost_seconds": 1.0, "beat_seconds": 0.2, **self.settings, **more}
         settings = Settings(str(folder), "worker-0", founder=index == 0, **options)
         mine = invitation if credential_of is None else invite(credential_of, [], 3600.0, time.time())

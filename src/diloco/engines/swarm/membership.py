@@ -314,8 +314,10 @@ class Membership:
                 peer.heard = time.monotonic()
 
     def turned_away(self, reason: str) -> None:
-        """Somebody will not have this node. Revoked is what the run's key says; banned is for most others to say."""
-        if reason.startswith("banned") and sum(peer.live for peer in self.peers.values()) * 2 < len(self.peers):
+        """Somebody will not have this node. One alone cannot put it out; when most say so, it is."""
+        if reason.startswith(("banned", "revoked")) and sum(peer.live for peer in self.peers.values()) * 2 < len(
+            self.peers
+        ):
             self.out = self.out or reason
             self.status.holds = False
 

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _LEADING = ("ready", "complete", "trouble")
 _LED = ("plan", "commit", "inquire")
 _CARE_SECONDS = 1.0
+_LONGEST_HELLO = 8192
 _FAREWELL_SECONDS = 2.0
 
 
@@ -245,13 +246,19 @@ class Node:
     # What others say
 
     async def _on_call(self, peer: str, data: bytes) -> bytes:
-        if len(data) > 8192 and peer not in self.membership.peers:
-            raise CallRefused("say hello first")
+        stranger: NotWelcome | None = None
+        try:
+            self.trust.check(peer)
+        except NotWelcome as reason:
+            stranger = reason
+        if stranger is not None and (stranger.kind != "unknown" or len(data) > _LONGEST_HELLO):
+            raise CallRefused(str(stranger))
         try:
             message = Message.unpack(data)
             if message.kind == "hello":
                 return pack("hello", **self._hello(peer, message))
-            self.trust.check(peer)
+            if stranger is not None:
+                raise stranger
             return await self._answer(peer, message)
         except NotWelcome as reason:
             raise CallRefused(str(reason)) from None

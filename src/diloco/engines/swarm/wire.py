@@ -92,7 +92,7 @@ class Message:
     def _take(self, name: str, type_: type) -> Any:
         value = self._values.get(name)
         if not isinstance(value, type_):
-            raise Malformed(f"{name} is {type(value).__name__} instead of {type_.__name__} in {self._values}")
+            raise Malformed(f"{name} is {type(value).__name__} instead of {type_.__name__}")
         return value
 
     def _bounded(self, name: str, type_: type, limit: int) -> Any:
