@@ -28,6 +28,9 @@ class Posted:
 
     key: RoundKey
     at_step: int
+    """The position at which it was posted."""
+    work: int
+    """The inner steps that this worker had taken by then."""
     norm: float
     pending: "WorkerRound | Settled"
 
@@ -112,13 +115,14 @@ def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
 
 def _to_numbers(posted: Posted) -> Numbers:
     """All of a settled round but its mean."""
-    numbers: Numbers = {"key": asdict(posted.key), "at_step": posted.at_step, "norm": posted.norm}
+    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm")}
+    numbers["key"] = asdict(posted.key)
     ended = outcome(posted)
     if isinstance(ended, RoundFailed):
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
     result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
-    result["members"] = [asdict(member) for member in ended.members]
+    result |= {"members": [member.told() for member in ended.members], "roster": list(ended.roster)}
     return numbers | {"result": result, "failure": None}
 
 
@@ -133,7 +137,7 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
     else:
         means = _encoded_means(state, key.fragment, loaded)
         ended = Outcome(_result(numbers["result"], means[0]), means)
-    return Posted(key, numbers["at_step"], numbers["norm"], Settled(ended))
+    return Posted(key, numbers["at_step"], numbers["work"], numbers["norm"], Settled(ended))
 
 
 def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:
@@ -157,5 +161,6 @@ def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
         contributors=tuple(saved["contributors"]),
         refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),
+        roster=tuple(saved["roster"]),
         **{name: saved[name] for name in _RESULT_NUMBERS},
     )

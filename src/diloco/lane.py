@@ -72,7 +72,7 @@ class Lane:
         return self._norms[index]
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:
-        """The outer step of a fragment with a round's mean; the mean's norm."""
+        """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
         fragment = self.fragments[index]
         if fragment is None:
             return 0.0
@@ -94,6 +94,15 @@ class Lane:
             if fragment is not None:
                 tensors[f"{index}.anchor"] = fragment.anchor
                 tensors |= {f"{index}.{name}": buffer for name, buffer in fragment.state.items()}
+        return tensors
+
+    def copies(self) -> dict[str, Tensor]:
+        """Of what joiners need, on the CPU."""
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.start_tensors().items()}
+        for index, fragment in enumerate(self.fragments):
+            if fragment is not None:
+                tensors[f"{index}.anchor"] = fragment.anchor_values()
+                tensors |= {f"{index}.{name}": flat.to("cpu", copy=True) for name, flat in fragment.state.items()}
         return tensors
 
     def held(self, index: int, prefix: str, flat: Tensor) -> dict[str, Held]:
@@ -129,6 +138,8 @@ class LaneBuilder:
     sync: SyncConfig
     common: tuple[object, ...]
     """What else must be the same on all workers."""
+    alone: bool
+    """There is no other worker, and there will be none."""
 
     @property
     def whole(self) -> bool:
@@ -176,7 +187,7 @@ class LaneBuilder:
 
     def _vector(self, fragment: Fragment | None) -> EncodedVector:
         how = codec(self.sync.codec)
-        if fragment is None or (how.lossless and len(self.sizes) == 1 and not self.sync.overlap_steps):
+        if fragment is None or (how.lossless and self.alone and not self.sync.overlap_steps):
             return EncodedVector(how, PartLayout(0))  # a worker alone sends nothing: its mean is its own
         if self.sync.offload:
             return EncodedVector(how, fragment.layout, pinned=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
+from diloco.elastic_loop import ElasticLoop
 from diloco.engines.base import Membership
 from diloco.errors import ConfigError
 from diloco.held import as_tensors, copy_into
@@ -53,7 +54,8 @@ class DiLoCo(torch.optim.Optimizer):
         self.inner = inner
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
-        self.outer = OuterLoop(
+        loop = ElasticLoop if engine.elastic else OuterLoop
+        self.outer: OuterLoop = loop(
             model_tensors(model, inner),
             engine,
             sync or SyncConfig(),
@@ -118,7 +120,8 @@ class DiLoCo(torch.optim.Optimizer):
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.
 
-        `early` says that this worker ends before the others expect it: they then end after the same round.
+        `early` says that this worker ends before the others expect it: they then end after the same round, but where
+        workers come and go it leaves alone, with the anchor as it is.
         `before_confirming` runs with the final parameters in the model; all learn what it puts into `outer.report`.
         """
         self.outer.finish(early=early, before_confirming=before_confirming)

@@ -11,35 +11,38 @@ end safe: a worker that stops says so in its header, and all end after the same 
 
 A worker of several ranks runs this on each of them, in step: every rank posts and merges its own lanes (lane.py), and
 what a round decides is decided for the whole worker (worker_round.py).
+
+This is the loop of a fixed membership. What is different where workers come and go is in elastic_loop.py.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 
 from torch import Tensor
 
+from diloco.catching_up import CatchingUp
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment, PartLayout, assign
-from diloco.core.merging import diverged
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Membership
-from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
-from diloco.errors import ConfigError, RoundFailed
+from diloco.engines.rounds import Contribution, Report, RoundKey
+from diloco.errors import RoundFailed
 from diloco.held import Held, Numbers
 from diloco.in_flight import Posted, outcome, restoring_rounds, saved_rounds, settle
 from diloco.lane import Group, Lane
+from diloco.outer_parameters import OuterParameters
 from diloco.outer_state import OuterState
 from diloco.parameters import ModelTensors
 from diloco.replica import Replica
-from diloco.worker_round import Outcome, RoundEvent, WorkerRound, similarity
+from diloco.worker_round import Outcome, RoundEvent, WorkerRound, similarity, went_astray
 
 logger = logging.getLogger(__name__)
 
@@ -66,23 +69,26 @@ class OuterLoop:
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.on_cut: Callable[[], None] | None = None
         """Called before a round is merged that a worker that stops has cut short: the last moment to save."""
+        self.on_resync: Callable[[str, int], None] | None = None
+        """Called after an elastic worker took over the others' state: why, and which round is next."""
+        self.note: Callable[[], bytes] = bytes
+        """What else to tell elastic workers with every post, and joiners with the state, who ask in another thread."""
+        self.ends_at: int | None = None
         self.report = Report()
         self.rounds_failed = 0
+        self.resyncs = 0
         self.contributions_refused = 0
         self.bytes_sent = 0
         self.sync_seconds = 0.0
         self._lay_out(tensors, outer, identity)
         self._last_sequence: int | None = None  # set once somebody stops: after this round everyone does
         self._posted: list[Posted] = []
-        self._behind: set[int] = set()  # fragments whose anchor may not be the others': compare before the next post
-        self._astray: set[int] = set()  # of those, the ones whose parameters came from an anchor that nobody else had
-        self._exchanged = False
-        for lane in self.state.lanes:
-            lane.engine.serve_state(partial(self.state.global_state, lane))
-        states = self.replica.fetch_states()
-        if states is not None:
-            self.state.take_over(states)
-        self.replica.changed()
+        self._evaluation = OuterParameters(self.state, self.replica)
+        self._serve()
+        self.behind = CatchingUp(self.state, self.replica, self.schedule)
+        self.behind.join()
+        self.joined_at = self.inner_steps
+        """The position at which this worker began."""
 
     def _lay_out(self, tensors: ModelTensors, outer: OuterOptimizer, identity: str) -> None:
         """Fragments, their schedule, the lanes, and the memory that travels."""
@@ -97,6 +103,10 @@ class OuterLoop:
         self.replica = Replica(tensors, self.engine, groups, sync, common)
         self.state = OuterState(self.replica.lanes, self.replica.num_lanes, groups, self.engine.ranks)
 
+    def _serve(self) -> None:
+        for lane in self.state.lanes:
+            lane.engine.serve_state(partial(self.state.global_state, lane))
+
     @property
     def fragments(self) -> list[Fragment]:
         return self.state.fragments
@@ -108,6 +118,20 @@ class OuterLoop:
     @inner_steps.setter
     def inner_steps(self, steps: int) -> None:
         self.state.inner_steps = steps
+
+    @property
+    def steps_taken(self) -> int:
+        """The inner steps of this worker itself; less than its position if that has jumped or it joined late."""
+        return self.state.steps_taken
+
+    @property
+    def arrived_note(self) -> bytes:
+        """What the source of the latest state that was taken over told besides."""
+        return self.behind.note
+
+    def end_at(self, position: int) -> None:
+        """The run ends there for all workers."""
+        self.ends_at = position
 
     @property
     def sequence(self) -> int:
@@ -130,15 +154,17 @@ class OuterLoop:
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.refuse_inside_evaluation()
-        due = self.inner_steps - self.schedule.overlap_steps
-        while self._posted and self._posted[0].at_step <= due:
-            self._merge(self._posted.pop(0))
+        while self._posted and self._posted[0].at_step <= self.inner_steps - self.schedule.overlap_steps:
+            self._merge_next()
 
     def merge_pending(self) -> None:
         """Take back all rounds in flight now; every worker must do so at the same step."""
         self.refuse_inside_evaluation()
         while self._posted:
-            self._merge(self._posted.pop(0))
+            self._merge_next()
+
+    def _merge_next(self) -> None:
+        self._merge(self._posted.pop(0))
 
     @property
     def in_flight(self) -> int:
@@ -158,6 +184,17 @@ class OuterLoop:
         end at this very step). Without work a round is headers only.
         """
         self.merge_pending()
+        self._last_turn(early=early)
+        for index in range(self.state.num_fragments):
+            self.behind.fragment(index)
+        self._adopt_anchors()
+        if before_confirming is not None:
+            before_confirming()
+        self._confirm()
+        self._last_sequence = None  # all have ended together, and may train on together
+        self.report = replace(self.report, stopping=False)
+
+    def _last_turn(self, *, early: bool) -> None:
         self.report = replace(self.report, stopping=self.report.stopping or early)
         if self._last_sequence is None:
             self._last_sequence = self.state.sequence + self.state.num_fragments - 1
@@ -165,16 +202,11 @@ class OuterLoop:
             if self.state.sequence <= self._last_sequence:
                 self._post(index)
                 self.merge_pending()
-        for index in range(self.state.num_fragments):
-            self._catch_up(index)
+
+    def _adopt_anchors(self) -> None:
         for fragment in self.fragments:
             fragment.adopt_anchor()
         self.replica.changed()
-        if before_confirming is not None:
-            before_confirming()
-        self._confirm()
-        self._last_sequence = None  # all have ended together, and may train on together
-        self.report = replace(self.report, stopping=False)
 
     def _confirm(self) -> None:
         """A last round without payload: everyone learns everyone's final digest and report."""
@@ -182,32 +214,30 @@ class OuterLoop:
         digest, report = self.anchor_digest(), self._report()
 
         def contribution(lane: Lane) -> Contribution:
-            return Contribution(vector, 0.0, 0.0, digest, lane.layout_digest, report=report)
+            return Contribution(vector, 0.0, 0.0, digest, lane.layout_digest, report=report, note=self.note())
 
         self._start(_CONFIRMATION, contribution, 0.0)
         self.bytes_sent += self._posted.pop().pending.wait().result.bytes_sent
 
     # One round
 
-    def _work_behind(self, index: int) -> int:
-        return self.inner_steps - self.state.merged_at[index]
-
     def _post(self, index: int) -> None:
         started = time.monotonic()
         self.replica.check_unchanged(self.inner_parameters())
-        self._catch_up(index)
+        self.behind.fragment(index)
         norm = self._encode(index)
-        report = self._report()
+        report, work = self._report(), self.steps_taken - self.state.merged_at[index]
 
         def contribution(lane: Lane) -> Contribution:
             return Contribution(
                 vector=lane.vectors[index],
-                weight=self.weight * self._work_behind(index),
+                weight=self.weight * work,
                 norm=norm,
                 anchor_digest=self.state.digests[index],
                 layout_digest=lane.layout_digest,
                 max_norm_ratio=self.sync.max_norm_ratio,
                 report=report,
+                note=self.note(),
             )
 
         self._start(index, contribution, norm)
@@ -234,7 +264,7 @@ class OuterLoop:
     def _start(self, index: int, contribution: Callable[[Lane], Contribution], norm: float) -> None:
         key = RoundKey(self.state.sequence, index)
         pending = WorkerRound(self.state.lanes, self.engine.ranks, key, contribution, self.sync.timeout_seconds)
-        self._posted.append(Posted(key, self.inner_steps, norm, pending))
+        self._posted.append(Posted(key, self.inner_steps, self.steps_taken, norm, pending))
         self.state.sequence += 1
 
     def _merge(self, posted: Posted) -> None:
@@ -246,7 +276,7 @@ class OuterLoop:
                 self._before_cut(posted)
         except RoundFailed as error:
             failure = error.reason
-            self._note(posted.key, stopping=error.stopping, resync=error.resync)
+            self._note(posted.key, stopping=error.stopping, resync=failure if error.resync else None)
         waited = time.monotonic() - started
         if ended is None:
             self.rounds_failed += 1
@@ -280,13 +310,16 @@ class OuterLoop:
         result = ended.result
         sequence, index = posted.key.sequence, posted.key.fragment
         self.bytes_sent += result.bytes_sent
-        self._note(posted.key, stopping=result.stopping, resync=result.resync)
+        astray = went_astray(result, self.engine.worker)
+        self._note(
+            posted.key, stopping=result.stopping, resync="its anchor is not the others'" if result.resync else None
+        )
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("round %d: the contribution of worker %d was refused: %s", sequence, worker, reason)
-        if self._diverged(result):
+        if astray:
             self.rounds_failed += 1
-            self._astray.add(index)
+            self.behind.astray.add(index)
             return None
         if result.total_weight == 0:
             return None
@@ -295,75 +328,30 @@ class OuterLoop:
                 lane.merge(index, mean, self.sync.mixing)
                 for lane, mean in zip(self.state.lanes, ended.means, strict=True)
             ]
-            self.state.merged(index, posted.at_step)
+            self.state.merged(posted.key, posted.work)
         self.state.gather_digests([index])
         self.replica.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
 
-    def _note(self, key: RoundKey, *, stopping: bool, resync: bool) -> None:
-        """What a round tells of the others, whether it gave a mean or not."""
-        if resync:
-            self._behind.add(key.fragment)
+    def _note(self, key: RoundKey, *, stopping: bool, resync: str | None) -> None:
+        """What a round tells of the others, whether it gave a mean or not. `resync`: why to take theirs over, if so."""
+        if resync is not None:
+            self.behind.missed[key.fragment] = resync
         if stopping:
             last = key.sequence + self.state.num_fragments - 1
             self._last_sequence = last if self._last_sequence is None else min(last, self._last_sequence)
 
-    def _diverged(self, result: RoundResult) -> bool:
-        """Whether this worker's anchor is not the others': their mean must not be added to it."""
-        strays = diverged([member.anchor_digest for member in result.members])
-        me = self.engine.worker
-        return me in result.refused and any(result.members[position].worker == me for position in strays)
-
     # Evaluation
 
     def refuse_inside_evaluation(self) -> None:
-        if self._exchanged:
-            raise ConfigError("inside outer_parameters(): leave the evaluation before training on")
+        self._evaluation.refuse_inside()
 
-    @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
-        """See DiLoCo.outer_parameters. Needs no memory: parameters and anchors change places."""
-        self.refuse_inside_evaluation()
-        with self.state.lock:
-            self._exchange()
-            try:
-                yield
-            finally:
-                self._exchange()
-
-    def _exchange(self) -> None:
-        if not self._exchanged:
-            self.replica.settle_buffers(self.replica.tensors.averaged_buffers)
-        for fragment in self.fragments:
-            fragment.exchange()
-        self.replica.changed()
-        self._exchanged = not self._exchanged
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """See DiLoCo.outer_parameters."""
+        return self._evaluation.exchanged()
 
     def anchor_digest(self) -> str:
         return self.state.anchor_digest()
-
-    # Falling behind
-
-    def _catch_up(self, index: int) -> None:
-        """After a missed round: the others' anchor, but this worker's own parameters, whose work comes next.
-
-        One fragment at a time, since others may be in flight. A worker that went astray takes the parameters too, and
-        its work since is lost: it started from an anchor that nobody else had.
-        """
-        if index not in self._behind:
-            return
-        self._behind.discard(index)
-        states = self.replica.fetch_states()
-        if states is None:
-            return
-        self.state.take_over_fragment(index, states)
-        if index in self._astray:
-            self._astray.discard(index)
-            for _, fragment in self.state.fragments_of(index):
-                fragment.adopt_anchor()
-            self.state.merged_at[index] = self.inner_steps
-        self.replica.changed()
-        logger.info("worker %d has the others' anchor of fragment %d again", self.engine.worker, index)
 
     # Saving
 
@@ -378,7 +366,7 @@ class OuterLoop:
         ended = [outcome(posted) for posted in self._posted]
         if self.stopping or any(one.stopping for one in ended):
             return "a round has been cut short by a worker that stops"
-        if self._behind or any(one.resync for one in ended):
+        if self.behind.missed or any(one.resync for one in ended):
             return "this worker's anchors may not be the others'"
         return None
 
@@ -401,10 +389,12 @@ class OuterLoop:
             for name in _COUNTERS:
                 setattr(self, name, numbers[name])
             self.report = Report(**numbers["report"] | {"stopping": False})
-            self._last_sequence, self._behind, self._astray = None, set(), set()
+            self._last_sequence = None
+            self.behind.clear()
             self._posted = rounds()
+            self.state.unmerged = self._posted[0].key.sequence if self._posted else self.sequence
 
         return self.state.held() | held, loaded
 
 
-_COUNTERS = ("rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds")
+_COUNTERS = ("rounds_failed", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")

@@ -1,21 +1,23 @@
 """What the outer loop of one worker holds: anchors, outer momentum, and how far it is. Served to joiners, and saved.
 
-Anchors, momentum and counters are the same on all workers after a round; `inner_steps`, `sequence` and `merged_at` are
-this worker's place in the schedule. A rank holds what its lanes hold; numbers and digests are the whole worker's, the
-same on all its ranks. Nothing here decides, posts or merges: that is outer_loop.py.
+Anchors, momentum and counters are the same on all workers after a round; `inner_steps` and `sequence` are this worker's
+place in the schedule. Where workers come and go, that place may jump ahead of the work done: `steps_taken` and
+`merged_at` count the work, and the weight of a contribution comes from them alone. A rank holds what its lanes hold;
+numbers and digests are the whole worker's, the same on all its ranks. Nothing here decides, posts or merges: that is
+outer_loop.py.
 """
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from diloco.core.fragments import Fragment
-from diloco.engines.rounds import GlobalState
+from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.engines.worker_ranks import WorkerRanks
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RoundFailed
 from diloco.held import Held, Numbers
 from diloco.lane import NOTHING, Group, Lane
 
@@ -28,9 +30,17 @@ class OuterState:
         self.lanes, self.num_lanes = list(lanes), num_lanes
         self.num_fragments = len(groups)
         self.inner_steps = 0
+        """The position in the schedule, and in that of the learning rate."""
+        self.jumped = 0
+        """Positions at which this worker took no inner step."""
         self.sequence = 0
+        """The next round to post."""
+        self.unmerged = 0
+        """The first round that may still move the anchors."""
+        self.sound = True
+        """The anchors have every round before `unmerged` and no other."""
         self.merged_at = [0] * self.num_fragments
-        """The step at which each fragment's last merged round was posted."""
+        """The inner steps that were taken when each fragment's last merged round was posted."""
         self.merged_rounds = [0] * self.num_fragments
         self.digests = [NOTHING] * self.num_fragments
         """Of the worker's anchors, one for each fragment."""
@@ -54,10 +64,24 @@ class OuterState:
         """Merged rounds, of all fragments."""
         return sum(self.merged_rounds)
 
-    def merged(self, index: int, posted_at: int) -> None:
-        """A round of this fragment, posted at that step, has moved its anchor; call it with the lock."""
+    @property
+    def steps_taken(self) -> int:
+        """The inner steps of this worker itself."""
+        return self.inner_steps - self.jumped
+
+    def jump_to(self, position: int) -> None:
+        """Forward only; the steps between count as nobody's."""
+        ahead = max(0, position - self.inner_steps)
+        self.inner_steps += ahead
+        self.jumped += ahead
+
+    def merged(self, key: RoundKey, work: int) -> None:
+        """A round, posted after so many steps, has moved its fragment's anchor; call it with the lock."""
+        index = key.fragment
+        self.sound = self.sound and self.unmerged == key.sequence
+        self.unmerged = key.sequence + 1
         self.merged_rounds[index] += 1
-        self.merged_at[index] = max(posted_at, self.merged_at[index])  # a new worker did none of the work before
+        self.merged_at[index] = max(work, self.merged_at[index])  # a new worker did none of the work before
 
     def anchor_digest(self) -> str:
         return hashlib.sha256("".join(self.digests).encode()).hexdigest()[:16]
@@ -78,7 +102,8 @@ class OuterState:
     # What joiners take over: flat buffers, whose layout all workers have in common
 
     def numbers(self) -> dict[str, int]:
-        numbers = {"inner_steps": self.inner_steps, "sequence": self.sequence, "merged": self.rounds}
+        numbers = {"inner_steps": self.inner_steps, "jumped": self.jumped, "sequence": self.sequence}
+        numbers["merged"] = self.rounds
         for index in range(self.num_fragments):
             numbers[f"{index}.rounds"] = self.merged_rounds[index]
             numbers[f"{index}.merged_at"] = self.merged_at[index]
@@ -86,7 +111,17 @@ class OuterState:
 
     def global_state(self, lane: Lane) -> GlobalState:
         with self.lock:
-            return GlobalState(lane.outer_tensors() | lane.start_tensors(), self.numbers(), lane.layout_digest)
+            return GlobalState(lane.outer_tensors() | lane.start_tensors(), self._served(), lane.layout_digest)
+
+    def copied_state(self, lane: Lane, note: Callable[[], bytes]) -> GlobalState:
+        """The same as copies on the CPU, for another thread; `note` is asked for in that thread, with the lock."""
+        with self.lock:
+            if not self.sound:
+                raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
+            return GlobalState(lane.copies(), self._served(), lane.layout_digest, note=note())
+
+    def _served(self) -> dict[str, int]:
+        return self.numbers() | {"sequence": self.unmerged}
 
     def take_over(self, states: Sequence[GlobalState]) -> None:
         """Before the first inner step: everything is the others', the parameters too. One state for each lane."""
@@ -103,17 +138,19 @@ class OuterState:
             for lane, state in zip(self.lanes, states, strict=True):
                 mine = {name: tensor for name, tensor in lane.outer_tensors().items() if name.startswith(f"{index}.")}
                 lane.copy(state.tensors, mine)
-        self._set_rounds(index, states[0].numbers[f"{index}.rounds"])
+        self.set_rounds(index, states[0].numbers[f"{index}.rounds"])
         self.gather_digests(range(self.num_fragments))
 
     def _set_position(self, numbers: Mapping[str, int]) -> None:
-        self.inner_steps, self.sequence = numbers["inner_steps"], numbers["sequence"]
+        self.inner_steps, self.jumped = numbers["inner_steps"], numbers["jumped"]
+        self.sequence = self.unmerged = numbers["sequence"]
+        self.sound = True
         for index in range(self.num_fragments):
-            self._set_rounds(index, numbers[f"{index}.rounds"])
+            self.set_rounds(index, numbers[f"{index}.rounds"])
             self.merged_at[index] = numbers[f"{index}.merged_at"]
         self.gather_digests(range(self.num_fragments))
 
-    def _set_rounds(self, index: int, rounds: int) -> None:
+    def set_rounds(self, index: int, rounds: int) -> None:
         self.merged_rounds[index] = rounds
         for _, fragment in self.fragments_of(index):
             fragment.rounds = rounds
@@ -142,9 +179,18 @@ class OuterState:
         """The parameters are the anchors, and carry no work of this worker's."""
         for fragment in self.fragments:
             fragment.adopt_anchor()
-        self.merged_at = [self.inner_steps] * self.num_fragments
+        self.merged_at = [self.steps_taken] * self.num_fragments
+
+    def begin_here(self) -> None:
+        """A worker that joins: the parameters are the anchors, and its own work begins at this position."""
+        for fragment in self.fragments:
+            fragment.adopt_anchor()
+        self.jumped = self.inner_steps
+        self.merged_at = [0] * self.num_fragments
 
     def check_fragments(self, numbers: Numbers) -> None:
+        if "jumped" not in numbers:
+            raise ConfigError("the saved state is of an earlier version of diloco: go on with that one, or begin anew")
         saved = sum(name.endswith(".rounds") for name in numbers)
         if saved != self.num_fragments:
             raise ConfigError(

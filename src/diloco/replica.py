@@ -34,7 +34,8 @@ class Replica:
         self._local = local_tensors(tensors.all, engine.ranks)
         take_first(self._local.values(), engine.ranks)
         layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
-        builder = LaneBuilder(self._local, groups, engine.ranks.rank, engine.sizes, sync, common)
+        alone = len(engine.sizes) == 1 and not engine.elastic
+        builder = LaneBuilder(self._local, groups, engine.ranks.rank, engine.sizes, sync, common, alone)
         engines = engine.lanes([layout.owners for layout in layouts])
         mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
         self.lanes = [builder.build(*lane) for lane in mine]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import mean_cosine
+from diloco.core.merging import diverged, mean_cosine
 from diloco.engines.base import PendingRound
 from diloco.engines.rounds import Contribution, RoundKey, RoundResult
 from diloco.engines.worker_ranks import WorkerRanks
@@ -104,3 +104,9 @@ def similarity(result: RoundResult, mean_norm: float) -> float | None:
     """Mean cosine between the contributions of a round, from the norm of their mean."""
     members = [member for member in result.members if member.worker in result.contributors]
     return mean_cosine([member.weight for member in members], [member.norm for member in members], mean_norm)
+
+
+def went_astray(result: RoundResult, worker: int) -> bool:
+    """Whether this worker's anchor is not the others': their mean must not be added to it."""
+    strays = diverged([member.anchor_digest for member in result.members])
+    return worker in result.refused and any(result.members[position].worker == worker for position in strays)

@@ -55,6 +55,14 @@ def test_posts_before_a_step_and_its_rotation_continue_one_cyclic_order(schedule
     assert first[:shared] == second[:shared]
 
 
+@given(schedules(), st.integers(0, 40))
+def test_sequence_numbers_count_the_posts_in_the_order_in_which_steps_bring_them(schedule: Schedule, stop: int) -> None:
+    posts = [(p, step) for step in range(1, stop + 1) for p in schedule.posts_at(step)]
+    assert posts == [(schedule.fragment_of(m), schedule.post_step(m)) for m in range(len(posts))]
+    assert schedule.posts_until(stop) == len(posts)
+    assert schedule.post_step(len(posts)) > stop
+
+
 @given(st.integers(1, 60), st.data())
 def test_spread_gives_every_fragment_a_step_of_its_own(H: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, H))

@@ -90,6 +90,7 @@ class Fragment:
         elements = offloading.SPAN_ELEMENTS if self.offload else span_elements(device)
         self._span_parts = min(self.layout.num_parts, max(1, elements // self.layout.part_elements))
         self._kept: list[Tensor] | None = None
+        self._swapped = False  # the anchor is in the tensors' place, and they in its
         self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
         self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
         self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
@@ -204,6 +205,17 @@ class Fragment:
             theta_i = self.read(span)
             self.write(span, anchor)
             anchor.copy_(theta_i)
+        self._swapped = not self._swapped
+
+    @torch.no_grad()
+    def anchor_values(self) -> Tensor:
+        """A copy of the anchor on the CPU, from wherever `exchange` has put it."""
+        if not self._swapped:
+            return self.anchor.to("cpu", copy=True)
+        values = torch.empty(self.numel)
+        for tensor, start in zip(self.tensors, self._starts, strict=True):
+            values[start : start + tensor.numel()].copy_(_flat_view(tensor))
+        return values
 
     def _keep_or_restore(self) -> None:
         if self._kept is None:

@@ -6,7 +6,8 @@ fragment at offset 0 the first round comes after exactly H inner steps, not H + 
 
 A pure function of the step: two workers with the same numbers post the same fragments in the same order, which is
 what lets an engine pair their contributions. `rotation` is that order from any step on; it is also the order in
-which a worker that ends early posts what it still has.
+which a worker that ends early posts what it still has. Counted from 0 over all fragments, a post is a sequence number:
+`fragment_of` and `post_step` say what and when it is, so that a worker that was away finds its place again.
 """
 
 from dataclasses import dataclass
@@ -53,3 +54,19 @@ class Schedule:
         """All fragments in the order in which they are posted next, after inner step `step`."""
         H = self.num_inner_steps
         return tuple(sorted(range(len(self.offsets)), key=lambda p: ((self.offsets[p] - step - 1) % H, p)))
+
+    def fragment_of(self, sequence: int) -> int:
+        """The fragment of that post."""
+        return self.rotation(0)[sequence % len(self.offsets)]
+
+    def post_step(self, sequence: int) -> int:
+        """The inner step after which that post is due."""
+        H = self.num_inner_steps
+        turn = sequence // len(self.offsets)
+        return turn * H + (self.offsets[self.fragment_of(sequence)] - 1) % H + 1
+
+    def posts_until(self, step: int) -> int:
+        """How many posts are due by the end of inner step `step`: the sequence number of the next one."""
+        H = self.num_inner_steps
+        turns, within = divmod(step, H)
+        return turns * len(self.offsets) + sum((offset - 1) % H + 1 <= within for offset in self.offsets)

@@ -31,14 +31,17 @@ class Membership(ABC):
     worker: int
     workers: int
     sizes: tuple[int, ...]
-    """The number of ranks of each worker."""
+    """The number of ranks of each worker; (1,) of an elastic engine, whatever the number of workers at the moment."""
     ranks: WorkerRanks
     elastic: ClassVar[bool] = False
     """Workers come and go while the others train: `worker` is a number that nobody else has, `workers` how many there
     are at the moment. Whoever stops leaves alone; a round that was missed is made up for by `fetch_state`."""
 
     def wanted(self, sequence: int) -> bool:
-        """The others are in this round and wait no longer: post it now, with the work there is (elastic engines)."""
+        """The others are in this round, or past it, and wait no longer: post it now, with the work there is.
+
+        Asked by elastic workers after every inner step. A round that is over fails at once when it is posted.
+        """
         del sequence
         return False
 
@@ -65,10 +68,10 @@ class Engine(Membership):
 
     @property
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (1,) * self.workers
+        return (1,) * (1 if self.elastic else self.workers)
 
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
-        assert list(owners) == [(0,) * self.workers]
+        assert list(owners) == [(0,) * len(self.sizes)]
         return [self]
 
     @abstractmethod
@@ -79,9 +82,14 @@ class Engine(Membership):
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
         """`provider` gives this worker's view of the global state, for others to fetch.
 
-        The latest one counts: an engine serves one optimizer at a time; two at once need an engine each.
+        The latest one counts: an engine serves one optimizer at a time; two at once need an engine each. An elastic
+        engine may call it in a thread of its own at any time and gets copies on the CPU, or RoundFailed (not now).
         """
 
     @abstractmethod
     def fetch_state(self) -> GlobalState | None:
-        """The global state if this worker must take it over, None if it holds it already."""
+        """The global state if this worker must take it over, None if it holds it already.
+
+        An elastic engine gives no state that lacks a round whose end, good or bad, this worker has been told. If there
+        is no such state now it raises RoundFailed, and is asked again later; EngineError if there never will be.
+        """

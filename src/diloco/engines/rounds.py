@@ -1,9 +1,9 @@
 """What goes into a round and what comes out of it: the vocabulary of the engine contract."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a sidecar's link has no need of torch
     from torch import Tensor
@@ -66,6 +66,12 @@ class Member:
     report: Report
     note: bytes = b""
 
+    def told(self) -> dict[str, Any]:
+        """What JSON can hold of it: all but the note, which is for the other workers only."""
+        told = asdict(self)
+        del told["note"]
+        return told
+
 
 @dataclass(frozen=True)
 class RoundResult:
@@ -95,11 +101,12 @@ class GlobalState:
 
     tensors: "Mapping[str, Tensor]"
     numbers: Mapping[str, int]
+    """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str
     """Of everything that must be the same on all workers; an engine compares it before it hands tensors over."""
     means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
-    """Encoded means ([parts, part_bytes]) of rounds that ended since, to be merged in this order before anything else;
-    `numbers["sequence"]` is the round after them."""
+    """Encoded means ([parts, part_bytes]) of rounds that ended since, to be merged in this order before anything else.
+    A source serves none; an elastic engine adds them, and moves `sequence` on."""
     position: int | None = None
     """Where the others are in the schedule by now, as far as is known; None: at `numbers["inner_steps"]`."""
     note: bytes = b""

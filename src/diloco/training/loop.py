@@ -6,7 +6,7 @@ prints nothing: what happens is in events.jsonl. Inputs are a pure function of (
 
 import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,7 @@ class Training:
             contributors=[] if result is None else list(result.contributors),
             refused={} if result is None else dict(result.refused),
             bytes_sent=0 if result is None else result.bytes_sent,
-            members=[] if result is None else [asdict(member) for member in result.members],
+            members=[] if result is None else [member.told() for member in result.members],
         )
 
     # Evaluation
@@ -367,7 +367,7 @@ class Training:
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
             anchor_digest=self.mode.anchor_digest(),
-            members=[asdict(member) for member in self.engine.members()],
+            members=[member.told() for member in self.engine.members()],
             **more,
         )
 

@@ -108,6 +108,7 @@ def _lost(run_folder: Path, start: Start, worker: int) -> str:
     ]
     if not theirs:
         return "its inner steps since its last round are lost; no checkpoint of it here tells how many"
-    merged = [value for key, value in theirs[-1].state["outer"].items() if key.endswith(".merged_at")]
-    lost = theirs[-1].step - min(merged, default=theirs[-1].step)
+    outer = theirs[-1].state["outer"]
+    taken = theirs[-1].step - outer.get("jumped", 0)
+    lost = taken - min((value for key, value in outer.items() if key.endswith(".merged_at")), default=taken)
     return f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"

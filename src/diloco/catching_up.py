@@ -1,0 +1,156 @@
+"""How a worker gets the others' state: at its start, after a round that it missed, after it went astray.
+
+With a fixed membership all are there from the first step on, and a missed round is made up for fragment by fragment,
+before the next post of each. With an elastic engine the others may be anywhere: everything is taken over at once,
+anchors, outer momentum, the number of the next round and the position in the schedule. Either way a worker that has
+missed a round keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries its work.
+
+A state is checked before any of it is used. Nothing here posts or merges this worker's own rounds: none is in flight
+when everything is taken over, for what of its work is in a mean already must not come again.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from diloco.core.schedule import Schedule
+from diloco.engines.rounds import GlobalState
+from diloco.errors import EngineError, RoundFailed
+from diloco.lane import Lane
+from diloco.outer_state import OuterState
+from diloco.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+
+class CatchingUp:
+    """What one worker lacks of the others' state, and how it takes it over."""
+
+    def __init__(self, state: OuterState, replica: Replica, schedule: Schedule) -> None:
+        self.state, self.replica, self.schedule = state, replica, schedule
+        self.missed: dict[int, str] = {}
+        """Fragments whose anchor may not be the others', and why."""
+        self.astray: set[int] = set()
+        """Of those, the ones whose parameters came from an anchor that nobody else had."""
+        self.note = b""
+        """What came with the latest state."""
+
+    def clear(self) -> None:
+        self.missed, self.astray = {}, set()
+
+    # At the start
+
+    def join(self) -> None:
+        """Before the first inner step: the others' state, and the parameters that go with it."""
+        try:
+            states = self.replica.fetch_states()
+            if states is not None and self.replica.engine.elastic:
+                self._take_over(states, start=True)
+                self.state.begin_here()
+            elif states is not None:
+                self.state.take_over(states)
+        except RoundFailed as failure:
+            raise EngineError(f"no worker gave its state to start from: {failure.reason}") from failure
+        self.replica.changed()
+
+    # With a fixed membership
+
+    def fragment(self, index: int) -> None:
+        """After a missed round of it: the others' anchor. One fragment at a time, since others may be in flight.
+
+        A worker that went astray takes the parameters too, and its work since is lost: it started from an anchor that
+        nobody else had.
+        """
+        if index not in self.missed:
+            return
+        del self.missed[index]
+        states = self.replica.fetch_states()
+        if states is None:
+            return
+        self.state.take_over_fragment(index, states)
+        self._leave_astray([index])
+        self.replica.changed()
+        logger.info("worker %d has the others' anchor of fragment %d again", self.replica.engine.worker, index)
+
+    # With an elastic engine
+
+    def everything(self) -> bool | None:
+        """The others' whole state: True if it was taken over, False if this worker has it, None if not to be had now.
+
+        No round of this worker may be in flight.
+        """
+        worker, state = self.replica.engine.worker, self.state
+        try:
+            states = self.replica.fetch_states()
+            if states is not None:
+                self._take_over(states, start=False)
+                self._leave_astray(range(state.num_fragments))
+                self.replica.changed()
+                logger.info("worker %d has the others' state again; it goes on with round %d", worker, state.sequence)
+        except RoundFailed as failure:
+            logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)
+            return None
+        with state.lock:
+            state.unmerged, state.sound = state.sequence, True
+        self.clear()
+        return states is not None
+
+    def _take_over(self, states: Sequence[GlobalState], *, start: bool) -> None:
+        """All but the parameters, which stay this worker's own. `start`: also what is equal only at the start."""
+        state, theirs = self.state, states[0]
+        self._check(states, start=start)
+        with state.lock:
+            for lane, one in zip(state.lanes, states, strict=True):
+                lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
+            for index in range(state.num_fragments):
+                state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
+            for position, (key, _) in enumerate(theirs.means):
+                for lane, one in zip(state.lanes, states, strict=True):
+                    lane.vectors[key.fragment].data.copy_(one.means[position][1])
+                    lane.merge(key.fragment, lane.vectors[key.fragment], mixing=1.0)
+                state.merged_rounds[key.fragment] += 1
+            state.sequence = state.unmerged = theirs.numbers["sequence"]
+            state.jump_to(self._position(theirs))
+        state.gather_digests(range(state.num_fragments))
+        self.note = theirs.note
+
+    def _position(self, theirs: GlobalState) -> int:
+        """Where the others are, as far as is known; in any case after the last round and before the next one."""
+        sequence = theirs.numbers["sequence"]
+        position = theirs.numbers["inner_steps"] if theirs.position is None else theirs.position
+        after = self.schedule.post_step(sequence - 1) if sequence else 0
+        return max(after, min(position, self.schedule.post_step(sequence) - 1))
+
+    def _check(self, states: Sequence[GlobalState], *, start: bool) -> None:
+        """Refuse a state that does not fit or that would lead back, before anything has changed."""
+        for lane, state in zip(self.state.lanes, states, strict=True):
+            problem = _misfit(lane, state, start=start)
+            if problem is None and state.numbers["sequence"] < self.state.sequence:
+                problem = (
+                    f"it is that before round {state.numbers['sequence']}, this worker is at {self.state.sequence}"
+                )
+            if problem is not None:
+                raise RoundFailed(f"the state that arrived cannot be used: {problem}")
+
+    def _leave_astray(self, indices: Sequence[int]) -> None:
+        """The parameters of fragments that went astray become the anchor; nothing of them is this worker's work."""
+        for index in self.astray.intersection(indices):
+            for _, fragment in self.state.fragments_of(index):
+                fragment.adopt_anchor()
+            self.state.merged_at[index] = self.state.steps_taken
+        self.astray.difference_update(indices)
+
+
+def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
+    """What is wrong with a state, if anything."""
+    for name, mine in (lane.outer_tensors() | (lane.start_tensors() if start else {})).items():
+        tensor = state.tensors.get(name)
+        if tensor is None or (tensor.shape, tensor.dtype) != (mine.shape, mine.dtype):
+            return f"tensor '{name}' is missing or not {tuple(mine.shape)} {mine.dtype}"
+    needed = ["sequence", "inner_steps", *(f"{index}.rounds" for index in range(len(lane.fragments)))]
+    for name in needed:
+        if state.numbers.get(name, -1) < 0:
+            return f"its number '{name}' is missing or below 0"
+    for key, mean in state.means:
+        if not 0 <= key.fragment < len(lane.vectors) or mean.shape != lane.vectors[key.fragment].data.shape:
+            return f"the mean of round {key.sequence} (fragment {key.fragment}) has another shape"
+    return None
