@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from diloco.engines.swarm import daemon
-from diloco.engines.swarm.daemon import HivemindTransport, Network
+from diloco.engines.swarm.daemon import HivemindTransport
+from diloco.engines.swarm.reaching import Network
 from diloco.engines.swarm.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 from diloco.errors import ConfigError, RendezvousError
 
@@ -28,6 +29,8 @@ async def answer(peer: str, request: bytes) -> bytes:
     match request.partition(b" ")[0]:
         case b"fail":
             raise ValueError("there is no such thing")
+        case b"nap":
+            await asyncio.sleep(0.05)
         case b"wait":
             await asyncio.sleep(60)
         case b"long":
@@ -64,12 +67,14 @@ async def peers(folder: Path, *networks: Network) -> AsyncIterator[list[Hivemind
 
 
 def pid_of(peer: HivemindTransport) -> int:
+    assert peer._daemon is not None
     return peer._daemon.process.pid
 
 
 def test_two_peers_call_each_other_and_exchange_streams(tmp_path: Path) -> None:
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            assert a._daemon is not None and b._daemon is not None
             sockets = [a._daemon.folder, b._daemon.folder]
             assert stat.S_IMODE((tmp_path / "0.key").stat().st_mode) == 0o600
             assert await b.call(a.peer, b"hello", 10) == b.peer.encode() + b" said hello"
@@ -92,6 +97,16 @@ def test_two_peers_call_each_other_and_exchange_streams(tmp_path: Path) -> None:
             with pytest.raises(Unreachable, match="closed"):
                 await stream.read(1, 10)
         assert not any(folder.exists() for folder in sockets)
+
+    asyncio.run(run())
+
+
+def test_many_callers_at_a_time_get_each_their_own_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK, LOOPBACK) as (a, *others):
+            calls = [(peer, b"nap %d" % i) for i in range(5) for peer in others]
+            answers = await asyncio.gather(*(peer.call(a.peer, text, 10) for peer, text in calls))
+            assert answers == [peer.peer.encode() + b" said " + text for peer, text in calls]
 
     asyncio.run(run())
 
@@ -241,7 +256,8 @@ def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -
 _KILLED = """
 import asyncio, sys
 from pathlib import Path
-from diloco.engines.swarm.daemon import HivemindTransport, Network
+from diloco.engines.swarm.daemon import HivemindTransport
+from diloco.engines.swarm.reaching import Network
 
 async def main():
     transport = await HivemindTransport.create(Path(sys.argv[1]), "/diloco-test/1", Network(host="127.0.0.1"))

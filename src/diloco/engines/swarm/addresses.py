@@ -47,7 +47,7 @@ def varint(number: int) -> bytes:
     return bytes([*data, number])
 
 
-def _take_varint(data: bytes) -> tuple[int, bytes]:
+def take_varint(data: bytes) -> tuple[int, bytes]:
     number = 0
     for i, byte in enumerate(data[:9]):
         number |= (byte & 0x7F) << (7 * i)
@@ -91,14 +91,14 @@ def to_text(data: bytes) -> str:
     """Undoes `to_bytes`."""
     text = ""
     while data:
-        code, data = _take_varint(data)
+        code, data = take_varint(data)
         name = _NAMES.get(code)
         if name is None:
             raise ConfigError(f"an address has a part of unknown kind {code}")
         text += f"/{name}"
         if name in _BARE:
             continue
-        size, data = (_SIZES[name], data) if name in _SIZES else _take_varint(data)
+        size, data = (_SIZES[name], data) if name in _SIZES else take_varint(data)
         value, data = data[:size], data[size:]
         if len(value) != size:
             raise ConfigError("an address is cut off")

@@ -10,14 +10,15 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from diloco.engines.swarm import addresses as multiaddr
-from diloco.engines.swarm import identity
+from diloco.engines.swarm import identity, reaching
 from diloco.engines.swarm.control import Control, DaemonError, DaemonGone, HandlerError
-from diloco.engines.swarm.p2pd import Daemon, check_ports
+from diloco.engines.swarm.p2pd import Daemon
+from diloco.engines.swarm.reaching import Network, Reach, Seen
 from diloco.engines.swarm.streams import SocketStream
 from diloco.engines.swarm.transport import (
     MAX_CALL_BYTES,
@@ -37,26 +38,9 @@ STREAMS_PER_PEER, STREAMS_IN_ALL = 64, 512
 _OVERHEAD = 64 << 10
 """Of a message around a call's bytes, generously."""
 _RECONNECT_SECONDS = 3.0
+_ASK_SECONDS = 5.0
 _MAX_KNOWN = 4096
 """Peers whose addresses are remembered."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """Where this peer listens and what it tells others; see Settings."""
-
-    host: str | None = None
-    port: int | None = None
-    announce: tuple[str, ...] = ()
-
-    def arguments(self) -> list[str]:
-        listening = multiaddr.listening(self.host, self.port)
-        check_ports(listening)
-        arguments = [f"-hostAddrs={','.join(listening)}"]
-        if self.announce:
-            told = [multiaddr.announced(text, self.port) for text in self.announce]
-            arguments.append(f"-announceAddrs={','.join(told)}")
-        return arguments
 
 
 class _Places:
@@ -81,37 +65,108 @@ class _Places:
 class HivemindTransport(Transport):
     """Made by `create`. `ended` is done, with a reason, when p2pd has died: nothing works from then on."""
 
-    def __init__(self, peer: str, protocol: str, daemon: Daemon, control: Control) -> None:
-        self.peer = peer
-        self._protocol, self._daemon, self._control = protocol, daemon, control
+    def __init__(self, key: Path, protocol: str, network: Network) -> None:
+        self.peer = identity.ensure(key)
+        self.reach = reaching.first_guess(network)
+        self._flags = [f"-id={key}", *_COMMON]
+        self._protocol, self._network = protocol, network
+        self._daemon: Daemon | None = None
+        self._control = Control("", "")
+        self._handlers: tuple[OnCall, OnStream] | None = None
+        self._dial_back = reaching.DialBack()
         self._known: dict[str, list[str]] = {}
         self._gone: set[str] = set()
         """Whose dials were refused last: for a while p2pd then says no more than that it does not try again."""
         self._calls = _Places(CALLS_PER_PEER, CALLS_IN_ALL)
         self._streams = _Places(STREAMS_PER_PEER, STREAMS_IN_ALL)
         self._open: set[SocketStream] = set()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def create(cls, key: Path, protocol: str, network: Network) -> "HivemindTransport":
-        """`key`: the file of this peer's identity, made if missing. `protocol` names the run: others hear nothing."""
-        peer = identity.ensure(key)
-        daemon = await Daemon.start([f"-id={key}", *_COMMON, *network.arguments()])
-        control = Control(daemon.control, daemon.streams)
-        try:
-            await control.connect()
-            name, _ = await control.identify()
-        except (DaemonError, DaemonGone, OSError, asyncio.IncompleteReadError) as error:
-            await control.close()
-            await daemon.stop()
-            raise RendezvousError(f"p2pd started but does not answer ({error}){daemon.last_words()}") from error
-        assert name == peer
-        return cls(peer, protocol, daemon, control)
+    async def create(cls, key: Path, protocol: str, network: Network, seeds: Sequence[str] = ()) -> "HivemindTransport":
+        """`key`: the file of this peer's identity, made if missing. `protocol` names the run: others hear nothing.
 
-    @property
-    def ended(self) -> "asyncio.Future[str]":
-        return self._daemon.ended
+        `seeds` are addresses of peers that may be up: one of them is asked whether this machine can be reached, and
+        if it cannot, they pass on what is for it. Nothing is raised if none of them answers.
+        """
+        transport = cls(key, protocol, network)
+        await transport._start()
+        try:
+            await transport._find_out(seeds)
+        except BaseException:
+            await transport.close()
+            raise
+        return transport
+
+    async def _start(self) -> None:
+        """Also again, with another `reach`: all connections end then."""
+        if self._daemon is not None:
+            await self._stop()
+        self._daemon = daemon = await reaching.start(self.reach, self._network, self._flags)
+        self._control = Control(daemon.control, daemon.streams)
+        daemon.ended.add_done_callback(self._died)
+        try:
+            await self._control.connect()
+            name, _ = await self._control.identify()
+            assert name == self.peer
+            if self._handlers is not None:
+                await self._register(*self._handlers)
+        except (DaemonError, DaemonGone, OSError, asyncio.IncompleteReadError) as error:
+            await self._stop()
+            raise RendezvousError(f"p2pd started but does not answer ({error}){daemon.last_words()}") from error
+
+    def _died(self, ended: "asyncio.Future[str]") -> None:
+        if not self.ended.done() and not ended.cancelled():
+            self.ended.set_result(ended.result())
+
+    async def _find_out(self, seeds: Sequence[str]) -> None:
+        """Whether others can call this peer; if not, it gets places at those who can be called."""
+        public = [seed for seed in seeds if multiaddr.is_public(seed) and multiaddr.CIRCUIT not in seed]
+        seen = None if self._network.announce else await self._ask_seeds(public)
+        if seen is None:
+            return
+        port, mine = await self._own()
+        if not seen.reachable:
+            self.reach = Reach("closed", relays=tuple(public[: reaching.MAX_RELAYS]))
+        elif seen.outside(port) not in mine and multiaddr.is_public(seen.outside(port)):
+            self.reach = Reach("open", outside=(seen.outside(port), *mine))
+            self._network = replace(self._network, port=port)
+        else:
+            return
+        await self._start()
+
+    async def _own(self) -> tuple[int, list[str]]:
+        """The port that others would call, and the addresses that this machine knows of itself."""
+        _, ways = await self._control.identify()
+        direct = [way for way in ways if "/tcp/" in way and multiaddr.CIRCUIT not in way and not _loopback(way)]
+        ports = [int(way.split("/tcp/")[1].split("/")[0]) for way in sorted(direct)]
+        return next(iter(ports), 0), direct
+
+    async def _ask_seeds(self, seeds: list[str]) -> Seen | None:
+        for address in seeds[: reaching.MAX_RELAYS]:
+            with contextlib.suppress(Unreachable, CallRefused):
+                _, peer = multiaddr.split_peer(address)
+                if peer == self.peer:
+                    continue
+                await self.introduce(peer, [address], _ASK_SECONDS)
+                seen = await self.ask_reach(peer)
+                if seen is not None:
+                    return seen
+        return None
+
+    async def ask_reach(self, peer: str) -> Seen | None:
+        """Has that peer call back to where it sees this one; None: it cannot tell."""
+        port, _ = await self._own()
+        with self._mapped(peer, _ASK_SECONDS):
+            async with asyncio.timeout(_ASK_SECONDS):
+                request = reaching.ask(port)
+                return reaching.answered(await self._control.call(peer, f"{self._protocol}/reach", request))
 
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
+        self._handlers = (on_call, on_stream)
+        await self._register(on_call, on_stream)
+
+    async def _register(self, on_call: OnCall, on_stream: OnStream) -> None:
         async def answer(peer: str, request: bytes) -> bytes:
             if len(request) > MAX_CALL_BYTES:
                 raise CallRefused(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
@@ -142,6 +197,10 @@ class HivemindTransport(Transport):
 
         await self._control.accept_streams(f"{self._protocol}/stream", accept)
         await self._control.answer_calls(f"{self._protocol}/call", answer)
+        await self._control.answer_calls(f"{self._protocol}/reach", self._answer_reach)
+
+    async def _answer_reach(self, peer: str, request: bytes) -> bytes:
+        return await self._dial_back.answer(self._control, peer, request)
 
     def _stream(self, peer: str, sock: socket.socket, *, counted: bool) -> SocketStream:
         def closed() -> None:
@@ -162,6 +221,11 @@ class HivemindTransport(Transport):
             dict.fromkeys(useful), key=lambda way: (multiaddr.CIRCUIT in way, not multiaddr.is_public(way))
         )
         return [f"{way}/p2p/{self.peer}" for way in ordered]
+
+    async def ways(self) -> dict[str, list[str]]:
+        """The peers that this one is connected with now, and over which addresses."""
+        with self._mapped(self.peer):
+            return await self._control.list_peers()
 
     async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
         ways = [way for way, name in map(multiaddr.split_peer, addresses) if name == peer]
@@ -232,10 +296,15 @@ class HivemindTransport(Transport):
             raise Unreachable(f"{peer} did not answer within {seconds:g} s") from None
 
     async def close(self) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
         for stream in list(self._open):
             stream.close()
-        await self._control.close()
-        await self._daemon.stop()
+        if self._daemon is not None:
+            self._daemon.ended.remove_done_callback(self._died)
+            await self._control.close()
+            await self._daemon.stop()
 
 
 _COMMON = [

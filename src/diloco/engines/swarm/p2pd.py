@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -136,14 +136,14 @@ class Daemon:
         return str(self.folder / "s")
 
     @classmethod
-    async def start(cls, arguments: list[str]) -> "Daemon":
+    async def start(cls, arguments: list[str], environment: Mapping[str, str] | None = None) -> "Daemon":
         program = binary()
         folder, lock = _private_folder()
         try:
             process = await asyncio.create_subprocess_exec(
                 program, f"-listen=/unix{folder}/d", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+                env={"GOLOG_LOG_LEVEL": "error", **os.environ, **(environment or {})},
                 process_group=0, preexec_fn=_dies_with(os.getpid()),
             )  # fmt: skip
         except OSError as error:
@@ -181,15 +181,19 @@ class Daemon:
         said = [line for line in self._lines if not line.startswith(("Control socket", "Peer ID", "Peer Addrs", "/"))]
         return f"; it said: {' | '.join(said)[-600:]}" if said else ""
 
+    def _signal(self, number: signal.Signals) -> None:
+        """Not `Process.terminate`: that may reap the child before asyncio's watcher, which then complains."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
     async def stop(self) -> None:
         self._stopping = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
+        self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+            self._signal(signal.SIGKILL)
             await self.process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=_STOP_SECONDS)

@@ -1,0 +1,138 @@
+"""Networks inside this machine: an internet, machines with an address of their own in it, and homes behind routers.
+
+Made of network namespaces, so that it needs root, iproute2 and nftables. `missing()` tells what is not here.
+"""
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_numbers = itertools.count()
+REQUIRED = "DILOCO_REQUIRE_NETNS"
+"""Set in CI: there a test that cannot be run has failed."""
+
+
+def missing() -> str | None:
+    if os.name != "posix" or os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [name for name in ("ip", "nft") if shutil.which(name) is None]
+    if absent:
+        return f"needs {' and '.join(absent)} (iproute2, nftables)"
+    name = f"dl{os.getpid()}probe"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"this machine has no network namespaces: {tried.stderr.strip()}"
+    tried = subprocess.run(
+        ["ip", "netns", "exec", name, "nft", "add", "table", "ip", "probe"], capture_output=True, text=True, check=False
+    )
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return f"nft does not work here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Internet:
+    """Public machines are at 5.5.5.N (addresses that nothing outside can be reached at from in here)."""
+
+    def __init__(self) -> None:
+        self._prefix = f"dl{os.getpid()}n{next(_numbers)}"
+        self._hosts = itertools.count(1)
+        self._homes = itertools.count(1)
+        self._names: list[str] = []
+        self._add("net")
+        self._in("net", "ip", "link", "add", "wire", "type", "bridge")
+        self._in("net", "ip", "link", "set", "wire", "up")
+
+    def _add(self, name: str) -> None:
+        _run("ip", "netns", "add", self._full(name))
+        self._names.append(name)
+        self._in(name, "ip", "link", "set", "lo", "up")
+
+    def _full(self, name: str) -> str:
+        return f"{self._prefix}{name}"
+
+    def _in(self, name: str, *command: str) -> None:
+        _run("ip", "netns", "exec", self._full(name), *command)
+
+    def _wire(self, near: str, near_end: str, far: str, far_end: str) -> None:
+        ends = ["name", far_end, "netns", self._full(far)]
+        self._in(near, "ip", "link", "add", near_end, "type", "veth", "peer", *ends)
+        self._in(near, "ip", "link", "set", near_end, "up")
+        self._in(far, "ip", "link", "set", far_end, "up")
+
+    def _connect(self, name: str) -> str:
+        """A leg in the internet, for a machine or a router."""
+        number = next(self._hosts)
+        self._wire(name, "wan", "net", f"w{number}")
+        self._in("net", "ip", "link", "set", f"w{number}", "master", "wire")
+        self._in(name, "ip", "address", "add", f"5.5.5.{number}/24", "dev", "wan")
+        self._in(name, "ip", "route", "add", "default", "dev", "wan")
+        return f"5.5.5.{number}"
+
+    def public(self, name: str) -> str:
+        """A machine with a public address, which is returned."""
+        self._add(name)
+        return self._connect(name)
+
+    def home(self, name: str, *, open_ports: Sequence[int] = ()) -> str:
+        """A machine behind a router that masquerades; returns the router's public address. Ports may be forwarded."""
+        router, number = f"r{name}", next(self._homes)
+        self._add(router)
+        self._add(name)
+        address = self._connect(router)
+        self._wire(router, "lan", name, "eth0")
+        self._in(router, "ip", "address", "add", f"192.168.{number}.1/24", "dev", "lan")
+        self._in(name, "ip", "address", "add", f"192.168.{number}.2/24", "dev", "eth0")
+        self._in(name, "ip", "route", "add", "default", "via", f"192.168.{number}.1")
+        self._in(router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        forwards = "".join(f"iif wan tcp dport {port} dnat to 192.168.{number}.2; " for port in open_ports)
+        rules = f"""
+            table ip nat {{
+                chain out {{ type nat hook postrouting priority srcnat; oif wan masquerade; }}
+                chain in {{ type nat hook prerouting priority dstnat; {forwards} }}
+            }}
+            table ip filter {{
+                chain through {{
+                    type filter hook forward priority filter; policy drop;
+                    iif lan accept; ct state established,related accept; ct status dnat accept;
+                }}
+                chain to {{
+                    type filter hook input priority filter; policy accept;
+                    iif wan ct state new drop;
+                }}
+            }}
+        """
+        _run("ip", "netns", "exec", self._full(router), "nft", "-f", "-", input=rules)
+        return address
+
+    def inside(self, name: str, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on that machine."""
+        return ["ip", "netns", "exec", self._full(name), *command]
+
+    def slow(self, name: str, *, milliseconds: int, megabits: int) -> None:
+        """Gives a machine's or a home's line a delay and a limit, each way out."""
+        router = f"r{name}" if f"r{name}" in self._names else name
+        shape = ["delay", f"{milliseconds}ms", "rate", f"{megabits}mbit", "limit", "10000"]
+        self._in(router, "tc", "qdisc", "replace", "dev", "wan", "root", "netem", *shape)
+
+    def close(self) -> None:
+        for name in reversed(self._names):
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", self._full(name))
+
+
+def _run(*command: str, **options: Any) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def internet() -> Iterator[Internet]:
+    made = Internet()
+    try:
+        yield made
+    finally:
+        made.close()
