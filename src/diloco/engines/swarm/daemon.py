@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -41,6 +42,11 @@ _RECONNECT_SECONDS = 3.0
 _ASK_SECONDS = 5.0
 _MAX_KNOWN = 4096
 """Peers whose addresses are remembered."""
+
+
+def protocol_of(run_id: str) -> str:
+    """Peers of other runs are not even heard."""
+    return f"/diloco/{run_id}"
 
 
 class _Places:
@@ -134,6 +140,17 @@ class HivemindTransport(Transport):
         else:
             return
         await self._start()
+        if self.reach.kind == "closed" and not await self._placed(_ASK_SECONDS):
+            log.warning("no relay has a place for this peer yet: others cannot call it, it can only call them")
+
+    async def _placed(self, seconds: float) -> bool:
+        """Whether a relay has a place for this peer; waits for it."""
+        end = time.monotonic() + seconds
+        while not any(multiaddr.CIRCUIT in address for address in await self.addresses()):
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(0.05)
+        return True
 
     async def _own(self) -> tuple[int, list[str]]:
         """The port that others would call, and the addresses that this machine knows of itself."""

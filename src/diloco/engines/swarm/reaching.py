@@ -11,7 +11,7 @@ import ipaddress
 import json
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.engines.swarm import addresses as multiaddr
@@ -27,6 +27,8 @@ _RELAY_BYTES = 1 << 40
 _RELAY_TIME = "720h"
 _RELAY_CIRCUITS = 256
 _RELAY_STARTS = 6
+_ONE_PROCESSOR = {"GOMAXPROCS": "1"}
+"""With more, the wrong one of p2pd's two relays wins more often than not; see `_relays_well`."""
 _PROBE_SECONDS = 3.0
 _DIAL_BACK_SECONDS = 1.5
 """A router that drops what it does not know makes the asker wait so long; one lost packet is made up for."""
@@ -72,10 +74,6 @@ class Reach:
             return [*arguments, "-autoRelay", "-forceReachabilityPrivate", places, *client]
         return arguments
 
-    def environment(self) -> dict[str, str]:
-        """With more than one, p2pd's own relay and libp2p's default one race for the same name; see `ensure_relay`."""
-        return {"GOMAXPROCS": "1"} if self.kind == "open" else {}
-
 
 def first_guess(network: Network) -> Reach:
     """Before anybody has been asked: open if an address of this machine, or one that the user told, is public."""
@@ -101,9 +99,12 @@ def own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
     """A daemon for that; an open one relays as much as it should."""
+    if reach.kind != "open":
+        return await Daemon.start([*common, *reach.arguments(network)])
     for _ in range(_RELAY_STARTS):
-        daemon = await Daemon.start([*common, *reach.arguments(network)], reach.environment())
-        if reach.kind != "open" or await _relays_well(daemon, common):
+        tried = network if network.port is not None else replace(network, port=_free_port())
+        daemon = await Daemon.start([*common, *reach.arguments(tried)], _ONE_PROCESSOR)
+        if await _relays_well(daemon, common, multiaddr.listening(tried.host, tried.port)):
             return daemon
         await daemon.stop()
     raise RendezvousError(
@@ -111,7 +112,13 @@ async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
     )
 
 
-async def _relays_well(daemon: Daemon, common: list[str]) -> bool:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _relays_well(daemon: Daemon, common: list[str], listening: list[str]) -> bool:
     """p2pd starts two relays, ours and one for 128 KiB a connection; which one answers is a matter of luck. Ask."""
     flags = [flag for flag in common if not flag.startswith("-id=")]
     visitor = await Daemon.start([*flags, "-noListenAddrs"])
@@ -119,20 +126,15 @@ async def _relays_well(daemon: Daemon, common: list[str]) -> bool:
     try:
         async with asyncio.timeout(_PROBE_SECONDS):
             await far.connect()
-            peer, ways = await near.identify()
-            await far.connect_peer(peer, [*ways, *_local(ways)], _PROBE_SECONDS)
+            peer, _ = await near.identify()
+            local = [way.replace("/0.0.0.0/", "/127.0.0.1/").replace("/::/", "/::1/") for way in listening]
+            await far.connect_peer(peer, local, _PROBE_SECONDS)
             return await relay_limit(far, peer) >= _RELAY_BYTES
     except (TimeoutError, DaemonError, DaemonGone, OSError):
         return False
     finally:
         await far.close()
         await visitor.stop()
-
-
-def _local(ways: list[str]) -> list[str]:
-    """The same ports on this machine: what is announced may not be reachable from inside."""
-    ports = {way.split("/tcp/")[1].split("/")[0] for way in ways if "/tcp/" in way}
-    return [f"/ip4/127.0.0.1/tcp/{port}" for port in ports]
 
 
 async def relay_limit(control: Control, relay: str) -> int:

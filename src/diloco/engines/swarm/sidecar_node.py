@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from diloco.engines.swarm.daemon import HivemindTransport, Network
-from diloco.engines.swarm.files import INVITATION_FILE
+from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
+from diloco.engines.swarm.files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.invitation import Invitation
+from diloco.engines.swarm.known_peers import read_peers
 from diloco.engines.swarm.node import Node
+from diloco.engines.swarm.reaching import Network
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.sidecar import Place
 from diloco.engines.swarm.trust import Trust
@@ -24,8 +26,9 @@ async def build(settings: Settings, trainer: Trainer, held: int | None) -> Place
     torch.set_num_threads(1)  # the other cores are the trainer's
     invitation = _invitation(settings)
     network = Network(settings.host, settings.port, settings.announce)
+    seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]
     transport = await HivemindTransport.create(
-        settings.path(f"{settings.seat}.key"), f"/diloco/{invitation.run_id}", network
+        settings.path(f"{settings.seat}.key"), protocol_of(invitation.run_id), network, seeds
     )
     credential = invitation.credential(transport.peer)
     trust = Trust(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
