@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.training.config import (
+from diloco.training.config import RunConfig, may_change
+from diloco.training.recipes import (
+    ENGINE_DEFAULTS,
     MODE_DEFAULTS,
     SWITCHED_OFF_BY_ZERO,
     WITHOUT_EFFECT,
-    RunConfig,
-    may_change,
+    WITHOUT_EFFECT_WITH_ENGINE,
     model_recipe,
 )
 
@@ -92,10 +93,20 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     _check_whole(file | given)
     model = str(given.get("model", file.get("model", RunConfig.model)))
     mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
-    notes = _check_effect(mode, file, given)
-    recipe = _recipe(model, mode, file | given)
+    engine = str(given.get("engine", file.get("engine", RunConfig.engine)))
+    notes = _check_effect(mode, engine, file, given)
+    recipe = ENGINE_DEFAULTS.get(engine, {}) | _recipe(model, mode, file | given)
     merged = {key: value for key, value in (recipe | file).items() if key not in given}
     return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Options that are not part of a whole run's: the tokens as the parser takes them, and their values by name."""
+    tokens = _join_flags([_unalias(token) for token in tokens])
+    given = _given(tokens)
+    _check_tables(given)
+    _check_whole(given)
+    return tokens, given
 
 
 def _merge_resumed(tokens: Sequence[str]) -> list[str]:
@@ -207,15 +218,22 @@ def _token(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_effect(mode: str, file: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """An option that the mode has no use for is refused on the command line, and noted if a shared run file has it."""
-    useless = WITHOUT_EFFECT.get(mode, ())
-    for key in given:
-        if key.startswith(useless) if useless else False:
-            raise ConfigError(f"--{key} has no effect in mode '{mode}': leave it out")
+def _check_effect(mode: str, engine: str, file: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """An option without effect in this mode or engine is refused on the command line, and noted if a shared run file
+    has it."""
+    notes = []
+    tables = {
+        f"mode '{mode}'": WITHOUT_EFFECT.get(mode, ()),
+        f"engine '{engine}'": WITHOUT_EFFECT_WITH_ENGINE.get(engine, ()),
+    }
+    for chosen, useless in tables.items():
+        for key in given:
+            if useless and key.startswith(useless):
+                raise ConfigError(f"--{key} has no effect in {chosen}: leave it out")
+        ignored = [key for key in file if useless and key.startswith(useless)]
+        notes += [f"{chosen} has no use for {', '.join(ignored)} of the run file"] if ignored else []
     _check_switched_off(file, given)
-    ignored = [key for key in file if useless and key.startswith(useless)]
-    return [f"mode '{mode}' has no use for {', '.join(ignored)} of the run file"] if ignored else []
+    return notes
 
 
 def _check_switched_off(file: Mapping[str, Any], given: Mapping[str, str]) -> None:
@@ -231,6 +249,9 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
     """A run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
     lines: list[str] = []
     for table, section in sections(config).items():
+        unused = table == "swarm" and config.engine != "swarm"  # explained, but not set: it would have no effect
+        if unused and not comments:
+            continue
         lines += ["", f"[{table}]"] if table else []
         for name in own_fields(section):
             value, default = getattr(section, name), getattr(type(section), name)
@@ -239,7 +260,7 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
             if value is not None or comments:
                 line = f"{name} = {_literal(value)}" if value is not None else f"# {name} ="
                 comment = (comments or {}).get(dotted(table, name))
-                lines.append(line + (f"  # {comment}" if comment else ""))
+                lines.append(("# " if unused else "") + line + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,8 @@ from diloco.config import ALIASES, known_keys, merge, sections
 from diloco.core.config import OUTER_NUMBERS, OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
-from diloco.training.config import RECIPES, InnerConfig, RunConfig, TrainingConfig
+from diloco.training.config import InnerConfig, RunConfig, TrainingConfig
+from diloco.training.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)

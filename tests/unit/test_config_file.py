@@ -12,7 +12,8 @@ from diloco.cli.main import app, run
 from diloco.config import merge, own_fields, sections, to_toml
 from diloco.core.config import OUTER_NUMBERS, OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
-from diloco.training.config import RECIPES, InnerConfig, RunConfig, TrainingConfig
+from diloco.training.config import InnerConfig, RunConfig, TrainingConfig
+from diloco.training.recipes import RECIPES
 
 
 def resolved(*tokens: str | Path) -> RunConfig:

@@ -10,7 +10,8 @@ from diloco.data.config import DataConfig
 from diloco.data.shards import prepare
 from diloco.errors import ConfigError
 from diloco.models.building import build_model
-from diloco.training.config import FINE_TUNING, FINE_TUNING_LENGTH, RunConfig, check_run_model
+from diloco.training.config import RunConfig
+from diloco.training.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from launched.train import write_text
 from pretrained.folders import LENGTH, make_folder
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from diloco.data.clusters import ByCluster, Clusters, LoadFeatures, find_clusters
 from diloco.data.config import DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, token_dtype
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, token_dtype, whole_digest
 from diloco.data.documents import Source
 from diloco.data.passages import DIGEST_BYTES, Passage, Passages, Walk
 from diloco.data.tokenizer import Tokenizer
@@ -229,7 +229,7 @@ class Preparation:
     def _finish(self) -> None:
         walk = self.state.walk
         skipped = self._account_for(walk)
-        counts, digest = self._read_back()
+        counts, digest, files = self._read_back()
         tokenizer_bytes = (self.folder / TOKENIZER).stat().st_size
         meta = CorpusMeta(
             vocab_size=self.tokenizer.vocab_size,
@@ -243,6 +243,7 @@ class Preparation:
             unigram_perplexity=unigram_perplexity(counts["train"], counts["validation"]),
             tokenizer_bytes=tokenizer_bytes,
             digest=digest,
+            files=files,
             skipped=skipped,
             partition=self.config.partition,
             label_tokens={label: tuple(tokens) for label, tokens in self.state.label_tokens.items()},
@@ -264,12 +265,13 @@ class Preparation:
             logger.warning("data.source %r: files left out: %s", self.config.source, counts)
         return {**skipped, **walk.left_out}
 
-    def _read_back(self) -> tuple[dict[str, NDArray[np.int64]], str]:
-        """How often each token occurs, and the digest of tokenizer and tokens, from the files as they are."""
+    def _read_back(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
+        """How often each token occurs, the digest of tokenizer and tokens, and of each file, from the files as they
+        are."""
         size = self.tokenizer.vocab_size
         counts = {"train": np.zeros(size, np.int64), "validation": np.zeros(size, np.int64)}
-        whole = hashlib.sha256((self.folder / TOKENIZER).read_bytes())
         dtype = token_dtype(size)
+        files = {}
         for number, name in enumerate(self.writer.names):
             self._progress("reading back", number, len(self.writer.names))
             part = hashlib.sha256()
@@ -278,8 +280,8 @@ class Preparation:
                     part.update(content)
                     kind = "validation" if name == VALIDATION else "train"
                     counts[kind] += np.bincount(np.frombuffer(content, dtype), minlength=size)
-            whole.update(f"{name} {part.hexdigest()}\n".encode())
-        return counts, whole.hexdigest()
+            files[name] = part.hexdigest()
+        return counts, whole_digest((self.folder / TOKENIZER).read_bytes(), files), files
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:

@@ -8,11 +8,12 @@ written.
 
 `Corpus` itself holds numbers and a path only: it is cheap to open and to send to another process; the arrays
 are mapped when they are asked for. A folder whose files do not fit its meta.json is refused, never used in
-part.
+part. A worker of a swarm may have some of the shards only: those that are there must be whole.
 """
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Part of every cache key: raise it when the same settings would give other files."""
 
 META = "meta.json"
@@ -34,6 +35,14 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 def shard_name(shard: int) -> str:
     return f"train-{shard:05d}.bin"
+
+
+def whole_digest(tokenizer: bytes, files: Mapping[str, str]) -> str:
+    """Of a corpus: of its tokenizer.json and the sha256 of its other files, in their order."""
+    whole = hashlib.sha256(tokenizer)
+    for name, digest in files.items():
+        whole.update(f"{name} {digest}\n".encode())
+    return whole.hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -64,6 +73,8 @@ class CorpusMeta:
     """Of the tokenizer and all tokens: equal on two machines if and only if they prepared the same corpus."""
     skipped: dict[str, int]
     """Files and documents left out, by reason."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The sha256 of validation.bin and of each shard, in this order: what `digest` is made of."""
     partition: str = "iid"
     label_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Training tokens of each label in each shard, where documents have labels and shards are clusters."""
@@ -104,8 +115,11 @@ class Corpus:
     meta: CorpusMeta
 
     @classmethod
-    def open(cls, folder: Path) -> "Corpus":
-        """The corpus in `folder`; DataError where it is missing, unfinished or not as its meta.json says."""
+    def open(cls, folder: Path, *, in_part: bool = False) -> "Corpus":
+        """The corpus in `folder`; DataError where it is missing, unfinished or not as its meta.json says.
+
+        `in_part`: shards may be missing.
+        """
         try:
             meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -113,15 +127,22 @@ class Corpus:
         if meta.version != FORMAT_VERSION:
             raise DataError(f"{folder} has format {meta.version}, not {FORMAT_VERSION}; delete it to rebuild it")
         corpus = cls(folder, meta)
-        for name, expected in corpus._file_sizes().items():
+        for name, expected in corpus.file_sizes().items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else None
+            if found is None and in_part and name not in (TOKENIZER, VALIDATION):
+                continue
             if found != expected:
                 state = "is missing" if found is None else f"has {found} bytes"
                 raise DataError(f"{path} {state}, but {META} says {expected} bytes; delete the folder to rebuild it")
         return corpus
 
-    def _file_sizes(self) -> dict[str, int]:
+    def has(self, shard: int) -> bool:
+        """Whether its file is here (in a swarm some are elsewhere)."""
+        return (self.folder / shard_name(shard)).is_file()
+
+    def file_sizes(self) -> dict[str, int]:
+        """In bytes, of all files but meta.json."""
         width = token_dtype(self.vocab_size).itemsize
         sizes = {shard_name(i): width * tokens for i, tokens in enumerate(self.meta.shard_tokens)}
         return {

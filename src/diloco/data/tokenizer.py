@@ -82,10 +82,14 @@ class Tokenizer:
             ) from error
         return cls(inner, name, file.end_of_text)
 
+    def check_place(self, path: Path) -> None:
+        """Refuse a place for this tokenizer's file where the one beside it says something else of it."""
+        check_place(path, self._inner.id_to_token(self.end_of_text))
+
     def save(self, path: Path) -> None:
         """A tokenizer.json and, beside it, which token ends a text."""
         end_of_text = self._inner.id_to_token(self.end_of_text)
-        check_place(path, end_of_text)
+        self.check_place(path)
         path.with_name(TELLING_FILES[0]).write_text(_telling(end_of_text), encoding="utf-8")
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(self.to_json(), encoding="utf-8")

@@ -1,18 +1,17 @@
 """What a run is: every option of `diloco train`, as frozen dataclasses. Torch-free, so that `--help` is quick.
 
-The defaults are the DiLoCo paper's. What must differ for a small model is in RECIPES, one for each model that needs it:
+The defaults are the DiLoCo paper's. What must differ for a small model is in recipes.py, one for each that needs it:
 defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
 """
 
 import re
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
+from diloco.engines.swarm.config import SwarmConfig
 from diloco.errors import ConfigError
-from diloco.models.pretrained import check_model, is_pretrained
 from diloco.version import __version__
 
 SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/registry.py
@@ -137,8 +136,8 @@ class RunConfig:
     """Inner steps of each worker."""
     mode: Literal["diloco", "data-parallel"] = "diloco"
     """data-parallel averages gradients at every step: the baseline, with the same model, data and byte counting."""
-    engine: Literal["torch_distributed"] = "torch_distributed"
-    """Who averages with whom."""
+    engine: Literal["torch_distributed", "swarm"] = "torch_distributed"
+    """Who averages with whom: a fixed set of workers, or a swarm that others join (`diloco join`) and leave."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """What carries the outer gradients; nccl needs a CUDA device for each worker."""
     seed: int = 0
@@ -150,7 +149,13 @@ class RunConfig:
     threads: int | None = None
     """CPU threads of each worker (default: the cores shared out among the local workers)."""
     port: int | None = None
-    """TCP port on which local workers meet (default: none needed, they meet at a file)."""
+    """TCP port on which local workers meet (default: none needed, they meet at a file). In a swarm, the port at which
+    the first local worker is reached, the next one is at the next port (default: any that are free)."""
+    host: str | None = None
+    """In a swarm, the address of this machine to listen at (default: all, IPv4 and IPv6)."""
+    announce: str | None = None
+    """In a swarm, what others should call instead of this machine's own addresses: HOST or HOST:PORT, or a multiaddr;
+    several with commas."""
     sinks: str | None = None
     """Where the run is written to as well: tensorboard, wandb, trackio; several with commas (default: nowhere)."""
     inner: InnerConfig = field(default_factory=InnerConfig)
@@ -160,6 +165,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
         _at_least("workers", self.workers, 1)
@@ -177,6 +183,7 @@ class RunConfig:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
         self._check_compute()
         self._check_ranks()
+        self._check_engine()
 
     @property
     def sink_names(self) -> tuple[str, ...]:
@@ -222,6 +229,29 @@ class RunConfig:
                     + f": make it a multiple of {size * accumulation}"
                 )
 
+    def _check_engine(self) -> None:
+        """What a swarm cannot do, and what only a swarm can."""
+        if self.engine != "swarm":
+            for name in ("host", "announce"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} = {getattr(self, name)} is for a swarm: add --engine swarm")
+            return
+        if self.mode != "diloco":
+            raise ConfigError(f"mode = {self.mode} averages among a fixed set of workers: leave out engine = swarm")
+        if self.ranks != "1":
+            raise ConfigError(
+                f"ranks = {self.ranks}: a worker of a swarm has one rank; start a worker for each device (--workers)"
+            )
+        if self.backend != "gloo":
+            raise ConfigError(f"backend = {self.backend} has no effect with engine = swarm: leave it out")
+        if self.data.partition != "iid":
+            raise ConfigError(
+                f"data.partition = {self.data.partition} weighs each worker by its part of the text, and in a swarm "
+                "the parts change hands: use iid"
+            )
+        if self.port is not None and self.port + self.workers - 1 > 65535:
+            raise ConfigError(f"port = {self.port} with {self.workers} workers, a port each, goes beyond 65535")
+
     def sizes(self, processes: int | None = None) -> tuple[int, ...]:
         """The ranks of each worker, of `workers` workers, or of as many as so many processes make."""
         given = tuple(map(int, self.ranks.split(",")))
@@ -258,24 +288,34 @@ class RunConfig:
     def identity(self, corpus_digest: str, model: str) -> str:
         """What must be the same on all workers: everything but what concerns one machine alone.
 
-        `model` describes the built model: its name may be a path, which is one machine's own.
+        `model` describes the built model: its name may be a path, which is one machine's own. In a swarm
+        `corpus_digest` is of the text that is shared out, also for a worker that brings its own.
         """
+        if self.engine == "swarm":
+            shared = {key: value for key, value in self.shared().items() if not key.startswith("swarm.")}
+            return repr((__version__, corpus_digest, model, sorted(shared.items())))
         data = replace(self.data, source="stdlib", tokenizer=None, cache_dir=None)
         data = replace(data, partition="iid", feature_model=None)  # what they give is in the corpus and its digest
         checkpoint = replace(self.checkpoint, keep=2, asynchronous=True)
         here = replace(self, out=None, device="auto", backend="gloo", threads=None, port=None, sinks=None)
-        shared = replace(here, model=model, data=data, checkpoint=checkpoint, compute=ComputeConfig())
-        return repr((__version__, corpus_digest, shared))
+        everyones = replace(here, model=model, data=data, checkpoint=checkpoint, compute=ComputeConfig())
+        return repr((__version__, corpus_digest, everyones))
+
+    def values(self) -> dict[str, object]:
+        """By dotted key."""
+        values: dict[str, object] = {}
+        for name, value in asdict(self).items():
+            values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        return values
+
+    def shared(self) -> dict[str, object]:
+        """Of a swarm: what a joiner is told, by dotted key. The model is not among it: it may be a path."""
+        return {key: value for key, value in self.values().items() if is_shared(key)}
 
     def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
         """By dotted key, what a run must have in common with its checkpoints to go on from them."""
-        values: dict[str, object] = {"corpus": corpus_digest}
-        for name, value in asdict(self).items():
-            table = (
-                {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
-            )
-            values |= {key: entry for key, entry in table.items() if not may_change(key)}
-        return values | {"model": model}
+        values = {key: value for key, value in self.values().items() if not may_change(key)}
+        return values | {"corpus": corpus_digest, "model": model}
 
     @property
     def tokens_per_step(self) -> int:
@@ -285,91 +325,33 @@ class RunConfig:
 
 MAY_CHANGE = (
     "workers", "ranks", "compute.", "sync.offload", "steps", "out", "device", "backend", "threads", "port", "sinks",
+    "host", "announce", "swarm.",
     "sync.timeout_seconds", "checkpoint.", "data.source", "data.tokenizer", "data.feature_model", "data.cache_dir",
     "training.eval_interval", "training.eval_windows", "training.log_interval", "training.sample_prompt",
     "training.sample_tokens",
 )  # fmt: skip
 """Keys and tables that a run may have otherwise when it goes on; data may have moved, but must be the same corpus."""
 
-_LARGE: dict[str, object] = {"data.sequence_length": 1024, "data.vocab_size": 32_000}
-RECIPES: dict[str, dict[str, object]] = {
-    "tiny": {
-        "steps": 800,
-        "inner.lr": 3e-3,
-        "inner.warmup_steps": 100,
-        "outer.momentum": 0.5,  # of some 30 rounds; 0.9 remembers ten of them, which is right for the paper's 128
-        "sync.num_inner_steps": 30,
-        "training.batch_size": 8,
-        "data.sequence_length": 128,
-    },
-    "60m": _LARGE,
-    "150m": _LARGE,
-    "400m": _LARGE,
-    "llama-150m": _LARGE,
-    "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
-}
-FINE_TUNING: dict[str, object] = {
-    # A pre-trained model knows most of what it needs: small steps that change it gently, and no long warm-up.
-    "steps": 500,
-    "inner.lr": 5e-5,
-    "inner.warmup_steps": 20,
-    # Plain averaging: in some ten rounds momentum gains little, and this cannot overshoot.
-    "outer.optimizer": "sgd",
-    "sync.num_inner_steps": 50,
-    "training.batch_size": 8,
-    "training.sample_prompt": "",
-}
-FINE_TUNING_LENGTH = 1024
-"""Tokens of a sequence if a pre-trained model takes that many."""
-
-
-def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
-    """What a model suggests. A pre-trained one brings its tokenizer, unless that is among the keys `asked` for."""
-    if not is_pretrained(model):
-        return dict(RECIPES.get(model, {}))
-    found = check_model(model, weights=False)
-    assert found is not None
-    recipe = dict(FINE_TUNING)
-    recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
-    if "data.tokenizer" not in asked:
-        recipe["data.tokenizer"] = found.tokenizer
-    if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain averaging has not
-        del recipe["outer.optimizer"]
-    return recipe
-
-
-def check_run_model(config: RunConfig) -> None:
-    """Refuse a model that cannot be built or does not fit the run, before anything is prepared. May download it."""
-    found = check_model(config.model)
-    if found is None:
-        return
-    if config.data.tokenizer is None:
-        raise ConfigError(
-            f"model {config.model!r} was trained with a tokenizer and data.tokenizer is none: a new one would mean "
-            f"nothing to it; give the model's folder"
-        )
-    found.check(vocab_size=1, sequence_length=config.data.sequence_length)
-
-
-MODE_DEFAULTS: dict[str, dict[str, object]] = {
-    "diloco": {},
-    "data-parallel": {"sync.codec": "fp32"},  # the classical baseline averages gradients in full precision
-}
-WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "diloco": (),
-    "data-parallel": ("outer.", "sync.num_inner_steps", "sync.fragments", "sync.overlap_steps", "sync.mixing"),
-}
-
-SWITCHED_OFF_BY_ZERO: dict[str, tuple[str, ...]] = {
-    "checkpoint.interval": ("checkpoint.keep", "checkpoint.asynchronous"),
-    "training.sample_tokens": ("training.sample_prompt",),
-}
-"""Keys that mean "none at all" if they are 0, and those that then have no effect."""
+OWN = (
+    "model", "workers", "ranks", "out", "device", "backend", "threads", "port", "host", "announce", "sinks",
+    "compute.", "sync.offload", "data.", "training.accumulation", "training.log_interval", "training.sample_prompt",
+    "training.sample_tokens", "checkpoint.", "swarm.invitation_days",
+)  # fmt: skip
+"""Keys and tables that each machine of a swarm decides for itself; the text is known by its digest."""
 
 
 def may_change(key: str) -> bool:
     """Whether a run may go on with another value of this key."""
-    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in MAY_CHANGE)
+    return _among(key, MAY_CHANGE)
+
+
+def is_shared(key: str) -> bool:
+    """Whether this key is the same on all machines of a swarm."""
+    return key == "data.sequence_length" or not _among(key, OWN)
+
+
+def _among(key: str, listed: tuple[str, ...]) -> bool:
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in listed)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

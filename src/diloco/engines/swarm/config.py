@@ -1,0 +1,33 @@
+"""The options of the swarm: `[swarm]` of a run file. Torch-free. Each sidecar's settings are made of it."""
+
+import math
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SwarmConfig:
+    """Workers that come and go (engine = swarm). Joiners receive all of it but invitation_days."""
+
+    min_workers: int = 1
+    """Training begins when so many workers are here."""
+    patience: float = 0.5
+    """A round waits for slow workers this share of the usual time between rounds; then they give what they have."""
+    lost_seconds: float = 5.0
+    """A worker that is silent for so long is left out."""
+    refusals_to_ban: int = 3
+    """A worker whose contributions are refused so often in a row is banned from the run."""
+    invitation_days: float = 30.0
+    """So long the first invitation is good for; `diloco invite RUN` makes more."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_workers", 1), ("refusals_to_ban", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"swarm.{name} = {getattr(self, name)} must be at least {least}")
+        if not 0 <= self.patience < math.inf:
+            raise ConfigError(f"swarm.patience = {self.patience} must be a finite number of at least 0")
+        if not 2 <= self.lost_seconds <= 600:  # everyone is heard of once a second
+            raise ConfigError(f"swarm.lost_seconds = {self.lost_seconds} must be from 2 to 600")
+        if not 0 < self.invitation_days <= 3650:
+            raise ConfigError(f"swarm.invitation_days = {self.invitation_days} must be above 0 and at most 3650")
