@@ -123,6 +123,12 @@ class CatchingUp:
     def _check(self, states: Sequence[GlobalState], *, start: bool) -> None:
         """Refuse a state that does not fit or that would lead back, before anything has changed."""
         for lane, state in zip(self.state.lanes, states, strict=True):
+            if state.layout_digest != lane.layout_digest:
+                raise EngineError(
+                    f"the others train something else than worker {self.replica.engine.worker} (layout "
+                    f"{state.layout_digest} against {lane.layout_digest}): model, data, codec, schedule and outer "
+                    "optimizer must be the same everywhere; compare the workers' config.toml and versions"
+                )
             problem = _misfit(lane, state, start=start)
             if problem is None and state.numbers["sequence"] < self.state.sequence:
                 problem = (

@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from diloco.engines import hivemind
-from diloco.engines.hivemind import SwarmEngine, check_installed
+from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.rounds import GlobalState, RoundKey
-from diloco.engines.swarm import kept_sidecar
+from diloco.engines.swarm import installed, kept_sidecar
+from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.settings import Settings
 from diloco.errors import ConfigError, EngineError, RoundFailed
 from worlds.processes import context
@@ -274,10 +275,10 @@ def test_no_sidecar_outlives_its_trainer(tmp_path: Path, end: str) -> None:
 
 
 def test_without_its_packages_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hivemind, "_PACKAGES", ("hivemind_is_missing",))
+    monkeypatch.setattr(installed, "_PACKAGES", ("hivemind_is_missing",))
     with pytest.raises(ConfigError, match=r"needs hivemind_is_missing: .*pip install .*\.\[swarm\]"):
         SwarmEngine(Settings(str(tmp_path / "swarm"), "worker-0"))
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="Linux only"):
-        check_installed()
+        check_swarm()

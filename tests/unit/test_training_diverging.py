@@ -58,7 +58,7 @@ def test_a_sample_that_cannot_be_written_is_left_out_and_the_run_ends_well(
     def dies(*_: object, **__: object) -> list[int]:
         raise RuntimeError("probability tensor contains nan")
 
-    monkeypatch.setattr("diloco.training.loop.generate", dies)
+    monkeypatch.setattr("diloco.training.harvest.generate", dies)
     training(tmp_path, lr=1e-3, steps=2, sync=SyncConfig(num_inner_steps=1)).run()
     events = read_events(tmp_path)
     assert [event["reason"] for event in events if event["type"] == "sample_skipped"] == [

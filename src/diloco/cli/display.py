@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.view import RunView, WorkerView, duration
+from diloco.cli.view import MemberView, RunView, WorkerView, duration, printable
 from diloco.models.pretrained import label
 from diloco.training.config import RunConfig
 from diloco.training.events import EventReader
@@ -21,6 +21,7 @@ _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
 _NOTES = 4
 _STOPPING = "stopping after a last round; once more ends at once"
+_LEAVING = "leaving the swarm, which goes on; once more ends at once"
 
 
 class PatientConsole(Console):
@@ -51,6 +52,10 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What is printed from here on stays below."""
         if self._live is not None:
             self._live.stop()
 
@@ -91,7 +96,7 @@ class Display:
             if not self.view.stopping:
                 self.view.stopping = True
                 if self._live is None:
-                    self.console.print(_STOPPING, highlight=False)
+                    self.console.print(_stopping(self.view), highlight=False)
             stop()
 
         return announced
@@ -136,14 +141,21 @@ def picture(view: RunView) -> RenderableType:
     if view.folder is not None:
         more.append(Text(f"run folder: {view.folder}", style="dim"))
     if view.stopping:
-        more.append(Text(_STOPPING, style="bold yellow"))
-    return Group(_title(view), _progress(view), Text(), _workers(view), _round(view), _validation(view), *more)
+        more.append(Text(_stopping(view), style="bold yellow"))
+    swarm = [_swarm(view), Text()] if view.swarm else []
+    return Group(_title(view), _progress(view), Text(), _workers(view), *swarm, _round(view), _validation(view), *more)
+
+
+def _stopping(view: RunView) -> str:
+    return _LEAVING if view.config.engine == "swarm" else _STOPPING
 
 
 def _title(view: RunView) -> Text:
     config = view.config
     size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
     what = f"{label(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
+    if config.engine == "swarm":
+        what = f"{label(config.model)}{size} · a swarm of {view.members} · {view.expected_workers} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)
@@ -169,6 +181,29 @@ def _workers(view: RunView) -> RenderableType:
     for number, worker in sorted(view.workers.items()):
         table.add_row(str(number), *_worker_cells(worker))
     return table
+
+
+def _swarm(view: RunView) -> RenderableType:
+    """The members elsewhere: those here are in the table above."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("elsewhere", "where", "step", "behind", "loss", "last contribution", ""):
+        table.add_column(name, justify="left" if name in ("elsewhere", "where", "") else "right")
+    first = max((member.step for member in view.swarm.values()), default=0)
+    for number, member in sorted(view.swarm.items()):
+        if number not in view.workers:
+            table.add_row(str(number), *_member_cells(member, first))
+    return table if table.row_count else Text("nobody else is here yet", style="dim")
+
+
+def _member_cells(member: MemberView, first: int) -> list[str]:
+    return [
+        printable(member.where),
+        str(member.step),
+        str(max(0, first - member.step)),
+        "-" if member.loss is None else f"{member.loss:.3f}",
+        "none yet" if member.contributed is None else f"round {member.contributed + 1}",
+        member.state,
+    ]
 
 
 def _worker_cells(worker: WorkerView) -> list[str]:

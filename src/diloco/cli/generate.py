@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from diloco.cli.display import PatientConsole
-from diloco.cli.report import printable
+from diloco.cli.view import printable
 from diloco.errors import ConfigError
 from diloco.training.run_folder import any_model
 

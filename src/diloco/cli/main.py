@@ -10,6 +10,7 @@ from rich.text import Text
 
 from diloco.config import merge
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
+from diloco.training.config import RunConfig
 from diloco.version import __version__
 
 app = App(
@@ -21,6 +22,13 @@ app = App(
     suppress_keyboard_interrupt=False,  # exit code 1, as below
 )
 app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
+app.command("diloco.cli.join:join", name="join", help="Join a run of a swarm, with an invitation.")
+app.command(
+    "diloco.cli.status:status",
+    name="status",
+    help="Show who is in a swarm, and where each is.",
+    help_epilogue="Example:  diloco status runs/mine",
+)
 app.command(
     "diloco.cli.compare:compare",
     name="compare",
@@ -77,6 +85,8 @@ def run(tokens: list[str]) -> int:
     try:
         if tokens[:1] == ["train"]:
             tokens = _train_tokens(tokens[1:], console)
+        elif tokens[:1] == ["join"] and ({"--help", "-h"} & set(tokens) or len(tokens) == 1):
+            tokens = ["join", "--help-join"]
         elif tokens[:2] in (["data", "prepare"], ["data", "tokenizer"]):
             tokens = _data_tokens(tokens[1], tokens[2:], console)
         app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
@@ -92,6 +102,13 @@ def run(tokens: list[str]) -> int:
         _complain(console, "interrupted")
         return 1
     return 0
+
+
+def parsed_config(tokens: list[str]) -> RunConfig:
+    """The configuration of these options of `train`, checked as on the command line."""
+    _, bound, _ = app.parse_args(["train", *tokens], exit_on_error=False, print_error=False)
+    config: RunConfig = bound.arguments.get("config", RunConfig())
+    return config
 
 
 def _train_tokens(tokens: list[str], console: Console) -> list[str]:

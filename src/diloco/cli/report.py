@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.view import duration
+from diloco.cli.view import duration, printable
 from diloco.training import history
 from diloco.training.events import read_events
 from diloco.training.manifests import find_checkpoints
@@ -38,13 +38,6 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
         console.print(Text(f"to go on: {resume_command(folder)}"), soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """A model may write any character, also those that a terminal obeys."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-
-
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("validation perplexity", _perplexity(summary)),
@@ -52,6 +45,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", f"{summary['tokens']:,}"),
         ("outer steps", _rounds(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
+        ("states taken over", str(summary.get("resyncs") or "")),
         ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
         ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
         ("data parallel sends", _baseline(summary)),
@@ -74,6 +68,10 @@ def _perplexity(summary: Summary) -> str:
 
 def _steps(summary: Summary) -> str:
     each = "on each of" if summary["status"] == "complete" else "at most, on"
+    if summary.get("engine") == "swarm":
+        seen = summary["members_seen"]
+        at = f"{summary['inner_steps']:,}, in a swarm of {summary['workers']} at its end"
+        return f"{at}, {seen} in all" if seen != summary["workers"] else at
     if summary["workers"] == 1:
         return f"{summary['inner_steps']:,}"
     return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"

@@ -22,7 +22,8 @@ from diloco.engines.connecting import join_from_environment
 from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig, check_run_model
+from diloco.training.config import RunConfig
+from diloco.training.recipes import check_run_model
 from diloco.training.resuming import check_going_on
 from diloco.training.run_lock import hold_as_worker, run_lock
 from diloco.training.summary import write_summary

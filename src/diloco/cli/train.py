@@ -24,9 +24,10 @@ from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
 from diloco.models.pretrained import check_model, label
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig, check_run_model
+from diloco.training.config import RunConfig
 from diloco.training.events import end_cut_line
 from diloco.training.launcher import LocalWorkers
+from diloco.training.recipes import check_run_model
 from diloco.training.resuming import check_going_on
 from diloco.training.run_lock import run_lock
 from diloco.training.spawn import STOP_SIGNALS
@@ -39,7 +40,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
 
   --model M             tiny (default), 60m, 150m, 400m, llama-150m, llama-1b;
                         a folder (Llama family); hf:NAME_OR_PATH (any causal LM)
-  --workers N           workers on this machine (default 2)
+  --workers N           workers on this machine (default 2; 1 in a swarm)
   --ranks R             processes of each worker, a device each: 1 (default), 4,
                         or one number for each worker: 1,2
   --steps N             inner steps of each worker
@@ -47,7 +48,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --codec C             how outer gradients travel: fp32, fp16, bf16, int8
   --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
-  --engine E            torch_distributed
+  --engine E            torch_distributed (default); swarm: others can join
   --seed N              of the initial parameters and the order of the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
   --resume RUNDIR       go on with a run that was stopped, killed, or has ended
@@ -80,9 +81,17 @@ def train(
     elif print_config:
         console.print(Text(to_toml(config, _comments(config))), soft_wrap=True, end="")
     elif "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        if config.engine == "swarm":
+            raise ConfigError(
+                "engine = swarm under torchrun: each worker of a swarm is its own; start it with --workers"
+            )
         from diloco.cli.torchrun import train_as_rank
 
         train_as_rank(config, console, resume)
+    elif config.engine == "swarm":
+        from diloco.cli.swarm import train_in_swarm
+
+        train_in_swarm(config, console, resume)
     else:
         _train_locally(config, console, resume)
 
@@ -109,8 +118,13 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)
             poll = both(display.follow(folder, resumed=resume is not None), sinks.poll)
             with stop_on_signals(display.announcing(workers.stop)):
-                error = _outcome(lambda: workers.run(poll))
-        summary = _summary(folder, config, error)
+                error = outcome(lambda: workers.run(poll))
+        summary = summarized(folder, config, error)
+    tell_end(console, folder, summary, error)
+
+
+def tell_end(console: Console, folder: Path, summary: Summary, error: DiLoCoError | None) -> None:
+    """What came of it; raises the error if there was one."""
     if summary["inner_steps"]:
         print_report(console, folder, summary)
     else:
@@ -121,7 +135,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
         raise error
 
 
-def _summary(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:
+def summarized(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:
     try:
         return write_summary(folder, config, None if error is None else str(error))
     except OSError as problem:
@@ -155,7 +169,7 @@ def load_features(config: RunConfig) -> LoadFeatures:
     return load
 
 
-def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
+def outcome(work: Callable[[], None]) -> DiLoCoError | None:
     try:
         work()
     except DiLoCoError as error:

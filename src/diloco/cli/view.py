@@ -8,6 +8,18 @@ from diloco.training.events import Event
 
 
 @dataclass
+class MemberView:
+    """A member of a swarm, here or elsewhere, as it was last heard of."""
+
+    where: str = ""
+    step: int = 0
+    loss: float | None = None
+    contributed: int | None = None
+    """The last round that has its contribution."""
+    state: str = ""
+
+
+@dataclass
 class WorkerView:
     """A worker as its last events show it."""
 
@@ -47,6 +59,7 @@ class RunView:
         self._failed: set[int] = set()
         self.refused = 0
         self.members = 0
+        self.swarm: dict[int, MemberView] = {}
         self.round_in_progress: int | None = None
         self.last_round_seconds: float | None = None
         self.similarity: float | None = None
@@ -59,7 +72,9 @@ class RunView:
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
         worker.state = "started"
-        self.expected_workers = self.members = event["workers"]
+        self.members = event["workers"]
+        if self.config.engine != "swarm":
+            self.expected_workers = event["workers"]
         self.parameters = event["parameters"]
         self.unigram_perplexity = event["unigram_perplexity"]
 
@@ -86,7 +101,12 @@ class RunView:
             self._merged.add(event["sequence"])
             self.rounds = len(self._merged)
         self.members = len(event["members"])
-        self.refused += len(event["refused"]) if event["worker"] == 0 else 0
+        self.refused += len(event["refused"]) if event["worker"] == min(self.workers) else 0
+        for member in event["members"] if self.config.engine == "swarm" else ():
+            seen = self.swarm.setdefault(member["worker"], MemberView())
+            seen.step = max(seen.step, member["report"]["inner_steps"])
+            if member["worker"] in event["contributors"]:
+                seen.contributed = event["sequence"]
         self.last_round_seconds = event["seconds"]
         self.similarity = event["similarity"]
 
@@ -116,14 +136,76 @@ class RunView:
     def _on_resumed(self, event: Event, worker: WorkerView) -> None:
         """What was seen beyond this step is taken back; workers that take no further part are gone."""
         worker.step = event["step"]
-        self.workers = {number: view for number, view in self.workers.items() if number < event["workers"]}
+        if self.config.engine != "swarm":
+            self.workers = {number: view for number, view in self.workers.items() if number < event["workers"]}
         self._forget_validations(event["step"])
         self._merged = {sequence for sequence in self._merged if sequence < event["rounds"]}
         self._failed = {sequence for sequence in self._failed if sequence < event["rounds"]}
         self.rounds, self.round_in_progress = len(self._merged), None
-        if event["worker"] == 0 and event["workers_before"] is not None:  # else a note says that it begins again
+        first = event["worker"] == 0 or self.config.engine == "swarm"
+        if first and event["workers_before"] is not None:  # else a note says that it begins again
             self.notes.append(f"going on from step {event['step']}")
         self.notes += [note for note in event["notes"] if note not in self.notes]
+
+    # A swarm
+
+    def _on_members(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self.swarm = {one["member"]: MemberView(**_without(one, "member")) for one in event["members"]}
+        self.members = sum(one.state not in ("left", "lost") for one in self.swarm.values())
+
+    def _on_joined(self, event: Event, worker: WorkerView) -> None:
+        worker.step, worker.state = event["step"], "joined"
+        self._note(f"worker {event['worker']} begins at step {event['step']}, where the others are")
+
+    def _on_member_joined(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"{_who(event)} has joined")
+
+    def _on_member_left(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"{_who(event)} has left")
+
+    def _on_member_lost(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"{_who(event)} is lost ({event['reason']}); training goes on without it")
+
+    def _on_member_banned(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"{_who(event)} is banned: {event['reason']}")
+
+    def _on_member_expelled(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"{_who(event)} is out: {event['reason']}")
+
+    def _on_alone(self, event: Event, worker: WorkerView) -> None:
+        del event
+        worker.state = "alone"
+        self._note("training alone at the moment: nobody else of the swarm answers")
+
+    def _on_waiting(self, event: Event, worker: WorkerView) -> None:
+        worker.state = "waiting"
+        self._note(
+            f"{event['present']} of {event['wanted']} workers are here (swarm.min_workers): waiting for the rest"
+        )
+
+    def _on_resync(self, event: Event, worker: WorkerView) -> None:
+        worker.step = event["step"]
+        self._note(f"worker {event['worker']} has taken over the others' state: {event['reason']}")
+
+    def _on_sidecar_restarted(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"the network process of worker {event['worker']} has died and was started again")
+
+    def _on_shard_not_fetched(self, event: Event, worker: WorkerView) -> None:
+        del worker
+        self._note(f"shard {event['shard']} could not be fetched: {event['reason']}; trying again later")
+
+    def _note(self, text: str) -> None:
+        """Once, though several workers of this machine may tell of it."""
+        text = printable(text)
+        if text not in self.notes[-6:]:
+            self.notes.append(text)
 
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "done"
@@ -160,6 +242,15 @@ class RunView:
         return elapsed / self.step * (self.config.steps - self.step) if self.step and elapsed else None
 
 
+def _who(event: Event) -> str:
+    where = f" ({event['label']})" if event.get("label") else ""
+    return f"worker {event['member']}{where}"
+
+
+def _without(values: Event, name: str) -> Event:
+    return {key: value for key, value in values.items() if key != name}
+
+
 def duration(seconds: float | None) -> str:
     """1:05, or 2:03:04 from an hour on."""
     if seconds is None:
@@ -167,3 +258,10 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def printable(text: str) -> str:
+    """A model, or another member, may write any character, also those that a terminal obeys."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )

@@ -10,10 +10,8 @@ memory meanwhile. Linux only.
 """
 
 import atexit
-import importlib.util
 import logging
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +27,11 @@ from diloco.engines.header import Header, pack
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.swarm import messages as say
 from diloco.engines.swarm import snapshots
+from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.kept_sidecar import COMMAND, KeptSidecar, SidecarLost
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.errors import ConfigError, DiLoCoError, EngineError, RoundFailed, installing
+from diloco.errors import DiLoCoError, EngineError, RoundFailed
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +39,8 @@ START_SECONDS = 120.0
 _JOIN_SECONDS = 6 * 3600.0  # a large state may come over a slow line; the sidecar itself sees when nothing comes
 _GRACE_SECONDS = 5.0  # that the sidecar has after a deadline, to say so itself
 _PROGRESS_SECONDS = 0.5
-_PACKAGES = ("hivemind", "msgpack", "cryptography")
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-
-
-def check_installed() -> None:
-    """Raises ConfigError where a swarm cannot be: nothing has been started or written then."""
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"the swarm engine runs on Linux only, not on {sys.platform}: use WSL, Docker or another engine"
-        )
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {installing('swarm')}")
 
 
 class SwarmEngine(Engine):
@@ -75,7 +62,7 @@ class SwarmEngine(Engine):
         `command` starts the sidecar, for tests.
         """
         if command is None:
-            check_installed()
+            check_swarm()
         self.settings = settings
         self.log = Path(settings.folder).parent / "logs" / f"{settings.seat}-swarm.log"
         self._on_event = on_event
@@ -177,6 +164,10 @@ class SwarmEngine(Engine):
         self._provider, self._layout_digest = provider, None
         self._snapshots.serve(provider)
 
+    def hold_back(self, held: bool) -> None:
+        """Nobody gets this worker's state for now: it is about to be another (a saved one, say)."""
+        self._snapshots.held_back = held
+
     def fetch_state(self) -> GlobalState | None:
         self._stale = False
         seconds = self.settings.timeout_seconds if self._joined else _JOIN_SECONDS
@@ -218,7 +209,10 @@ class SwarmEngine(Engine):
         if self._provider is None:
             return
         if self._layout_digest is None:
-            self._layout_digest = self._provider().layout_digest
+            try:
+                self._layout_digest = self._provider().layout_digest
+            except RoundFailed:  # it has no state of its own yet; whoever takes this one compares
+                return
         if theirs != self._layout_digest:
             raise EngineError(
                 f"the others train something else than worker {self.worker} (layout {theirs} against "
@@ -247,6 +241,12 @@ class SwarmEngine(Engine):
     def status(self) -> dict[str, Any]:
         """What the node last said of itself and of the others."""
         return self._status
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        """The numbers of all that are here and have the state."""
+        members = self._status.get("members", ())
+        return tuple(one["number"] for one in members if one["live"] and one["holds"] and one["number"] >= 0)
 
     def _ask_until_answered(self, request: Callable[[int], say.Message], what: str, seconds: float) -> Any:
         """Asks again when the sidecar was lost meanwhile."""

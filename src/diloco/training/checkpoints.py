@@ -6,7 +6,7 @@ counted, what it left is removed, and the checkpoints before it stay. The one th
 again: nothing has been trained since.
 
 Old checkpoints are removed only below a step that all workers are known to have: each tells its latest one with every
-round. So whatever is killed, and whenever, there is a checkpoint that all have.
+round. So whatever is killed, and whenever, there is a checkpoint that all have. In a swarm each worker's are its own.
 """
 
 import logging
@@ -45,7 +45,8 @@ class Seat:
     """Whose checkpoints these are."""
 
     worker: int = 0
-    workers: int = 1
+    workers: int | None = 1
+    """None in a swarm: whoever goes on from a checkpoint does so alone, and the others come to it."""
     rank: int = 0
     ranks: int = 1
 
@@ -73,7 +74,7 @@ class Checkpoints:
         if step in self._written or step == self._started_from:  # all know of the latter: they agreed on it
             return
         mine = {name: held for name, held in tensors.items() if self.seat.rank == 0 or not held.replicated}
-        moment = Moment(rounds, self.attempt, self.seat.workers)
+        moment = Moment(rounds, self.attempt, self.seat.workers or 0)
         if not self.config.asynchronous:
             self._write_or_tell(step, moment, mine, state)
             return
@@ -159,6 +160,8 @@ class Checkpoints:
     @property
     def common_step(self) -> int:
         """The newest step that all workers have told they have saved, or the one started from; 0 if there is none."""
+        if self.seat.workers is None:
+            return max(self._written, default=self._started_from or 0)
         told = [self._told.get(worker, set()) for worker in range(self.seat.workers)]
         return max(set.intersection(*told), default=self._started_from or 0)
 
@@ -183,6 +186,8 @@ class Checkpoints:
 
     def _mine(self, worker: int) -> bool:
         """Checkpoints of workers that no longer take part have an heir."""
+        if self.seat.workers is None:
+            return worker == self.seat.worker
         return worker % self.seat.workers == self.seat.worker
 
     def _forget_old(self) -> None:

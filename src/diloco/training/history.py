@@ -17,12 +17,14 @@ def current(events: Sequence[Event]) -> list[Event]:
     for event in events:
         if event["type"] == "resumed":
             kept = [earlier for earlier in kept if not _taken_back(earlier, event)]
+        elif event["type"] == "joined":  # a swarm again: it had left, or was lost
+            kept = [one for one in kept if one["worker"] != event["worker"] or one["type"] not in _ENDS]
         kept.append(event)
     return kept
 
 
 def _taken_back(event: Event, resumed: Event) -> bool:
-    """Also of workers that take no further part."""
+    """Also of workers that take no further part; all of them if it was a swarm that began anew (`workers` is 0)."""
     if event["worker"] != resumed["worker"] and event["worker"] < resumed["workers"]:
         return False
     return event["type"] in _ENDS or event.get("step", 0) > resumed["step"]

@@ -95,3 +95,14 @@ def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, st
         return config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine
 
     return LambdaLR(inner, factor)
+
+
+def set_position(schedule: LambdaLR, step: int) -> None:
+    """The rates of that step by the schedule as it is now, however it came there."""
+    if schedule.last_epoch == step:
+        return
+    schedule.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates

@@ -65,7 +65,7 @@ class LocalWorkers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with _signals_held_back():
+        with signals_held_back():
             for place in self._places:
                 process = context.Process(
                     target=local_worker, args=(self.config, place), name=f"diloco-worker-{place.process}", daemon=True
@@ -120,25 +120,27 @@ class LocalWorkers:
         if self.stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
         place = self._places[process]
-        log = place.log
-        output = log.read_text(errors="replace") if log.exists() else ""
-        reason = _last_line(output)
-        if code < 0:
-            reason = f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGILL:
-                reason += (
-                    " (an instruction that this CPU lacks; bf16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 on some)"
-                )
-        elif code == 2:
-            return ConfigError(reason)
-        elif code == CHECKPOINT_CODE:
-            return CheckpointError(reason)
         silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
-        return WorkerFailed(f"{place} of {self.config.workers} failed: {reason}{silent}", output)
+        return failure(f"{place} of {self.config.workers}", place.log, code, silent)
+
+
+def failure(who: str, log: Path, code: int, more: str = "") -> Exception:
+    """What a worker process's end with that exit code is to its user."""
+    output = log.read_text(errors="replace") if log.exists() else ""
+    reason = _last_line(output)
+    if code < 0:
+        reason = f"killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGILL:
+            reason += " (an instruction that this CPU lacks; bf16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 on some)"
+    elif code == 2:
+        return ConfigError(reason)
+    elif code == CHECKPOINT_CODE:
+        return CheckpointError(reason)
+    return WorkerFailed(f"{who} failed: {reason}{more}", output)
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
+def signals_held_back() -> Iterator[None]:
     """Processes started in here receive a stop only once they can obey it (worker.py); so does this one."""
     resource_tracker.ensure_running()  # multiprocessing's own process: starting it would let the signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

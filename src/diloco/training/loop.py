@@ -1,7 +1,8 @@
 """One worker's training: batches in, inner steps, rounds, evaluations, events out.
 
-The same for a worker started by `diloco train` and for one started by torchrun; the mode decides what is averaged. It
-prints nothing: what happens is in events.jsonl. Inputs are a pure function of (seed, shards, position).
+The same for a worker started by `diloco train` or `diloco join` and for one started by torchrun; the mode decides what
+is averaged, and company.py what to do about others that come and go. It prints nothing: what happens is in
+events.jsonl. Inputs are a pure function of (seed, shards, how far they were read).
 """
 
 import logging
@@ -14,31 +15,30 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.data.tokenizer import Tokenizer
 from diloco.engines.base import Engine, Membership
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
 from diloco.models.building import build_model
-from diloco.models.generation import Sampling, generate
+from diloco.outer_loop import OuterLoop
 from diloco.training.checkpoints import Checkpoints, Seat
+from diloco.training.company import FAILURES_IN_A_ROW, Company, starting_shards
 from diloco.training.compute import prepare
 from diloco.training.config import RunConfig
-from diloco.training.evaluation import Evaluation, combine, evaluate
 from diloco.training.events import EventLog
-from diloco.training.inner import inner_optimizer, learning_rate_schedule
+from diloco.training.harvest import sample, write_model
+from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.precision import Precision
-from diloco.training.reading import Reading
+from diloco.training.reading import Reading, Texts
 from diloco.training.resuming import Start
 from diloco.training.saving import Saving
 from diloco.training.sharding import spread, whole_number
+from diloco.training.validation import Validation
 from diloco.training.worker_state import HasState, WorkerState
 from diloco.worker_round import RoundEvent
 
 logger = logging.getLogger(__name__)
-
-_FAILURES_IN_A_ROW = 3
 
 
 class Training:
@@ -47,7 +47,7 @@ class Training:
     def __init__(
         self,
         config: RunConfig,
-        corpus: Corpus,
+        texts: Texts | Corpus,
         engine: Membership,
         events: EventLog,
         device: torch.device,
@@ -58,9 +58,11 @@ class Training:
         """`leader`: the first process of its machine, which writes down what concerns the whole run."""
         self.leader = leader and engine.ranks.rank == 0
         self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # the leader's worker, of all its ranks
-        self.config, self.corpus, self.engine, self.events = config, corpus, engine, events
+        texts = texts if isinstance(texts, Texts) else Texts(texts)
+        self.config, self.corpus, self.engine, self.events = config, texts.shared, engine, events
+        corpus = texts.shared
         self.device, self.folder = device, folder
-        self.reading = Reading(corpus, config, engine.worker, engine.workers)
+        self.reading = Reading(texts.read, config, starting_shards(texts, engine))
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         self.precision = Precision(config.compute.precision, device, engine.ranks)
@@ -72,6 +74,8 @@ class Training:
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description))
+        self.joined = False
+        """In a swarm: with the state of others, in the middle of their training."""
         self.stop_requested = False
         self._open_step = False  # the last inner step is taken, and the rounds that belong to it are to come
         self._saved_before_cut = False
@@ -79,15 +83,16 @@ class Training:
             "training": self, "reading": self.reading, "mode": self.mode, "precision": self.precision
         }  # fmt: skip
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
-        seat = Seat(engine.worker, engine.workers, engine.ranks.rank, engine.ranks.count)
+        workers = None if engine.elastic else engine.workers
+        seat = Seat(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
         lasting = config.lasting(corpus.digest, self.model.description)
         self.checkpoints = Checkpoints(folder, seat, config.checkpoint, lasting, events.emit)
         self.saving = Saving(config, state, self.checkpoints, events.emit)
         self._resumed: dict[str, Any] | None = None
+        self.validation = Validation(config, corpus, self.model, self.precision, engine, events)
+        self.company = self._company(texts)
         self._joined_at = 0
         self._elapsed_before = 0.0
-        self._evaluation_seconds = 0.0
-        self._announced_step = -1
         self._failures: list[str] = []  # of the latest rounds, in a row
         self._loss = float("nan")
         self._started = time.monotonic()
@@ -99,6 +104,13 @@ class Training:
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode.state.on_post, mode.state.on_round, mode.state.on_cut = self._on_post, self._on_round, self._on_cut
         return mode
+
+    def _company(self, texts: Texts) -> Company | None:
+        if not self.engine.elastic:
+            return None
+        outer = self.mode.state
+        assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
+        return Company(self.config, texts, self.engine, self.reading, self.validation, outer, self.events)
 
     def _weight(self) -> float:
         """Of this worker's contributions: its work, or its part of the text where the shards differ in kind (paper)."""
@@ -124,9 +136,11 @@ class Training:
             self.events.emit("corpus", **self.corpus.meta.event())
         if self._resumed is not None:
             self.events.emit("resumed", **self._resumed)
+        if self.company is not None:
+            self.company.begin(joined=self.joined, stopped=lambda: self.stop_requested)
         if state.inner_steps == 0:
-            self._evaluate()
-        self._started, self._evaluation_seconds = time.monotonic(), 0.0
+            self.validation.measure(self.mode)
+        self._started, self.validation.seconds = time.monotonic(), 0.0
         while state.inner_steps < config.steps or self._open_step:
             if self.engine.ranks.any(self.stop_requested):  # together: a rank that left alone would hold up the others
                 self.mode.request_stop()
@@ -139,8 +153,8 @@ class Training:
             else:
                 self._step(state.inner_steps)
             self._check_progress()
-            if state.inner_steps % config.eval_interval == 0 and state.inner_steps < config.steps:
-                self._evaluate()
+            if self.validation.due(state.inner_steps):
+                self.validation.measure(self.mode)
             if not self._saved_before_cut:
                 self.saving.after_step()
         self._finish()
@@ -162,7 +176,7 @@ class Training:
                     f"{self.engine.worker} reads them from their beginning, and text may come again within its epoch"
                 )
         if self._resumed["new"]:
-            self._joined_at, self._elapsed_before = self._resumed["step"], 0.0
+            self._joined_at, self._elapsed_before = self.mode.steps_taken, 0.0
             torch.manual_seed(self.config.seed + self.engine.worker)
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,7 +184,7 @@ class Training:
         return {
             "steps": self.config.steps,
             "elapsed_seconds": self._elapsed(),
-            "announced_step": self._announced_step,
+            "announced_step": self.validation.announced_step,
             "failures": self._failures,
             "loss": self._loss,
             "joined_at": self._joined_at,
@@ -179,14 +193,17 @@ class Training:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._elapsed_before = state["elapsed_seconds"]
-        self._announced_step, self._failures = state["announced_step"], list(state["failures"])
+        self.validation.announced_step, self._failures = state["announced_step"], list(state["failures"])
         self._loss, self._joined_at, self._open_step = state["loss"], state["joined_at"], state["open_step"]
 
     # One inner step
 
     def _step(self, position: int) -> None:
         ranks = self.engine.ranks
-        batch = torch.from_numpy(self.reading.batch(position)).chunk(ranks.count)[ranks.rank].to(self.device)
+        if self.company is not None:
+            self.company.before_step()
+            set_position(self.schedule, position)  # it may have jumped
+        batch = torch.from_numpy(self.reading.next()).chunk(ranks.count)[ranks.rank].to(self.device)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)
@@ -210,6 +227,10 @@ class Training:
         """After its rounds."""
         self.checkpoints.heard(self.engine.members())
         self._announce_validation()
+        if self.company is not None:
+            self.company.after_step(self._loss, self._tokens())
+            if self.leader:
+                self.company.list_members()
 
     def _clip(self) -> Tensor | None:
         limit = self.config.inner.clip_norm
@@ -226,21 +247,25 @@ class Training:
             learning_rate=rate,
             gradient_norm=None if norm is None else whole_number(norm),
             loss_scale=self.precision.loss_scale,
-            tokens=(step - self._joined_at) * self.config.tokens_per_step,
+            tokens=self._tokens(1),
             elapsed_seconds=self._elapsed(),
             sync_seconds=state.sync_seconds,
             bytes_sent=state.bytes_sent,
             rounds=state.rounds,
         )
 
+    def _tokens(self, more_steps: int = 0) -> int:
+        """That this worker itself has trained on, with those of the step that it is in."""
+        return (self.mode.steps_taken + more_steps - self._joined_at) * self.config.tokens_per_step
+
     def _elapsed(self) -> float:
-        return self._elapsed_before + time.monotonic() - self._started - self._evaluation_seconds
+        return self._elapsed_before + time.monotonic() - self._started - self.validation.seconds
 
     def _update_report(self) -> None:
         state = self.mode.state
         state.report = replace(
             state.report,
-            tokens=(state.inner_steps + 1 - self._joined_at) * self.config.tokens_per_step,
+            tokens=self._tokens(1),
             elapsed_seconds=self._elapsed(),
             loss=self._loss,
             checkpoint_step=self.checkpoints.latest,
@@ -248,7 +273,9 @@ class Training:
 
     def _check_progress(self) -> None:
         """A failed round may be followed by a good one; several in a row (all parameters are NaN, say) will not be."""
-        if len(self._failures) >= _FAILURES_IN_A_ROW:
+        if self.company is not None:
+            self.company.check_progress(self._failures, self._loss)
+        elif len(self._failures) >= FAILURES_IN_A_ROW:
             raise EngineError(
                 f"the last {len(self._failures)} rounds failed, the last because: {self._failures[-1]}. If the loss "
                 f"is not finite, lower inner.lr ({self.config.inner.lr}) or check the data"
@@ -264,6 +291,8 @@ class Training:
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.state.inner_steps
         self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
+        if self.company is not None:
+            self.company.after_post(key.sequence)
 
     def _on_round(self, event: RoundEvent) -> None:
         result = event.result
@@ -283,42 +312,10 @@ class Training:
             refused={} if result is None else dict(result.refused),
             bytes_sent=0 if result is None else result.bytes_sent,
             members=[] if result is None else [member.told() for member in result.members],
+            roster=[] if result is None else list(result.roster),
         )
-
-    # Evaluation
-
-    def _evaluate(self) -> None:
-        """This worker's share of the validation windows, on the outer parameters; the next round tells the others."""
-        started = time.monotonic()
-        state = self.mode.state
-        with self.mode.outer_parameters():
-            result = self._evaluation_here()
-        self.events.emit("evaluation", step=state.inner_steps, loss=result.loss, tokens=result.tokens)
-        state.report = replace(
-            state.report,
-            validation_loss=result.loss,
-            validation_tokens=result.tokens,
-            validation_step=state.inner_steps,
-        )
-        self._evaluation_seconds += time.monotonic() - started
-
-    def _evaluation_here(self) -> Evaluation:
-        config = self.config
-        share = (self.engine.worker, self.engine.workers, config.training.eval_windows)
-        batch = max(1, config.training.batch_size // config.training.accumulation)
-        with self.precision.autocast():
-            return evaluate(self.model, self.corpus, config.data.sequence_length, batch, share, self.engine.ranks)
-
-    def _announce_validation(self) -> None:
-        """The leader writes down the loss of all shares together, once every worker has told its own."""
-        if not self.leader:
-            return
-        members = self.engine.members()
-        step = max((member.report.validation_step for member in members), default=-1)
-        whole = combine(members) if step > self._announced_step else None
-        if whole is not None:
-            self._announced_step = step
-            self.events.emit("validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens)
+        if self.company is not None:
+            self.company.after_round(event)
 
     # The end
 
@@ -330,27 +327,22 @@ class Training:
         self._check_progress()  # rounds that were on their way have ended only now
         self._emit_end("worker_finished")
         digests = {member.worker: member.anchor_digest for member in self.engine.members()}
-        if len(set(digests.values())) > 1:
+        if self.company is None and len(set(digests.values())) > 1:
             raise EngineError(f"the workers ended with different anchors: {digests}; the run is not to be trusted")
         if self._saves:
             model = self.save()
             if model is not None:
-                self._sample(model)
+                sample(model, self.corpus, self.config, self.events.emit)
         self.checkpoints.wait()
 
     def _last_evaluation(self) -> None:
-        """On the final parameters, which are in the model already."""
         self._announce_validation()  # the one before, which the last rounds have told
-        state = self.mode.state
-        state.report = replace(state.report, elapsed_seconds=self._elapsed())
-        started = time.monotonic()
-        result = self._evaluation_here()
-        self._evaluation_seconds += time.monotonic() - started
-        # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
-        step = max([state.inner_steps, *(member.report.inner_steps for member in self.engine.members())])
-        state.report = replace(
-            state.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
-        )
+        self.mode.state.report = replace(self.mode.state.report, elapsed_seconds=self._elapsed())
+        self.validation.measure_end(self.mode)
+
+    def _announce_validation(self) -> None:
+        if self.leader:
+            self.validation.announce()
 
     def _emit_end(self, type_: str, **more: object) -> None:
         state = self.mode.state
@@ -360,6 +352,7 @@ class Training:
             stopped_early=state.inner_steps < self.config.steps,
             rounds=state.rounds,
             rounds_failed=state.rounds_failed,
+            resyncs=0 if self.company is None else self.company.resyncs,
             contributions_refused=state.contributions_refused,
             checkpoints_failed=self.checkpoints.failed,
             skipped_steps=self.mode.skipped_steps,
@@ -374,11 +367,8 @@ class Training:
     def save(self) -> LanguageModel | None:
         """Write model/; collective among the worker's ranks. The whole model on the first one."""
         model = self.spread.whole()
-        if model is None:
-            return None
-        tokenizer = self.corpus.tokenizer_path
-        end_of_text = Tokenizer.load(tokenizer).decode([self.corpus.meta.end_of_text])
-        model.save(self.folder / "model", tokenizer_path=tokenizer, end_of_text=end_of_text)
+        if model is not None:
+            write_model(model, self.corpus, self.folder)
         return model
 
     def fail(self, error: BaseException) -> None:
@@ -394,17 +384,3 @@ class Training:
                 self.save()
         except Exception as problem:  # noqa: BLE001 - the first error is what the user must hear of
             logger.error("the last agreed parameters could not be saved: %s", problem)
-
-    def _sample(self, model: LanguageModel) -> None:
-        config = self.config.training
-        if not config.sample_tokens:
-            return
-        tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
-        prompt = tokenizer.encode(config.sample_prompt) or [self.corpus.meta.end_of_text]
-        sampling = Sampling(generator=torch.Generator().manual_seed(self.config.seed))
-        try:
-            tokens = generate(model, prompt, max_new_tokens=config.sample_tokens, sampling=sampling)
-        except Exception as error:  # noqa: BLE001 - the run has ended well, and its model is saved
-            self.events.emit("sample_skipped", reason=str(error))
-        else:
-            self.events.emit("sample", prompt=config.sample_prompt, text=tokenizer.decode(tokens))

@@ -39,6 +39,11 @@ class Mode(ABC):
 
     @property
     @abstractmethod
+    def steps_taken(self) -> int:
+        """The inner steps of this worker itself: its position in the schedule may have jumped."""
+
+    @property
+    @abstractmethod
     def skipped_steps(self) -> int:
         """Inner steps without a change, since fp16 gradients had overflowed."""
 
@@ -111,6 +116,10 @@ class DiLoCoMode(Mode):
         self.optimizer.merge()
 
     @property
+    def steps_taken(self) -> int:
+        return self.state.steps_taken
+
+    @property
     def skipped_steps(self) -> int:
         return self.optimizer.skipped_steps
 
@@ -168,6 +177,10 @@ class DataParallelMode(Mode):
 
     def post_and_merge(self) -> None:
         raise AssertionError("in this mode a step and its average are one")
+
+    @property
+    def steps_taken(self) -> int:
+        return self.state.inner_steps
 
     @property
     def skipped_steps(self) -> int:

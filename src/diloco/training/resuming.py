@@ -97,6 +97,21 @@ def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
     return Start(attempt)
 
 
+def newest(run_folder: Path) -> Start:
+    """In a swarm whoever is the first to come back goes on from the newest good checkpoint of this machine, whichever
+    of its workers wrote it; the others come to it."""
+    complete, damage = find_checkpoints(run_folder)
+    warnings = [str(one) for one in damage]
+    attempt = 1 + max((checkpoint.moment.attempt for checkpoint in complete), default=0)
+    for checkpoint in sorted(complete, key=lambda one: (one.moment.rounds, one.step, -one.worker), reverse=True):
+        found = checkpoint.damage()
+        if not found:
+            return Start(attempt, checkpoint, None, tuple(warnings))
+        warnings += map(str, found)
+    _refuse_to_begin_again(run_folder, False, _finished_steps(run_folder), warnings)
+    return Start(attempt)
+
+
 def check_going_on(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
     """Before anything in the run folder is changed: refuse what these workers would refuse, by the manifests here."""
     here = [_look(run_folder, worker) for worker in workers]

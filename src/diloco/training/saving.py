@@ -59,18 +59,19 @@ class Saving:
         """Go on from there; returns what an event tells of it."""
         checkpoint, seat = start.checkpoint, self.checkpoints.seat
         told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
-        told |= {"workers": seat.workers, "workers_before": start.workers_before}
+        told |= {"workers": seat.workers or 0, "workers_before": start.workers_before}
         if checkpoint is not None:
             check_steps(checkpoint, self.config.steps)
             check_lasting(checkpoint, self.checkpoints.lasting)
             told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
             told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
-            told["new"] = seat.worker >= checkpoint.moment.workers
+            told["new"] = seat.workers is not None and seat.worker >= checkpoint.moment.workers
             if told["new"]:
                 self.state.mode.start_from_anchor()
         self.checkpoints.begin(start.attempt, checkpoint)
         notes = [*start.warnings, *self._notes(start)]
-        if seat.worker == 0 and told["steps_before"] not in (None, self.config.steps):
+        first = seat.worker == 0 or seat.workers is None
+        if first and told["steps_before"] not in (None, self.config.steps):
             notes.append(
                 f"steps was {told['steps_before']} and is {self.config.steps}: from here on the learning rate follows "
                 "the schedule of that length"
@@ -83,6 +84,8 @@ class Saving:
         if checkpoint is None:
             return ["there is no checkpoint yet: the run begins again at its first step"] if seat.worker == 0 else []
         before, notes = checkpoint.moment.workers, []
+        if seat.workers is None:
+            return ["nobody else of the swarm is there: this worker begins it anew, and the others may come to it"]
         if seat.worker >= before:
             notes.append(
                 f"worker {seat.worker} is new: it starts from the anchor, with the inner optimizer of worker "

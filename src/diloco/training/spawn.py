@@ -15,6 +15,8 @@ from diloco.training.run_lock import hold_as_worker
 RENDEZVOUS_FILE = ".rendezvous"
 CHECKPOINT_CODE = 3
 """Exit code of a worker process that cannot go on from the checkpoints there are."""
+ENGINE_CODE = 4
+"""Exit code of a worker process to which the others' answer is no: another try would hear the same."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,15 +58,55 @@ class Place:
         return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
 
 
+@dataclass(frozen=True)
+class Chair:
+    """Where a local worker of a swarm sits: its number among the others it hears only once it has met them."""
+
+    index: int
+    chairs: int
+    """Of this machine."""
+    run_folder: Path
+    corpus_folder: Path
+    own_folder: Path | None
+    """Text of its own, if it does not read the swarm's."""
+    parent: int
+    founder: bool
+    """Begins the swarm, or begins it anew, if it finds nobody."""
+
+    @property
+    def seat(self) -> str:
+        """The name of its files in RUN/swarm."""
+        return f"worker-{self.index}"
+
+    def __str__(self) -> str:
+        return f"local worker {self.index}"
+
+    @property
+    def log(self) -> Path:
+        return self.run_folder / "logs" / f"{self.seat}.log"
+
+
 def local_worker(config: RunConfig, place: Place) -> None:
     """Entry of a worker process. Whatever goes wrong from here on, its log says it."""
+    _begin(place)
+    from diloco.training import worker
+
+    worker.local_worker(config, place)
+
+
+def swarm_worker(config: RunConfig, chair: Chair) -> None:
+    """Entry of a worker process of a swarm."""
+    _begin(chair)
+    from diloco.training import swarm_worker
+
+    swarm_worker.swarm_worker(config, chair)
+
+
+def _begin(place: Place | Chair) -> None:
     _write_to_log(place.log)
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
     _end_with(place.parent)
     hold_as_worker(place.run_folder)
-    from diloco.training import worker
-
-    worker.local_worker(config, place)
 
 
 def _write_to_log(path: Path) -> None:

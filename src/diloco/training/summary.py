@@ -21,7 +21,9 @@ from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
-_ADDED_LATER = frozenset({"versions"})  # the summaries of earlier runs are read all the same
+_ADDED_LATER = frozenset(
+    {"versions", "engine", "resyncs", "members_seen"}
+)  # the summaries of earlier runs are read all the same
 
 
 def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
@@ -39,7 +41,8 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         error = "no worker has come to the end"
     members = (best or {}).get("members") or _last_members(events)
     reports = [member["report"] for member in members]
-    workers = started.get("workers", config.workers)
+    swarm = _swarm(events, members) if config.engine == "swarm" else {}
+    workers = swarm.get("workers") or started.get("workers", config.workers)
     steps = _steps(events, members)
     sent = _bytes_sent(events, members)
     baseline = data_parallel_bytes(started.get("parameters", 0), max(steps.values(), default=0), workers)
@@ -67,9 +70,31 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "communication_reduction": baseline / sent if sent else None,
         "compute_utilization": _utilization(reports),
         "anchor_digests": [member["anchor_digest"] for member in members],
+        "engine": config.engine,
+        "resyncs": sum({event["worker"]: event.get("resyncs", 0) for event in ended}.values()),
+        "members_seen": workers,
         "versions": _versions(),
         "seconds": history.seconds(log),
         "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
+    } | swarm
+
+
+def _swarm(events: list[Event], members: list[dict[str, Any]]) -> Summary:
+    """What is otherwise in a swarm: workers come and go, and jump in the schedule."""
+    rounds = [event for event in events if event["type"] == "round"]
+    tokens: dict[int, int] = {}
+    told = [(one["worker"], one["report"]["tokens"]) for event in rounds for one in event["members"]]
+    told += [(event["worker"], event["tokens"]) for event in events if event["type"] == "step"]
+    for worker, count in told:
+        tokens[worker] = max(tokens.get(worker, 0), count)
+    roster: list[int] = next((event["roster"] for event in reversed(rounds) if event["roster"]), [])
+    last = max((one["report"]["inner_steps"] for one in members), default=0)
+    digests = [one["anchor_digest"] for one in members if one["report"]["inner_steps"] == last]
+    return {
+        "workers": max(1, len(roster)),
+        "members_seen": max(1, len(tokens)),
+        "tokens": sum(tokens.values()),
+        "anchor_digests": digests,
     }
 
 

@@ -70,7 +70,7 @@ def train_here(
     checkpoints.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    device = _device(config, local_rank)
+    device = device_of(config, local_rank)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
     engine = _engine(config, sizes)
     check_devices(device, engine.ranks)
@@ -99,7 +99,7 @@ def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine
     return RankedEngine(sizes, backend=config.backend, timeout_seconds=seconds, owns_world=True)
 
 
-def _device(config: RunConfig, local_rank: int) -> torch.device:
+def device_of(config: RunConfig, local_rank: int) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
     if config.device == "cpu" or not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from diloco.errors import CheckpointError
 from diloco.held import Held, Numbers, hold
 from diloco.parameters import bare_name
+from diloco.training.inner import set_position
 from diloco.training.manifests import Checkpoint
 from diloco.training.modes import Mode
 from diloco.training.tensor_files import read_tensors, saved_tensors
@@ -104,7 +105,7 @@ class WorkerState:
         read_tensors(checkpoint.folder, self._model() | outer | held)
         outer_loaded()
         self._load_inner(inner, numbers["inner"])
-        self._load_schedule(numbers["schedule"])
+        set_position(self.schedule, numbers["schedule"])
         for what, part in self.also.items():
             prefix = f"also.{what}."
             own = {name.removeprefix(prefix): tensor for name, tensor in also.items() if name.startswith(prefix)}
@@ -139,16 +140,6 @@ class WorkerState:
         current = self.inner.state_dict()
         current["state"] = {index: states[name] for index, name in enumerate(order) if name in states}
         self.inner.load_state_dict(current)
-
-    def _load_schedule(self, step: int) -> None:
-        """The rates of that step by the schedule as it is now."""
-        self.schedule.last_epoch = step
-        rates = [
-            base * factor(step) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self.inner.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule._last_lr = rates
 
     def _random_prefix(self, saved: Mapping[str, TensorStorageMetadata]) -> str:
         """Of this rank's own state, or, if there were fewer ranks then, of one of theirs."""

@@ -180,7 +180,7 @@ class Node:
 
     def _notice_being_alone(self) -> None:
         alone = not self.membership.live()
-        if alone and not self._alone and self.membership.numbers:
+        if alone and not self._alone and len(self.membership.numbers) > 1:
             self._happened("alone", {"number": self.number})
             logger.warning("nobody else is here: this worker trains alone until somebody comes (back)")
         self._alone = alone

@@ -88,6 +88,8 @@ class SnapshotMaker:
 
     def __init__(self, send: Callable[[SnapshotMade], object]) -> None:
         self._send = send
+        self.held_back = False
+        """No snapshots now, though there is a state."""
         self._provider: Provider | None = None
         self._version = 0
         self._made: _Made | None = None
@@ -129,7 +131,7 @@ class SnapshotMaker:
     def _snapshot(self, number: int) -> SnapshotMade:
         with self._lock:
             provider, version, made = self._provider, self._version, self._made
-        if provider is None:
+        if provider is None or self.held_back:
             return SnapshotMade(number)
         if made is None or made.version != version:
             state = provider()

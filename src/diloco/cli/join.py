@@ -1,0 +1,227 @@
+"""`diloco join INVITATION`: into a swarm, with nothing but the invitation.
+
+What comes from the swarm is data: a description of the run (training/described.py says what it may hold), a tokenizer
+and token shards, each held against its digest. Everything that concerns this machine (where files are, what is loaded
+and executed, which devices and ports) is decided here, by this command line alone.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
+
+from diloco.cli.display import Display, PatientConsole
+from diloco.cli.swarm import SWARM_TEXT, Prepared, check_text, run_workers, with_text
+from diloco.cli.train import new_run_folder
+from diloco.config import known_keys, options
+from diloco.data.corpus import TOKENIZER
+from diloco.data.receiving import (
+    bytes_to_receive,
+    find_received,
+    receive_description,
+    receive_files,
+    received_folder,
+)
+from diloco.data.shards import prepare
+from diloco.engines.swarm.files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
+from diloco.engines.swarm.installed import check_swarm
+from diloco.errors import ConfigError, DataError
+from diloco.models.presets import PRESETS, preset
+from diloco.sinks.registry import check_installed
+from diloco.training.config import RunConfig, is_shared
+from diloco.training.described import MAX_BYTES, RUN_JSON, Described
+from diloco.training.recipes import check_run_model
+from diloco.training.run_lock import run_lock
+from diloco.training.sharing import shards_of
+
+if TYPE_CHECKING:
+    from diloco.engines.swarm.guest import Guest
+    from diloco.engines.swarm.invitation import Invitation
+
+CLOCK_SECONDS = 30.0
+"""A clock that is off by more is refused: expiry and logs would make no sense."""
+_MOST_DESCRIPTION_BYTES = 1 << 28
+_STATES = 5
+"""Parameters, two moments, anchor, outer momentum: what a checkpoint holds of each parameter, in fp32."""
+
+_HELP = """\
+[bold]diloco join[/] INVITATION \\[OPTIONS]
+
+Join a run that was begun with `diloco train --engine swarm`, at any time. The
+configuration, the tokenizer, a share of the text and the state of training come
+from the others; only what concerns this machine is decided here:
+
+  --workers N           workers on this machine (default 1)
+  --device D            auto (default), cpu, cuda
+  --threads N           CPU threads of each worker
+  --out RUNDIR          the run folder (default runs/<date>-<model>)
+  --data.source X       read this text instead of a share of the swarm's
+  --model M             if the run is not of a preset: the same model, here
+  --port N, --host A    where to listen (default: any free port, all addresses)
+  --announce A          what others should call: HOST, HOST:PORT or a multiaddr
+  --sinks S             also write to tensorboard, wandb, trackio (with commas)
+
+and --compute.*, --checkpoint.*, --data.cache_dir, --training.accumulation. Ctrl-C
+leaves; the others go on. To come back: diloco train --resume RUNDIR.
+
+Example:  diloco join diloco1... --workers 2 --device cuda"""
+
+
+class FetchBounded(Protocol):
+    def __call__(self, name: str, path: Path, most_bytes: int = ...) -> None: ...
+
+
+def join(
+    invitation: str = "",
+    /,
+    *given: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    help_join: Annotated[bool, Parameter(name="--help-join")] = False,
+) -> None:
+    """Join a run of a swarm."""
+    console = PatientConsole()
+    if help_join:
+        console.print(_HELP, highlight=False)
+        return
+    check_swarm()
+    tokens = own_options(given)
+    from diloco.engines.swarm.invitation import Invitation
+
+    come_in(Invitation.parse(invitation, time.time()), tokens, console)
+
+
+def own_options(given: Sequence[str]) -> list[str]:
+    """The options of this machine; others are the swarm's to say."""
+    tokens, named = options(given)
+    for name in named:
+        if name not in known_keys():
+            raise ConfigError(f"--{name} is not an option of diloco join: see diloco join --help")
+        if is_shared(name):
+            raise ConfigError(f"--{name} is the same for all members of a swarm, and comes from it: leave it out")
+    return tokens
+
+
+def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> None:
+    """Look at the swarm, take what is needed, and train."""
+    from diloco.engines.swarm.guest import Guest
+
+    with ExitStack() as held:
+        with Guest(invitation) as guest:
+            check_clock(guest.clock())
+            described = _described(guest)
+            config = configured(described, tokens)
+            check_installed(config.sink_names)
+            members = [one for one in guest.status()["members"] if one["live"] and one["number"] >= 0]
+            _say_what(console, config, described, len(members))
+            display = held.enter_context(Display(console, config))
+            config, text = receive_text(config, described, guest.fetch, len(members), display)
+            check_text(config, text)
+            _check_room(config, text)
+            folder = new_run_folder(config)
+            held.enter_context(run_lock(folder))
+            write_private(folder / SWARM_FOLDER / INVITATION_FILE, invitation.text() + "\n")
+            write_private(folder / SWARM_FOLDER / RUN_JSON, described.text())
+            guest.remember(folder / SWARM_FOLDER / PEERS_FILE)
+        run_workers(config, console, display, folder, text, held, founder=False)
+
+
+def _described(guest: "Guest") -> Described:
+    with TemporaryDirectory(prefix="diloco-") as temporary:
+        path = Path(temporary) / RUN_JSON
+        guest.fetch(RUN_JSON, path, MAX_BYTES)
+        return Described.read(path)
+
+
+def configured(described: Described, tokens: list[str]) -> RunConfig:
+    """One configuration of what the swarm says and what this machine decides, validated like a run file's."""
+    from diloco.cli.main import parsed_config
+
+    given = options(tokens)[1]
+    if described.model is None and "model" not in given:
+        raise ConfigError("this run is of a model that is not a preset: name the same model here, with --model")
+    if described.model is not None and given.get("model", described.model) != described.model:
+        raise ConfigError(f"--model {given['model']}: this run is of the model {described.model}; leave it out")
+    default = [f"--{key}={value}" for key, value in _defaults(described).items() if key not in given]
+    return parsed_config(options([*described.tokens(), *default, *tokens])[0])
+
+
+def _defaults(described: Described) -> dict[str, str]:
+    values = {"workers": "1", "data.source": SWARM_TEXT}
+    return values if described.model is None else values | {"model": described.model}
+
+
+def receive_text(
+    config: RunConfig, described: Described, fetch: FetchBounded, members: int, display: Display
+) -> tuple[RunConfig, Prepared]:
+    """The text, as far as this machine needs and lacks it."""
+    digest, folder = described.corpus, received_folder(config.data, described.corpus)
+    own_text = config.data.source != SWARM_TEXT
+    try:
+        shared = find_received(config.data, digest)
+        if shared is None:
+            meta = receive_description(folder, digest, lambda name, path: fetch(name, path, _MOST_DESCRIPTION_BYTES))
+        else:
+            meta, folder = shared.meta, shared.folder
+        shards = [] if own_text else _share(meta.shard_tokens, members, config.workers)
+        _check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
+        shared = receive_files(folder, meta, shards, fetch, display.preparing)
+    except OSError as error:
+        raise DataError(
+            f"the text cannot be received into {folder}: {error}; nothing of it is left half written"
+        ) from error
+    if own_text or config.model not in PRESETS:
+        config = with_text(config, tokenizer=str(folder / TOKENIZER))
+    check_run_model(config)
+    return config, Prepared(shared, prepare(config.data, display.preparing) if own_text else None)
+
+
+def _share(shard_tokens: Sequence[int], members: int, workers: int) -> list[int]:
+    """Of those who come last; what more is needed later comes beside training."""
+    places = members + workers
+    shares = [shards_of(len(shard_tokens), place, places) for place in range(members, places)]
+    return sorted({shard for share in shares for shard in share})
+
+
+def check_clock(theirs: float) -> None:
+    off = time.time() - theirs
+    if abs(off) > CLOCK_SECONDS:
+        raise ConfigError(
+            f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the swarm's: set it, with "
+            "`timedatectl set-ntp true`, say, and try again"
+        )
+
+
+def _check_room(config: RunConfig, text: Prepared) -> None:
+    """For the checkpoints of this machine's workers; before anything is written there."""
+    if config.model in PRESETS and config.checkpoint.interval != 0:
+        length = config.data.sequence_length
+        shape = preset(config.model, vocab_size=text.shared.vocab_size, max_sequence_length=length)
+        size = 4 * _STATES * shape.num_parameters() * config.workers * (config.checkpoint.keep + 1)
+        _check_space(Path(config.out or "runs"), size, "checkpoints")
+
+
+def _check_space(folder: Path, needed: int, what: str) -> None:
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ConfigError(
+            f"{what} need {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free: make room, or choose "
+            "another place with --out or --data.cache_dir"
+        )
+
+
+def _say_what(console: Console, config: RunConfig, described: Described, members: int) -> None:
+    model = described.model or config.model
+    console.print(
+        Text(
+            f"the swarm: {model}, {config.steps} inner steps, H = {config.sync.num_inner_steps}, {config.sync.codec}; "
+            f"{members} {'worker is' if members == 1 else 'workers are'} there"
+        ),
+        soft_wrap=True,
+    )

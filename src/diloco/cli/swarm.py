@@ -1,0 +1,198 @@
+"""A swarm's workers on this machine: how `diloco train --engine swarm` begins a run or goes on with one, and what is
+the same for `diloco join` once it has what it needs."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from diloco.cli.display import Display
+from diloco.cli.train import (
+    begin_again,
+    both,
+    is_complete,
+    new_run_folder,
+    noting,
+    outcome,
+    stop_on_signals,
+    summarized,
+    tell_end,
+)
+from diloco.data.corpus import Corpus
+from diloco.data.order import WorkerBatches, validation_batches
+from diloco.data.receiving import find_received
+from diloco.data.shards import prepare
+from diloco.engines.swarm.files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
+from diloco.engines.swarm.installed import check_swarm
+from diloco.errors import ConfigError
+from diloco.models.pretrained import check_model
+from diloco.sinks.process import SinkProcesses
+from diloco.sinks.registry import check_installed
+from diloco.training.config import RunConfig
+from diloco.training.described import RUN_JSON, Described
+from diloco.training.events import EventReader
+from diloco.training.manifests import find_checkpoints
+from diloco.training.recipes import check_run_model
+from diloco.training.resuming import check_lasting, check_steps
+from diloco.training.run_lock import run_lock
+from diloco.training.sharing import shards_of
+from diloco.training.spawn import Chair
+from diloco.training.swarm_launcher import SwarmWorkers
+
+SWARM_TEXT = "swarm"
+"""data.source of a worker that reads what the swarm shares out."""
+_DAY_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the workers of this machine read."""
+
+    shared: Corpus
+    own: Corpus | None = None
+
+
+def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> None:
+    """Begin a run that others can join, or go on with one."""
+    check_swarm()
+    check_installed(config.sink_names)
+    with ExitStack() as held:
+        if resume is not None:
+            held.enter_context(run_lock(resume))
+            if is_complete(console, resume, config):
+                return
+        check_run_model(config)
+        with Display(console, config) as display:
+            text = _text(config, resume, display)
+            check_text(config, text)
+            folder = resume or new_run_folder(config)
+            if resume is None:
+                held.enter_context(run_lock(folder))
+                found(folder, config, text.shared.digest)
+            else:
+                check_going_on(folder, config, text.shared.digest)
+                begin_again(folder, config)
+            run_workers(config, console, display, folder, text, held, founder=True, resumed=resume is not None)
+
+
+def run_workers(
+    config: RunConfig,
+    console: Console,
+    display: Display,
+    folder: Path,
+    text: Prepared,
+    held: ExitStack,
+    *,
+    founder: bool,
+    resumed: bool = False,
+) -> None:
+    """The local workers from their start to the report. `founder`: the first of them may begin the swarm (anew)."""
+    own = None if text.own is None else text.own.folder
+    chairs = [
+        Chair(index, config.workers, folder, text.shared.folder, own, os.getpid(), founder and index == 0)
+        for index in range(config.workers)
+    ]
+    sinks = held.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
+    workers = SwarmWorkers(config, chairs, noting(console))
+    poll = both(both(display.follow(folder, resumed=resumed), inviting(console, folder)), sinks.poll)
+    with stop_on_signals(display.announcing(workers.stop)):
+        error = outcome(lambda: workers.run(poll))
+    display.close()
+    tell_end(console, folder, summarized(folder, config, error), error)
+
+
+def _text(config: RunConfig, resume: Path | None, display: Display) -> Prepared:
+    """The text as it is on this machine: prepared where the run began, received where it was joined."""
+    if resume is None or (resume / SWARM_FOLDER / RUN_KEY_FILE).exists():
+        return Prepared(prepare(config.data, display.preparing))
+    described = Described.read(resume / SWARM_FOLDER / RUN_JSON)
+    shared = find_received(config.data, described.corpus)
+    if shared is None:
+        raise ConfigError(
+            f"the text of this run (digest {described.corpus[:16]}) is no longer in the cache of this machine: come in "
+            "anew, with diloco join INVITATION"
+        )
+    return Prepared(shared, None if config.data.source == SWARM_TEXT else prepare(config.data, display.preparing))
+
+
+def check_text(config: RunConfig, text: Prepared) -> None:
+    """Refuse text that is too little for these workers, or foreign to the model, before any of them is started."""
+    length, batch = config.data.sequence_length, config.training.batch_size
+    read = text.own or text.shared
+    for index in range(config.workers):
+        shards = [shard for shard in shards_of(read.shards, index, config.workers) if read.has(shard)]
+        if shards:
+            WorkerBatches(read, length, batch, shards, config.seed)
+    validation_batches(text.shared, length, batch)
+    pretrained = check_model(config.model, weights=False)
+    if pretrained is not None:
+        pretrained.check(vocab_size=text.shared.vocab_size, sequence_length=length)
+
+
+def found(folder: Path, config: RunConfig, corpus_digest: str) -> None:
+    """The run's key, its first invitation, and what joiners are told of it."""
+    from diloco.engines.swarm.invitation import RunKey, invite
+
+    swarm = folder / SWARM_FOLDER
+    key = RunKey.create()
+    key.save(swarm / RUN_KEY_FILE)
+    first = invite(key, (), config.swarm.invitation_days * _DAY_SECONDS, time.time())
+    write_private(swarm / INVITATION_FILE, first.text() + "\n")
+    write_private(swarm / RUN_JSON, Described.of(config, corpus_digest).text())
+
+
+def check_going_on(folder: Path, config: RunConfig, corpus_digest: str) -> None:
+    """Before anything in the run folder is changed; also renews what joiners are told (its end may be another now)."""
+    if not (folder / SWARM_FOLDER / INVITATION_FILE).is_file():
+        raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILE}: it is not a run of a swarm")
+    for checkpoint in find_checkpoints(folder)[0][-1:]:
+        model = str(checkpoint.manifests[0].config["model"])  # which no option can change
+        check_lasting(checkpoint, config.lasting(corpus_digest, model))
+        check_steps(checkpoint, config.steps)
+    described = Described.of(config, corpus_digest)
+    if Described.read(folder / SWARM_FOLDER / RUN_JSON) != described:
+        write_private(folder / SWARM_FOLDER / RUN_JSON, described.text())
+
+
+def inviting(console: Console, folder: Path) -> Callable[[], None]:
+    """Says how others can join, as soon as a worker of this machine can be reached."""
+    reader, said = EventReader(folder), [False]
+    reader.skip()
+
+    def poll() -> None:
+        if said[0]:
+            return
+        for event in reader.new_events():
+            if event["type"] == "swarm" and not said[0]:
+                said[0] = True
+                _say_how(console, folder, bool(event["founded"]), bool(event["going_on"]))
+
+    return poll
+
+
+def _say_how(console: Console, folder: Path, founded: bool, going_on: bool) -> None:
+    from diloco.engines.swarm.inviting import own_invitation
+
+    if founded and going_on:
+        how = "nobody else of the swarm is there: going on from the newest checkpoint of this machine"
+    else:
+        how = "the swarm begins here" if founded else "joined the swarm; its state is taken over"
+    console.print(Text(how), soft_wrap=True)
+    try:
+        invitation = own_invitation(folder / SWARM_FOLDER, time.time())
+    except ConfigError as error:
+        console.print(Text(f"nobody can be invited now: {error}", style="yellow"), soft_wrap=True)
+        return
+    until = f"{datetime.fromtimestamp(invitation.expires, UTC):%Y-%m-%d}"
+    console.print(Text(f"to join from another machine or terminal (until {until}):"), soft_wrap=True)
+    console.print(Text(f"  diloco join {invitation.text()}", style="bold green"), soft_wrap=True, highlight=False)
+
+
+def with_text(config: RunConfig, **data: object) -> RunConfig:
+    return replace(config, data=replace(config.data, **data))  # type: ignore[arg-type]

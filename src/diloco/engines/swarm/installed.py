@@ -1,0 +1,19 @@
+"""Whether this machine can be in a swarm at all. Torch-free, and imports none of what it looks for."""
+
+import importlib.util
+import sys
+
+from diloco.errors import ConfigError, installing
+
+_PACKAGES = ("hivemind", "msgpack", "cryptography")
+
+
+def check_swarm() -> None:
+    """Raises ConfigError where a swarm cannot be: nothing has been started or written then."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(
+            f"the swarm engine runs on Linux only, not on {sys.platform}: use WSL, Docker or another engine"
+        )
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {installing('swarm')}")

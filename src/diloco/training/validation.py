@@ -1,0 +1,91 @@
+"""When a worker measures its share of the validation loss, what it tells the others, and the sum of what all told."""
+
+import time
+from dataclasses import replace
+
+from diloco.data.corpus import Corpus
+from diloco.engines.base import Membership
+from diloco.models.base import LanguageModel
+from diloco.training.config import RunConfig
+from diloco.training.evaluation import Evaluation, combine, evaluate
+from diloco.training.events import EventLog
+from diloco.training.modes import Mode
+from diloco.training.precision import Precision
+
+
+class Validation:
+    """One worker's part. Shares go by its place among the members of the moment."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        model: LanguageModel,
+        precision: Precision,
+        engine: Membership,
+        events: EventLog,
+    ) -> None:
+        self._config, self._corpus, self._model, self._precision = config, corpus, model, precision
+        self._engine, self._events = engine, events
+        self.share = (engine.worker, engine.workers)
+        """This worker's place, and of how many."""
+        self.seconds = 0.0
+        """Spent on evaluations since the clock was last set."""
+        self.announced_step = -1
+        self.measured_step = -1
+
+    def due(self, step: int) -> bool:
+        """Whether a multiple of the interval has been reached, or jumped over, since the last evaluation."""
+        interval = self._config.eval_interval
+        if self._engine.elastic:
+            return step // interval > max(0, self.measured_step) // interval and step < self._config.steps
+        return step % interval == 0 and step < self._config.steps
+
+    def measure(self, mode: Mode) -> None:
+        """On the outer parameters; the next round tells the others."""
+        started = time.monotonic()
+        state = mode.state
+        step = state.inner_steps
+        if self._engine.elastic:  # some may have jumped a little further, and all must tell the same step
+            step -= step % self._config.eval_interval
+        with mode.outer_parameters():
+            result = self._here()
+        self._events.emit("evaluation", step=step, loss=result.loss, tokens=result.tokens)
+        self._tell(mode, result, step)
+        self.seconds += time.monotonic() - started
+
+    def measure_end(self, mode: Mode) -> None:
+        """On the final parameters, which are in the model already."""
+        started = time.monotonic()
+        result = self._here()
+        self.seconds += time.monotonic() - started
+        # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
+        step = max([mode.state.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
+        self._tell(mode, result, step)
+
+    def _tell(self, mode: Mode, result: Evaluation, step: int) -> None:
+        self.measured_step = step
+        mode.state.report = replace(
+            mode.state.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
+        )
+
+    def _here(self) -> Evaluation:
+        config = self._config
+        share = (*self.share, config.training.eval_windows)
+        batch = max(1, config.training.batch_size // config.training.accumulation)
+        with self._precision.autocast():
+            return evaluate(self._model, self._corpus, config.data.sequence_length, batch, share, self._engine.ranks)
+
+    def announce(self) -> None:
+        """Write down the loss of all shares together, once every worker has told its own; in a swarm, of those that
+        were told by the time of the next round."""
+        members = self._engine.members()
+        step = max((member.report.validation_step for member in members), default=-1)
+        if self._engine.elastic:
+            members = tuple(member for member in members if member.report.validation_step == step)
+        whole = combine(members) if step > self.announced_step else None
+        if whole is not None:
+            self.announced_step = step
+            self._events.emit(
+                "validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens
+            )
