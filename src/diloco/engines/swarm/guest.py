@@ -13,9 +13,10 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
-from diloco.engines.swarm.daemon import HivemindTransport, Network
+from diloco.engines.swarm.daemon import HivemindTransport
 from diloco.engines.swarm.invitation import Invitation
 from diloco.engines.swarm.known_peers import KnownPeer, write_peers
+from diloco.engines.swarm.reaching import Network
 from diloco.engines.swarm.sharing import fetch_file
 from diloco.engines.swarm.status import Status
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
