@@ -12,10 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from diloco.engines.swarm.files import REVOCATIONS_FILE
 from diloco.engines.swarm.invitation import NotWelcome
+from diloco.engines.swarm.peer import MAX_ADDRESSES, Peer
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.status import Status
 from diloco.engines.swarm.transport import CallRefused, Transport, Unreachable
@@ -30,28 +30,6 @@ _FROZEN_SECONDS = 2.0
 _FORGET_SECONDS = 600.0
 _HALF_SILENT = 0.5  # so many times `lost_seconds` to wait where half of all have fallen silent
 _MOST_SILENT = 12.0  # and where more than half have
-_MAX_ADDRESSES = 16
-
-
-@dataclass
-class Peer:
-    """Another member. It is live from its first answer until it is lost or leaves."""
-
-    name: str
-    credential: bytes
-    addresses: list[str]
-    status: Status = field(default_factory=Status)
-    heard: float = 0.0
-    live: bool = False
-    left: bool = False
-    asked: float = 0.0
-    lost_at: float = 0.0
-    gone: bool = False
-    """It is known to be dead, or has said goodbye; else it may only be cut off."""
-    latency_seconds: float = 0.0
-
-    def entry(self) -> list[object]:
-        return [self.name, self.credential, self.addresses[:_MAX_ADDRESSES], self.status.number]
 
 
 class Membership:
@@ -147,7 +125,7 @@ class Membership:
             "version": __version__,
             "role": role,
             "credential": self.trust.credential,
-            "addresses": self.addresses[:_MAX_ADDRESSES],
+            "addresses": self.addresses[:MAX_ADDRESSES],
             "status": self.status.to_wire(),
             "time": time.time(),
         }
@@ -184,7 +162,7 @@ class Membership:
         self.trust.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, []))
         peer.credential = credential
-        peer.addresses = addresses[:_MAX_ADDRESSES] or peer.addresses
+        peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
         return peer
 
     def _take_roster(self, entries: list[object]) -> None:
@@ -296,14 +274,10 @@ class Membership:
             self._busy.discard(peer.name)
 
     async def _no_answer(self, peer: Peer, problem: Exception) -> None:
-        if not peer.live:
+        if isinstance(problem, CallRefused):
+            self._turned_away(peer, str(problem))
+        elif not peer.live:
             peer.lost_at = peer.lost_at or time.monotonic()
-            if isinstance(problem, CallRefused):
-                self.turned_away(str(problem))
-            return
-        if isinstance(problem, CallRefused):  # it is there, but does not know us: it was started again
-            peer.live, peer.asked = False, 0.0
-            self.turned_away(str(problem))
         elif isinstance(problem, Unreachable) and problem.gone:
             try:
                 await self._call(peer.name, pack("beat", **self._beat_fields()), self.settings.beat_seconds)
@@ -313,13 +287,20 @@ class Membership:
             else:
                 peer.heard = time.monotonic()
 
-    def turned_away(self, reason: str) -> None:
-        """Somebody will not have this node. One alone cannot put it out; when most say so, it is."""
-        if reason.startswith(("banned", "revoked")) and sum(peer.live for peer in self.peers.values()) * 2 < len(
-            self.peers
-        ):
+    def _turned_away(self, peer: Peer, reason: str) -> None:
+        """It is there, but does not know this node (it was started again: hello again), or will not have it.
+
+        One alone cannot put a node out; when most say so, it is.
+        """
+        unwelcome = reason.startswith(("banned", "revoked"))
+        peer.rejects = unwelcome
+        peer.lost_at = time.monotonic() if unwelcome else peer.lost_at
+        peer.live, peer.asked = False, peer.asked if unwelcome or not peer.live else 0.0
+        rejecting = sum(other.rejects for other in self.peers.values())
+        if unwelcome and rejecting > sum(other.live for other in self.peers.values()):
             self.out = self.out or reason
             self.status.holds = False
+        self.changed()
 
     def _beat_fields(self) -> dict[str, object]:
         revoked = self.trust.revocations_digest()
@@ -354,7 +335,7 @@ class Membership:
         if status.number >= 0:
             self.numbers[peer.name] = status.number
         if not peer.live and not peer.left:
-            peer.live, peer.lost_at, peer.gone = True, 0.0, False
+            peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
             if status.number >= 0:
                 self._tell("member_joined", peer)
         elif number < 0 <= status.number:

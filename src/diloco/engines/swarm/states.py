@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.kept import KeptRounds
-from diloco.engines.swarm.membership import Membership, Peer
+from diloco.engines.swarm.membership import Membership
+from diloco.engines.swarm.peer import Peer
 from diloco.engines.swarm.plan import Plan
 from diloco.engines.swarm.taking_part import TakingPart
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
