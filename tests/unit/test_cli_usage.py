@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
 @pytest.mark.parametrize(
     "tokens",
     [["--help"], ["train", "--help"], ["compare", "--help"], ["sink", "--help"], ["train", "-h"], [],
-     ["invite", "--help"], ["revoke", "--help"]],
+     ["invite", "--help"], ["revoke", "--help"], ["doctor", "--help"]],
 )  # fmt: skip
 def test_help_fits_a_screen_and_has_an_example(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]

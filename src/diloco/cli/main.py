@@ -65,6 +65,12 @@ app.command(
     help="Take a peer out of a swarm's run, for ever.",
     help_epilogue="Example:  diloco revoke runs/mine 3",
 )
+app.command(
+    "diloco.cli.doctor:doctor",
+    name="doctor",
+    help="Check whether this machine can be in a swarm, and how well.",
+    help_epilogue="Example:  diloco doctor INVITATION --port 4000",
+)
 data = App(
     name="data",
     help="Prepare text for training.",

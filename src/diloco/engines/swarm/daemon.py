@@ -155,7 +155,8 @@ class HivemindTransport(Transport):
     async def _own(self) -> tuple[int, list[str]]:
         """The port that others would call, and the addresses that this machine knows of itself."""
         _, ways = await self._control.identify()
-        direct = [way for way in ways if "/tcp/" in way and multiaddr.CIRCUIT not in way and not _loopback(way)]
+        direct = [way for way in ways if "/tcp/" in way and multiaddr.CIRCUIT not in way]
+        direct = [way for way in direct if not _loopback(way)] or direct
         ports = [int(way.split("/tcp/")[1].split("/")[0]) for way in sorted(direct)]
         return next(iter(ports), 0), direct
 
@@ -178,6 +179,12 @@ class HivemindTransport(Transport):
             async with asyncio.timeout(_ASK_SECONDS):
                 request = reaching.ask(port)
                 return reaching.answered(await self._control.call(peer, f"{self._protocol}/reach", request))
+
+    async def relay_limit(self, peer: str) -> int:
+        """How many bytes a connection through that peer may carry; 0: it relays nothing."""
+        with self._mapped(peer, _ASK_SECONDS):
+            async with asyncio.timeout(_ASK_SECONDS):
+                return await reaching.relay_limit(self._control, peer)
 
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
         self._handlers = (on_call, on_stream)

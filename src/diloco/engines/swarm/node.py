@@ -39,6 +39,7 @@ _LEADING = ("ready", "complete", "trouble")
 _LED = ("plan", "commit", "inquire")
 _CARE_SECONDS = 1.0
 _LONGEST_HELLO = 8192
+_MOST_MEASURED = 512 << 10
 _FAREWELL_SECONDS = 2.0
 
 
@@ -285,6 +286,8 @@ class Node:
                 return pack("files", names=self.files.names())
             case "clock":
                 return pack("clock", time=time.time())
+            case "measure":  # for `diloco doctor`: how fast bytes go there and back
+                return pack("measure", data=bytes(message.number("bytes", high=_MOST_MEASURED)))
         if peer not in self.membership.peers:
             raise CallRefused("say hello first")
         match message.kind:

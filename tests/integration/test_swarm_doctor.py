@@ -1,0 +1,135 @@
+"""`diloco doctor` beside a real node on the loopback device."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli.main import run
+from diloco.engines.swarm import checks, checks_outside
+from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
+from diloco.engines.swarm.files import INVITATION_FILE, write_private
+from diloco.engines.swarm.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.node import Node
+from diloco.engines.swarm.reaching import Network
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust import Trust
+from diloco.engines.swarm.worker import Snapshot
+
+KEY = RunKey.create()
+
+
+class Idle:
+    """A trainer that does nothing."""
+
+    def called(self, sequence: int) -> None: ...
+
+    async def snapshot(self) -> Snapshot | None:
+        return None
+
+    def happened(self, type_: str, fields: Mapping[str, Any]) -> None: ...
+
+
+async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) -> None:
+    invitation = invite(KEY, [], 3600, time.time())
+    write_private(folder / INVITATION_FILE, invitation.text())
+    network = Network(host="127.0.0.1")
+    transport = await HivemindTransport.create(folder / "worker-0.key", protocol_of(KEY.run_id), network)
+    trust = Trust(KEY.public, transport.peer, invitation.credential(transport.peer), 3)
+    node = Node(transport, trust, Settings(str(folder), "worker-0", founder=True), Idle())
+    await node.start()
+    told["invitation"] = invitation.with_addresses(await transport.addresses())
+    told["end"], told["loop"] = asyncio.Event(), asyncio.get_running_loop()
+    ready.set()
+    await told["end"].wait()
+    await node.leave()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_outside, "_MAX_PIECES", 4)
+
+
+@pytest.fixture(scope="module")
+def invitation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Invitation]:
+    """To a swarm of one."""
+    folder, ready, told = tmp_path_factory.mktemp("swarm"), threading.Event(), dict[str, Any]()
+    thread = threading.Thread(target=lambda: asyncio.run(_node(folder, ready, told)))
+    thread.start()
+    assert ready.wait(30)
+    yield told["invitation"]
+    told["loop"].call_soon_threadsafe(told["end"].set)
+    thread.join(30)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, list[str]]:
+    """Its exit code and its lines, each with its remedy."""
+    code = run(["doctor", *tokens, "--host", "127.0.0.1"])
+    return code, " ".join(capsys.readouterr().out.replace("\n  ", " ").split(" ")).split("\n")
+
+
+@pytest.mark.slow
+def test_a_doctor_finds_the_swarm_its_clock_its_workers_and_how_fast_they_are(
+    invitation: Invitation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = doctor(capsys, invitation.text())
+    found = {line.split()[1]: line for line in lines if line}
+    assert code == 0, lines
+    assert found["p2pd"].split()[-1] == "runs"
+    assert KEY.run_id in found["invitation"]
+    assert "answers" in found["address"]
+    assert found["clock"].startswith("ok")
+    assert "1 in the swarm" in found["workers"]
+    assert "directly" in found["worker"] and "MB/s up" in found["worker"]
+    assert found["reachable"].startswith("ok")  # it listens at an address that the swarm can call
+    assert found["relay"].startswith("warning")  # a machine without a public address is none
+
+
+@pytest.mark.slow
+def test_an_address_where_nobody_answers_is_named_with_what_to_do(
+    invitation: Invitation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = invitation.peers[0]
+    dead = f"/ip4/127.0.0.1/tcp/9/p2p/{peer}"
+    code, lines = doctor(capsys, invitation.with_addresses([dead]).text())
+    assert code == 1
+    (line,) = [line for line in lines if line[8:].startswith("address ")]
+    assert line.startswith("failed") and "/ip4/127.0.0.1/tcp/9" in line and "fresh invitation" in line
+    code, lines = doctor(capsys, invitation.with_addresses([*invitation.addresses, dead]).text())
+    assert code == 0  # another one does answer
+    assert [line.split()[0] for line in lines if line[8:].startswith("address ")] == ["ok", "warning"]
+
+
+@pytest.mark.slow
+def test_an_invitation_of_another_run_an_expired_and_a_damaged_one_fail(
+    invitation: Invitation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = invite(RunKey.create(), invitation.addresses, 3600, time.time())
+    expired = invite(KEY, invitation.addresses, 3600, time.time() - 7200)
+    for text, said in [
+        (other.text(), "takes no part in this run"),
+        (expired.text(), "expired"),
+        (invitation.text()[:-5], "copy it again"),
+    ]:
+        code, lines = doctor(capsys, text)
+        assert code == 1
+        assert any(line.startswith("failed") and said in line for line in lines), lines
+
+
+def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: {"torch": "2.3.1", "hivemind": "1.1.11"}.get(name))
+    found = {finding.name: finding for finding in checks.look_at_packages()}
+    assert {name: finding.state for name, finding in found.items()} == {
+        "torch": "failed", "hivemind": "warning", "msgpack": "failed", "cryptography": "failed",
+    }  # fmt: skip
+    assert all(finding.remedy for finding in found.values())
+    monkeypatch.setattr(checks, "_NO_DISK", 1 << 62)
+    assert checks.look_at_disk(tmp_path / "not" / "there").state == "failed"
+    monkeypatch.setattr(checks, "own_addresses", list)
+    assert checks.look_at_addresses().state == "failed"
+    assert checks.look_at_port(Network(host="192.0.2.77", port=4000)).state == "failed"
+    assert checks.look_at_port(Network(announce=("example.org",))).state == "failed"
