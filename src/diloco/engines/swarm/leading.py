@@ -57,7 +57,8 @@ class Leading:
         self.settings = membership.settings
         self._leads: dict[int, _Lead] = {}
         self._usual: deque[float] = deque(maxlen=5)  # seconds between the end of a round and half being ready again
-        self._last_end = time.monotonic()
+        self._began = time.monotonic()
+        self._last_end: float | None = None  # of a round that was led here
         self._tasks: set[asyncio.Task[None]] = set()
 
     # What members say
@@ -105,7 +106,7 @@ class Leading:
 
     def over(self, lead: "_Lead", half_ready_at: float | None) -> None:
         self._leads.pop(lead.key.sequence, None)
-        if half_ready_at is not None:
+        if half_ready_at is not None and self._last_end is not None:
             self._usual.append(half_ready_at - self._last_end)
         self._last_end = time.monotonic()
         self.membership.changed()
@@ -119,7 +120,7 @@ class Leading:
 
     @property
     def patience_seconds(self) -> float:
-        usual = statistics.median(self._usual) if self._usual else time.monotonic() - self._last_end
+        usual = statistics.median(self._usual) if self._usual else time.monotonic() - (self._last_end or self._began)
         return max(_LEAST_PATIENCE * self.settings.lost_seconds, self.settings.patience * usual)
 
     async def earlier_round(self, sequence: int) -> None:
