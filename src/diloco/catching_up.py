@@ -105,8 +105,9 @@ class CatchingUp:
                 state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
             for position, (key, _) in enumerate(theirs.means):
                 for lane, one in zip(state.lanes, states, strict=True):
-                    lane.vectors[key.fragment].data.copy_(one.means[position][1])
-                    lane.merge(key.fragment, lane.vectors[key.fragment], mixing=1.0)
+                    vector = lane.vectors[key.fragment]
+                    vector.data.copy_(one.means[position][1].view_as(vector.data))
+                    lane.merge(key.fragment, vector, mixing=1.0)
                 state.merged_rounds[key.fragment] += 1
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             state.jump_to(self._position(theirs))
@@ -157,6 +158,6 @@ def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
         if state.numbers.get(name, -1) < 0:
             return f"its number '{name}' is missing or below 0"
     for key, mean in state.means:
-        if not 0 <= key.fragment < len(lane.vectors) or mean.shape != lane.vectors[key.fragment].data.shape:
-            return f"the mean of round {key.sequence} (fragment {key.fragment}) has another shape"
+        if not 0 <= key.fragment < len(lane.vectors) or mean.numel() != lane.vectors[key.fragment].num_bytes:
+            return f"the mean of round {key.sequence} (fragment {key.fragment}) has another size"
     return None

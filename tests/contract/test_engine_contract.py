@@ -13,6 +13,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
+from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.engines import waves
 from diloco.engines.base import Engine
@@ -27,6 +29,7 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import GlobalState, Report, RoundKey
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError, RoundFailed
+from worlds.problem import Story, train
 from worlds.processes import in_processes
 from worlds.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
 from worlds.swarms import LoopbackSwarm, Shifted, together
@@ -170,15 +173,37 @@ def in_one_swarm(swarm: LoopbackSwarm, first: int) -> tuple[list[dict[str, Any]]
     return everyone, first
 
 
+@dataclass
+class Told:
+    """What one swarm did: answers by the number of workers that it had, calm runs, a worker that was lost."""
+
+    answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    calm: list[list[Story]] = field(default_factory=list)
+    after_loss: list[Any] = field(default_factory=list)
+
+
+CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
+    (SyncConfig(4, "int8", fragments=2, overlap_steps=1), 14, {}),  # they join, and start from worker 0's parameters
+    (SyncConfig(3, "fp32"), 8, {"seed": 0}),  # they hold a state already
+]
+
+
 @functools.cache
-def swarms() -> dict[int, list[dict[str, Any]]]:
-    """What one swarm answered while it had three, two, and one worker."""
-    swarm, first, answers = LoopbackSwarm(3), 0, {}
+def swarm() -> Told:
+    """Three workers join, train, answer; then they leave one by one, and the others answer again."""
+    world, first, told = LoopbackSwarm(3), 0, Told()
+    for sync, steps, options in CALM:
+        stories, first = world.train(sync, steps, first, **options)
+        told.calm.append(stories)
     for workers in (3, 2, 1):
-        answers[workers], first = in_one_swarm(swarm, first)
-        swarm.leave()
-    swarm.close()
-    return answers
+        told.answers[workers], first = in_one_swarm(world, first)
+        if workers == 2:
+            world.lose_p2pd(1)
+            told.after_loss = together([Shifted(engine, first) for engine in world.engines], weighted)
+            first += 1
+        world.leave()
+    world.close()
+    return told
 
 
 _worlds: dict[int, list[dict[str, Any]]] = {}
@@ -189,7 +214,7 @@ def answers(engine: str, workers: int, name: str) -> list[Any]:
     if engine == "local":
         return in_threads(workers, SCENARIOS[name])
     if engine == "swarm":
-        return [world[name] for world in swarms()[workers]]
+        return [world[name] for world in swarm().answers[workers]]
     if workers not in _worlds:
         _worlds[workers] = in_processes(workers, in_one_world)
     return [world[name] for world in _worlds[workers]]
@@ -225,6 +250,22 @@ def test_i1_all_workers_get_the_same_bits_with_every_codec(engine: str, workers:
 @over_workers
 def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engine: str) -> None:
     assert equal(answers("local", workers, "every_codec")) == equal(answers(engine, workers, "every_codec"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "fp32"])
+def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
+    sync, steps, options = CALM[run]
+    local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())
+    for mine, theirs in zip(swarm().calm[run], local, strict=True):
+        assert replace(mine, bytes_sent=0) == replace(theirs, bytes_sent=0)
+        assert len(set(mine.digests)) > 2 and mine.steps == steps
+
+
+@pytest.mark.slow
+def test_a_worker_whose_p2pd_was_killed_is_in_the_swarm_again_under_its_number() -> None:
+    mean, total, contributors = equal(swarm().after_loss)
+    assert (total, contributors) == (3.0, (0, 1)) and len(mean) == NUMEL
 
 
 @over_engines

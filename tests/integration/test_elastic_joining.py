@@ -97,6 +97,16 @@ def broken(state: GlobalState, what: str) -> GlobalState:
     return replace(state, means=((key, mean[:1]),))
 
 
+def test_a_state_of_something_else_is_refused() -> None:
+    world = ElasticWorld(1, SYNCS["plain"])
+    state_for = world.swarm.state_for
+    world.swarm.state_for = lambda worker: replace(  # type: ignore[method-assign]
+        state_for(worker), layout_digest="theirs"
+    )
+    with pytest.raises(EngineError, match=r"train something else than worker 1 \(layout theirs against"):
+        world.join(1)
+
+
 @pytest.mark.parametrize(("what", "named"), [("tensor", "'0.anchor'"), ("number", "'0.rounds'"), ("mean", "round 0")])
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes(what: str, named: str) -> None:
     world = ElasticWorld(2, SYNCS["plain"], drop=[(1, 0)])

@@ -159,14 +159,6 @@ def test_a_state_arrives_as_tensors_with_means_and_position(shared_engine: tuple
     assert ([key for key, _ in got.means], got.numbers["sequence"]) == ([RoundKey(5, 1)], 6)
 
 
-def test_a_state_of_something_else_is_refused(shared_engine: tuple[SwarmEngine, Events, Path]) -> None:
-    engine, _, _ = shared_engine
-    layouts = iter(["theirs", "mine"])
-    engine.serve_state(lambda: GlobalState({}, {"sequence": 0}, next(layouts)))
-    with pytest.raises(EngineError, match=r"train something else than worker 7 \(layout theirs against mine\)"):
-        engine.fetch_state()
-
-
 def test_files_and_progress_reach_the_node_and_its_status_comes_back(
     shared_engine: tuple[SwarmEngine, Events, Path], tmp_path: Path
 ) -> None:

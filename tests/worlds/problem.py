@@ -89,10 +89,11 @@ def build(
     *,
     outer: OuterOptimizer | None = None,
     weight: float = 1.0,
+    seed: int | None = None,
     inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> tuple[Net, DiLoCo]:
     """Worker i starts from its own seed, to show that all begin with worker 0's parameters."""
-    model = net(seed=engine.worker)
+    model = net(seed=engine.worker if seed is None else seed)
     make = inner or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
     return model, DiLoCo(model, make(model), engine, sync=sync, outer=outer, weight=weight)
 
@@ -105,9 +106,16 @@ def train(
     stop_after: int | None = None,
     outer: OuterOptimizer | None = None,
     weight: float = 1.0,
+    seed: int | None = None,
+    built: Callable[[], object] | None = None,
 ) -> Story:
-    """Train for `steps`, or end early after `stop_after`, or when another worker does; then finish."""
-    model, optimizer = build(engine, sync, outer=outer, weight=weight)
+    """Train for `steps`, or end early after `stop_after`, or when another worker does; then finish.
+
+    `built` is called before the first step.
+    """
+    model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed)
+    if built is not None:
+        built()
     story = Story()
     optimizer.outer.on_round = story.events.append
     early = False

@@ -4,7 +4,9 @@ Starting a sidecar takes seconds, so one swarm serves many tests: `Shifted` lets
 """
 
 import atexit
+import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -15,12 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.engines.swarm.files import INVITATION_FILE, write_private
 from diloco.engines.swarm.invitation import RunKey, invite
 from diloco.engines.swarm.settings import Settings
+from worlds.problem import Story, train
 
 T, W = TypeVar("T"), TypeVar("W")
 
@@ -59,6 +63,31 @@ class LoopbackSwarm:
         while not all(self._member(one, other.worker)["holds"] for one in self.engines for other in self.engines):
             assert time.monotonic() < deadline, "the workers do not see each other"
             time.sleep(0.02)
+
+    def train(self, sync: SyncConfig, steps: int, first: int, **options: Any) -> tuple[list[Story], int]:
+        """All together from the first step on; their stories, and the round after the last."""
+        gate = threading.Barrier(len(self.engines))
+
+        def built() -> None:
+            gate.wait(20.0)
+            self.settle()
+            gate.wait(20.0)
+
+        engines = [Shifted(engine, first) for engine in self.engines]
+        stories = together(engines, lambda engine: train(engine, sync, steps, built=built, **options).without_mean())
+        return stories, first + engines[0].rounds
+
+    def lose_p2pd(self, number: int) -> None:
+        """It is killed; returns when its worker is in the swarm again."""
+        engine = self.engines[number]
+        sidecar = engine._sidecar._process
+        assert sidecar is not None
+        children = Path(f"/proc/{sidecar.pid}/task/{sidecar.pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        sidecar.wait(20.0)
+        engine.fetch_state()
+        self.settle()
 
     def leave(self) -> None:
         """The one with the highest number does."""

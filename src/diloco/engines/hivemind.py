@@ -72,10 +72,9 @@ class SwarmEngine(Engine):
         self._members: tuple[Member, ...] = ()
         self._called = -1
         self._joined = False  # this worker has had a state once
-        self._stale = False  # the sidecar was lost: rounds may have ended without this worker
+        self._known = 0  # how many sidecars had been lost when this worker last had the others' state
         self._files: dict[str, str] = {}
         self._told_progress = 0.0
-        self._layout_digest: str | None = None
         self._provider: snapshots.Provider | None = None
         self._free: dict[tuple[int, int], list[tuple[SharedMemory, SharedMemory]]] = {}
         self._sidecar = KeptSidecar(settings, self.log, self._hear, self._tell_event, command or COMMAND)
@@ -107,7 +106,7 @@ class SwarmEngine(Engine):
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         self._snapshots.changed()
-        if self._stale:
+        if self._sidecar.losses > self._known:  # rounds may have ended without this worker
             return _Failed(RoundFailed(f"round {key.sequence}: the swarm's process was lost", resync=True))
         vector = contribution.vector
         seconds = min(deadline_seconds, self.settings.timeout_seconds)
@@ -154,14 +153,13 @@ class SwarmEngine(Engine):
     def give_up(self, number: int, reason: str) -> None:
         """The sidecar lives but does not do what it was asked: another one must."""
         logger.warning("%s: the swarm's process is started again", reason)
-        self._stale = True
         self._sidecar.forget(number)
         self._sidecar.kill()
 
     # States
 
     def serve_state(self, provider: snapshots.Provider) -> None:
-        self._provider, self._layout_digest = provider, None
+        self._provider = provider
         self._snapshots.serve(provider)
 
     def hold_back(self, held: bool) -> None:
@@ -169,11 +167,10 @@ class SwarmEngine(Engine):
         self._snapshots.held_back = held
 
     def fetch_state(self) -> GlobalState | None:
-        self._stale = False
         seconds = self.settings.timeout_seconds if self._joined else _JOIN_SECONDS
-        answer = self._ask_until_answered(lambda number: say.FetchState(number), "the others' state", seconds)
+        answer, losses = self._ask_until_answered(lambda number: say.FetchState(number), "the others' state", seconds)
         assert isinstance(answer, say.StateFetched)
-        self._joined = True
+        self._joined, self._known = True, losses
         if answer.holds:
             return None
         base = self._base(answer)
@@ -192,7 +189,6 @@ class SwarmEngine(Engine):
         if answer.memory is None:
             assert self._provider is not None, "serve_state comes before fetch_state"
             return self._provider()
-        self._check_layout(answer.layout_digest)
         return GlobalState(snapshots.read(answer.memory), answer.numbers or {}, answer.layout_digest, note=answer.note)
 
     def _held(self) -> int | None:
@@ -203,22 +199,6 @@ class SwarmEngine(Engine):
             return self._provider().numbers["sequence"]
         except RoundFailed:
             return None
-
-    def _check_layout(self, theirs: str) -> None:
-        """The others' state is of the same model and settings; else it must not be taken."""
-        if self._provider is None:
-            return
-        if self._layout_digest is None:
-            try:
-                self._layout_digest = self._provider().layout_digest
-            except RoundFailed:  # it has no state of its own yet; whoever takes this one compares
-                return
-        if theirs != self._layout_digest:
-            raise EngineError(
-                f"the others train something else than worker {self.worker} (layout {theirs} against "
-                f"{self._layout_digest}): model, data, codec, schedule and outer optimizer must be the same "
-                "everywhere; compare the workers' config.toml and versions"
-            )
 
     # Files, and what is told of this worker
 
@@ -248,14 +228,14 @@ class SwarmEngine(Engine):
         members = self._status.get("members", ())
         return tuple(one["number"] for one in members if one["live"] and one["holds"] and one["number"] >= 0)
 
-    def _ask_until_answered(self, request: Callable[[int], say.Message], what: str, seconds: float) -> Any:
-        """Asks again when the sidecar was lost meanwhile."""
+    def _ask_until_answered(self, request: Callable[[int], say.Message], what: str, seconds: float) -> tuple[Any, int]:
+        """Asks again when the sidecar was lost meanwhile. Also tells how many had been lost when it asked."""
         deadline = time.monotonic() + seconds
         while True:
-            number = self._sidecar.number()
+            number, losses = self._sidecar.number(), self._sidecar.losses
             answer = self._sidecar.ask(request(number), number)
             try:
-                return answer.result(max(0.0, deadline - time.monotonic()))
+                return answer.result(max(0.0, deadline - time.monotonic())), losses
             except SidecarLost as lost:
                 logger.warning("%s; asking again", lost)
             except TimeoutError:
@@ -297,10 +277,12 @@ class SwarmEngine(Engine):
 
     def _tell_event(self, type_: str, fields: Mapping[str, Any]) -> None:
         if type_ == "sidecar_lost":
-            self._stale = True
             logger.warning("the swarm's process was lost (%s), and is started again", fields["reason"])
         if self._on_event is not None:
-            self._on_event(type_, fields)
+            try:
+                self._on_event(type_, fields)
+            except Exception:
+                logger.exception("an event (%s) could not be told", type_)
 
 
 class _Failed(PendingRound):

@@ -103,10 +103,11 @@ class GlobalState:
     numbers: Mapping[str, int]
     """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str
-    """Of everything that must be the same on all workers; an engine compares it before it hands tensors over."""
+    """Of everything that must be the same on all workers. An engine compares it before it hands tensors over; with an
+    elastic one, whoever takes them over does."""
     means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
-    """Encoded means ([parts, part_bytes]) of rounds that ended since, to be merged in this order before anything else.
-    A source serves none; an elastic engine adds them, and moves `sequence` on."""
+    """Encoded means (bytes, of whatever shape) of rounds that ended since, to be merged in this order before anything
+    else. A source serves none; an elastic engine adds them, and moves `sequence` on."""
     position: int | None = None
     """Where the others are in the schedule by now, as far as is known; None: at `numbers["inner_steps"]`."""
     note: bytes = b""

@@ -80,6 +80,8 @@ class KeptSidecar:
         self._lost_at: list[float] = []
         self.held: Callable[[], int | None] = lambda: None
         """What a later sidecar is told: the first round that the trainer has not merged, if it knows."""
+        self.losses = 0
+        """How many sidecars have been lost so far."""
         self.failure: DiLoCoError | None = None
         """Why there will be no sidecar any more."""
         self.first: Future[int] = Future()
@@ -171,6 +173,9 @@ class KeptSidecar:
             except (LinkError, OSError, DiLoCoError) as error:
                 self._consider(error)
                 self._lost(str(error))
+            except Exception as error:  # whoever waits must hear of it, whatever it is
+                logger.exception("the swarm's process can be kept no longer")
+                self.failure = EngineError(f"the swarm's process can be kept no longer: {error!r}")
             self._ending.wait(PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
         self._fail_all(self.failure or EngineError("the swarm's engine is closed: no round can follow"))
 
@@ -289,6 +294,7 @@ class KeptSidecar:
 
     def _lost(self, reason: str) -> None:
         """Everything that was sent is lost; what was not is for the next sidecar."""
+        self.losses += not self._ending.is_set()
         with self._lock:
             sent = {number: request for number, request in self._requests.items() if request.sent}
             for number in sent:

@@ -19,6 +19,7 @@ from diloco.engines.swarm.kept import KeptRounds
 from diloco.engines.swarm.membership import Membership
 from diloco.engines.swarm.peer import Peer
 from diloco.engines.swarm.plan import Plan
+from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.taking_part import TakingPart
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.wire import Malformed, Message, pack, read_frame, write_frame
@@ -156,7 +157,7 @@ class States:
             if head.kind != "state":
                 return None
             size = head.number("size", high=_LARGEST_STATE)
-            data = memoryview(bytearray(size))
+            data = SharedMemory.create(size).view  # where the trainer reads it
             for first in range(0, size, _CHUNK_BYTES):
                 await stream.read_into(data[first : first + _CHUNK_BYTES], self._stall)
             await stream.write(b"\1", self._stall)
