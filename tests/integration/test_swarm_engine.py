@@ -176,17 +176,16 @@ def test_files_and_progress_reach_the_node_and_its_status_comes_back(
 def test_lost_and_frozen_sidecars_fail_their_rounds_and_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_sidecar, "SILENT_TURNS", 2)
     monkeypatch.setattr(kept_sidecar, "PAUSE_SECONDS", 0.1)
     before, threads = open_files(), threading.active_count()
-    lose_sidecars(tmp_path)
+    lose_sidecars(tmp_path, monkeypatch)
     assert (tmp_path / "swarm" / "left").exists() and (tmp_path / "swarm" / "closed").exists()
     assert not processes_with(str(tmp_path))
     assert not open_files() - before
     assert threading.active_count() == threads
 
 
-def lose_sidecars(folder: Path) -> None:
+def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: Events = []
     engine = made(folder, events)
     engine.serve_files({"a": folder / "a"})
@@ -202,8 +201,11 @@ def lose_sidecars(folder: Path) -> None:
     assert caught.value.resync and engine.fetch_state() is not None  # waits for the next sidecar
     assert engine.status()["held"] == 3
     assert posted(engine, 2).wait().total_weight == 2.0
-    with pytest.raises(RoundFailed, match="it was silent for 2 s"):
-        posted(engine, 3, b"freeze").wait()
+    frozen = posted(engine, 3, b"freeze")
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_sidecar, "SILENT_TURNS", 1)
+        with pytest.raises(RoundFailed, match=r"it was silent for \d+ s, and was killed"):
+            frozen.wait()
     assert engine.fetch_state() is not None
     with pytest.raises(RoundFailed, match="exit code 1"):  # p2pd died: a new process can help
         posted(engine, 4, b"lose").wait()

@@ -195,17 +195,17 @@ class KeptSidecar:
             self._end(process)
 
     def _listen(self, link: Link) -> None:
-        starting, silent, patience = self.number(), 0, _FIRST_TURNS
+        starting, silent, started = self.number(), 0, False
         link.send(
             say.Start(starting, self._settings.to_json(), self.held() if self.first.done() else None), _SEND_SECONDS
         )
-        while silent < patience:
+        while silent < (SILENT_TURNS if started else _FIRST_TURNS):
             if self._ending.is_set():
                 return
             message = link.receive(1.0)
             silent += 1
             if message is not None:
-                silent, patience = 0, SILENT_TURNS
+                silent, started = 0, True
                 self._hear(message, starting, link)
         raise LinkFull(f"it was silent for {silent} s, and was killed")
 
