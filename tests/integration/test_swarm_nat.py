@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ def net() -> Iterator[Internet]:
         made.public("public")
         made.home("home")
         made.home("other")
+        made.home("strict", symmetric=True)
         made.home("forwarded", open_ports=[4000])
         yield made
 
@@ -44,29 +46,48 @@ def on(
         yield peers
 
 
-def test_two_peers_behind_routers_exchange_calls_and_streams_through_an_open_one(net: Internet, tmp_path: Path) -> None:
-    with on(net, {"public": 4000}, tmp_path) as (public,):
-        assert public.kind == "open"
-        seeds = public.do("addresses")
-        with on(net, {"home": None, "other": None}, tmp_path, seeds) as (home, other):
-            assert (home.kind, other.kind) == ("closed", "closed")
-            home.do("introduce", public.name, seeds)
-            home.do("introduce", other.name, other.wait_for_address("/p2p-circuit/"))
-            assert home.do("call", other.name, "hello") == f"{home.name} said hello"
-            assert other.do("call", home.name, "hello") == f"{other.name} said hello"
-            assert home.do("stream", other.name, 2_000_000)  # libp2p's usual relay ends after 128 KiB
-            assert other.do("stream", home.name, 2_000_000)
-            assert public.do("call", home.name, "hello") == f"{public.name} said hello"
+@pytest.fixture(scope="module")
+def public(net: Internet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedPeer]:
+    with on(net, {"public": 4000}, tmp_path_factory.mktemp("public")) as (peer,):
+        yield peer
 
 
-def test_a_peer_whose_router_forwards_its_port_is_open_and_relays(net: Internet, tmp_path: Path) -> None:
-    with on(net, {"public": 4000}, tmp_path) as (public,):
-        seeds = public.do("addresses")
-        with on(net, {"forwarded": 4000}, tmp_path, seeds) as (forwarded,):
-            assert forwarded.kind == "open"
-            own = forwarded.do("addresses")
-            assert own[0].startswith("/ip4/5.5.5.") and any(address.startswith("/ip4/192.168.") for address in own)
-            with on(net, {"home": None}, tmp_path, own) as (home,):
-                assert home.kind == "closed"
-                public.do("introduce", home.name, home.wait_for_address("/p2p-circuit/"))
-                assert public.do("stream", home.name, 200_000)
+def exchange(one: LaunchedPeer, two: LaunchedPeer) -> list[str]:
+    """Calls and streams both ways; returns how they went."""
+    assert one.do("call", two.name, "hello") == f"{one.name} said hello"
+    assert two.do("call", one.name, "hello") == f"{two.name} said hello"
+    assert one.do("stream", two.name, 2_000_000)  # libp2p's usual relay ends after 128 KiB
+    assert two.do("stream", one.name, 2_000_000)
+    ways: list[str] = one.do("ways", two.name)
+    return ways
+
+
+def test_peers_behind_routers_meet_directly_or_through_an_open_one(
+    net: Internet, public: LaunchedPeer, tmp_path: Path
+) -> None:
+    assert public.kind == "open"
+    seeds = public.do("addresses")
+    with on(net, {"home": None, "other": None, "strict": None}, tmp_path, seeds) as (home, other, strict):
+        assert (home.kind, other.kind, strict.kind) == ("closed", "closed", "closed")
+        for peer in (home, other, strict):
+            peer.do("introduce", public.name, seeds)
+        with ThreadPoolExecutor() as both:  # also when both ask at the same time
+            at = {peer: peer.wait_for_address("/p2p-circuit/") for peer in (home, other, strict)}
+            list(both.map(lambda a, b: a.do("introduce", b.name, at[b]), (home, other), (other, home)))
+        assert all("/p2p-circuit" not in way for way in exchange(home, other))
+        strict.do("introduce", home.name, at[home])
+        assert all("/p2p-circuit" in way for way in exchange(strict, home))
+        assert public.do("call", home.name, "hello") == f"{public.name} said hello"
+
+
+def test_a_peer_whose_router_forwards_its_port_is_open_and_relays(
+    net: Internet, public: LaunchedPeer, tmp_path: Path
+) -> None:
+    with on(net, {"forwarded": 4000}, tmp_path, public.do("addresses")) as (forwarded,):
+        assert forwarded.kind == "open"
+        own = forwarded.do("addresses")
+        assert own[0].startswith("/ip4/5.5.5.") and any(address.startswith("/ip4/192.168.") for address in own)
+        with on(net, {"home": None}, tmp_path, own) as (home,):
+            assert home.kind == "closed"
+            public.do("introduce", home.name, home.wait_for_address("/p2p-circuit/"))
+            assert public.do("stream", home.name, 200_000)

@@ -76,8 +76,11 @@ class Internet:
         self._add(name)
         return self._connect(name)
 
-    def home(self, name: str, *, open_ports: Sequence[int] = ()) -> str:
-        """A machine behind a router that masquerades; returns the router's public address. Ports may be forwarded."""
+    def home(self, name: str, *, open_ports: Sequence[int] = (), symmetric: bool = False) -> str:
+        """A machine behind a router that masquerades; returns the router's public address. Ports may be forwarded.
+
+        `symmetric`: the router gives every connection a port of its own, so that nobody can be called back.
+        """
         router, number = f"r{name}", next(self._homes)
         self._add(router)
         self._add(name)
@@ -88,9 +91,10 @@ class Internet:
         self._in(name, "ip", "route", "add", "default", "via", f"192.168.{number}.1")
         self._in(router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         forwards = "".join(f"iif wan tcp dport {port} dnat to 192.168.{number}.2; " for port in open_ports)
+        masquerade = "masquerade fully-random" if symmetric else "masquerade"
         rules = f"""
             table ip nat {{
-                chain out {{ type nat hook postrouting priority srcnat; oif wan masquerade; }}
+                chain out {{ type nat hook postrouting priority srcnat; oif wan {masquerade}; }}
                 chain in {{ type nat hook prerouting priority dstnat; {forwards} }}
             }}
             table ip filter {{

@@ -125,6 +125,17 @@ def split_peer(address: str) -> tuple[str, str]:
     return way, peer
 
 
+def way_to(peer: str, address: str) -> str | None:
+    """The same without the peer; None if it leads to another, or is not one that p2pd takes. May come from anybody."""
+    try:
+        way, name = split_peer(address)
+        to_bytes(way)
+        from_base58(name)
+    except ConfigError:
+        return None
+    return way if name == peer else None
+
+
 def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address at the start of a multiaddr; None if it begins with a name."""
     parts = address.split("/")

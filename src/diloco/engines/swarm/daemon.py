@@ -10,14 +10,14 @@ import contextlib
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from diloco.engines.swarm import addresses as multiaddr
-from diloco.engines.swarm import identity, reaching
+from diloco.engines.swarm import identity, punching, reaching
 from diloco.engines.swarm.control import Control, DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.limits import Places, Recent
 from diloco.engines.swarm.p2pd import Daemon
 from diloco.engines.swarm.reaching import Network, Reach, Seen
 from diloco.engines.swarm.streams import SocketStream
@@ -49,25 +49,6 @@ def protocol_of(run_id: str) -> str:
     return f"/diloco/{run_id}"
 
 
-class _Places:
-    """How many are at work, for each peer and in all."""
-
-    def __init__(self, per_peer: int, in_all: int) -> None:
-        self._per_peer, self._in_all = per_peer, in_all
-        self._taken: Counter[str] = Counter()
-
-    def take(self, peer: str) -> bool:
-        if self._taken[peer] >= self._per_peer or self._taken.total() >= self._in_all:
-            return False
-        self._taken[peer] += 1
-        return True
-
-    def give_back(self, peer: str) -> None:
-        self._taken[peer] -= 1
-        if not self._taken[peer]:
-            del self._taken[peer]
-
-
 class HivemindTransport(Transport):
     """Made by `create`. `ended` is done, with a reason, when p2pd has died: nothing works from then on."""
 
@@ -80,11 +61,13 @@ class HivemindTransport(Transport):
         self._control = Control("", "")
         self._handlers: tuple[OnCall, OnStream] | None = None
         self._dial_back = reaching.DialBack()
-        self._known: dict[str, list[str]] = {}
+        self._puncher = punching.Puncher(self.peer, protocol)
+        self._known: Recent[list[str]] = Recent(_MAX_KNOWN)
+        self._unpunched: Recent[None] = Recent(_MAX_KNOWN)
         self._gone: set[str] = set()
         """Whose dials were refused last: for a while p2pd then says no more than that it does not try again."""
-        self._calls = _Places(CALLS_PER_PEER, CALLS_IN_ALL)
-        self._streams = _Places(STREAMS_PER_PEER, STREAMS_IN_ALL)
+        self._calls = Places(CALLS_PER_PEER, CALLS_IN_ALL)
+        self._streams = Places(STREAMS_PER_PEER, STREAMS_IN_ALL)
         self._open: set[SocketStream] = set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -222,9 +205,19 @@ class HivemindTransport(Transport):
         await self._control.accept_streams(f"{self._protocol}/stream", accept)
         await self._control.answer_calls(f"{self._protocol}/call", answer)
         await self._control.answer_calls(f"{self._protocol}/reach", self._answer_reach)
+        await self._control.answer_calls(f"{self._protocol}/punch", self._answer_punch)
+        await self._control.answer_calls(f"{self._protocol}/punched", self._answer_punched)
 
     async def _answer_reach(self, peer: str, request: bytes) -> bytes:
         return await self._dial_back.answer(self._control, peer, request)
+
+    async def _answer_punch(self, peer: str, request: bytes) -> bytes:
+        return await self._puncher.relay(self._control, peer, request)
+
+    async def _answer_punched(self, peer: str, request: bytes) -> bytes:
+        if not any(relay.endswith(f"/p2p/{peer}") for relay in self.reach.relays):
+            raise CallRefused("not a relay of this peer")
+        return self._puncher.target(self._control, request, await self._inside())
 
     def _stream(self, peer: str, sock: socket.socket, *, counted: bool) -> SocketStream:
         def closed() -> None:
@@ -252,16 +245,31 @@ class HivemindTransport(Transport):
             return await self._control.list_peers()
 
     async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
-        ways = [way for way, name in map(multiaddr.split_peer, addresses) if name == peer]
+        ways = [way for way in (multiaddr.way_to(peer, address) for address in addresses) if way is not None]
         if not ways:
             raise Unreachable(f"no address of {peer} is known", gone=True)
-        self._known.pop(peer, None)
-        self._known[peer] = ways
-        if len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self._known.put(peer, ways)
         with self._mapped(peer, seconds):
             async with asyncio.timeout(seconds):
+                if self.reach.kind == "closed" and await self._punched(peer, ways):
+                    return
                 await self._control.connect_peer(peer, ways, seconds)
+
+    async def _punched(self, peer: str, ways: list[str]) -> bool:
+        """Two that are both behind routers may still get a direct connection; see punching.py."""
+        relays = punching.relays_in(ways)
+        if not relays or peer in self._unpunched or peer in await self._control.list_peers():
+            return False
+        if await self._puncher.connect(self._control, relays[0], peer, await self._inside()):
+            return True
+        self._unpunched.put(peer, None)  # once is enough: the next one would take as long
+        return False
+
+    async def _inside(self) -> tuple[str, int]:
+        """Where this machine's own p2pd listens, for one who is on it."""
+        port, _ = await self._own()
+        first = multiaddr.ip_of(multiaddr.listening(self._network.host, port or None)[0])
+        return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
 
     async def forget(self, peer: str) -> None:
         with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
@@ -299,7 +307,7 @@ class HivemindTransport(Transport):
             raise error
         try:
             async with asyncio.timeout(_RECONNECT_SECONDS):
-                await self._control.connect_peer(peer, self._known.get(peer, []), _RECONNECT_SECONDS)
+                await self._control.connect_peer(peer, self._known.get(peer) or [], _RECONNECT_SECONDS)
         except DaemonError as again:
             raise error if _only_backoff(str(again)) else again from None
 
@@ -323,6 +331,7 @@ class HivemindTransport(Transport):
         await self._stop()
 
     async def _stop(self) -> None:
+        self._puncher.close()
         for stream in list(self._open):
             stream.close()
         if self._daemon is not None:

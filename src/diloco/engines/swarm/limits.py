@@ -1,5 +1,6 @@
 """How much others can cause here: how often they may knock, how many of them are remembered. Reads no clock."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -59,3 +60,22 @@ class Recent(Generic[Value]):
 
     def drop(self, name: str) -> None:
         self._values.pop(name, None)
+
+
+class Places:
+    """How many things of others are being done, for each peer and in all."""
+
+    def __init__(self, per_peer: int, in_all: int) -> None:
+        self._per_peer, self._in_all = per_peer, in_all
+        self._taken: Counter[str] = Counter()
+
+    def take(self, peer: str) -> bool:
+        if self._taken[peer] >= self._per_peer or self._taken.total() >= self._in_all:
+            return False
+        self._taken[peer] += 1
+        return True
+
+    def give_back(self, peer: str) -> None:
+        self._taken[peer] -= 1
+        if not self._taken[peer]:
+            del self._taken[peer]
