@@ -5,19 +5,24 @@ before the next post of each. With an elastic engine the others may be anywhere:
 anchors, outer momentum, the number of the next round and the position in the schedule. Either way a worker that has
 missed a round keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries its work.
 
-A state is checked before any of it is used. Nothing here posts or merges this worker's own rounds: none is in flight
-when everything is taken over, for what of its work is in a mean already must not come again.
+A state is checked before any of it is used. Nothing here posts or waits. When everything is taken over no round of this
+worker is in flight; those that ended well after the missed one are in the state, and the parameters must follow them
+(`follow`): what of this worker's work is in a mean already must not come again.
 """
 
 import logging
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError, RoundFailed
+from diloco.in_flight import Posted
 from diloco.lane import Lane
 from diloco.outer_state import OuterState
 from diloco.replica import Replica
+from diloco.worker_round import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +36,13 @@ class CatchingUp:
         """Fragments whose anchor may not be the others', and why."""
         self.astray: set[int] = set()
         """Of those, the ones whose parameters came from an anchor that nobody else had."""
+        self.owed: list[tuple[Posted, Outcome]] = []
+        """Rounds after the missed one that ended well, and are not merged."""
         self.note = b""
         """What came with the latest state."""
 
     def clear(self) -> None:
-        self.missed, self.astray = {}, set()
+        self.missed, self.astray, self.owed = {}, set(), []
 
     # At the start
 
@@ -89,40 +96,51 @@ class CatchingUp:
         except RoundFailed as failure:
             logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)
             return None
-        with state.lock:
-            state.unmerged, state.sound = state.sequence, True
         self.clear()
         return states is not None
+
+    def follow(self, posted: Posted, mixing: float) -> None:
+        """A round with this worker's work in it came with the others' state: what a merge does to the parameters."""
+        index = posted.key.fragment
+        for _, fragment in self.state.fragments_of(index):
+            fragment.adopt_anchor(mixing)
+        self.state.merged_at[index] = max(posted.work, self.state.merged_at[index])
+        self.replica.changed(index)
 
     def _take_over(self, states: Sequence[GlobalState], *, start: bool) -> None:
         """All but the parameters, which stay this worker's own. `start`: also what is equal only at the start."""
         state, theirs = self.state, states[0]
         self._check(states, start=start)
         with state.lock:
-            for lane, one in zip(state.lanes, states, strict=True):
-                lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
-            for index in range(state.num_fragments):
-                state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
-            for position, (key, _) in enumerate(theirs.means):
+            if theirs.tensors:
                 for lane, one in zip(state.lanes, states, strict=True):
-                    vector = lane.vectors[key.fragment]
-                    vector.data.copy_(one.means[position][1].view_as(vector.data))
-                    lane.merge(key.fragment, vector, mixing=1.0)
-                state.merged_rounds[key.fragment] += 1
+                    lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
+                for index in range(state.num_fragments):
+                    state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
+            for position, (key, _) in enumerate(theirs.means):
+                if theirs.tensors or key.sequence >= state.unmerged:
+                    self._merge_mean(key.fragment, [one.means[position][1] for one in states])
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             state.jump_to(self._position(theirs))
         state.gather_digests(range(state.num_fragments))
         self.note = theirs.note
 
+    def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
+        """The outer step of all others in a round that this worker was not in; its parameters stay as they are."""
+        for lane, mean in zip(self.state.lanes, encoded, strict=True):
+            lane.vectors[index].data.copy_(mean.view(lane.vectors[index].data.shape))
+            lane.merge(index, lane.vectors[index], mixing=1.0)
+        self.state.merged_rounds[index] += 1
+
     def _position(self, theirs: GlobalState) -> int:
         """Where the others are, as far as is known; in any case after the last round and before the next one."""
         sequence = theirs.numbers["sequence"]
-        position = theirs.numbers["inner_steps"] if theirs.position is None else theirs.position
+        position = theirs.numbers.get("inner_steps", 0) if theirs.position is None else theirs.position
         after = self.schedule.post_step(sequence - 1) if sequence else 0
         return max(after, min(position, self.schedule.post_step(sequence) - 1))
 
     def _check(self, states: Sequence[GlobalState], *, start: bool) -> None:
-        """Refuse a state that does not fit or that would lead back, before anything has changed."""
+        """Refuse a state that does not fit, before anything has changed."""
         for lane, state in zip(self.state.lanes, states, strict=True):
             if state.layout_digest != lane.layout_digest:
                 raise EngineError(
@@ -131,10 +149,6 @@ class CatchingUp:
                     "optimizer must be the same everywhere; compare the workers' config.toml and versions"
                 )
             problem = _misfit(lane, state, start=start)
-            if problem is None and state.numbers["sequence"] < self.state.sequence:
-                problem = (
-                    f"it is that before round {state.numbers['sequence']}, this worker is at {self.state.sequence}"
-                )
             if problem is not None:
                 raise RoundFailed(f"the state that arrived cannot be used: {problem}")
 
@@ -148,13 +162,15 @@ class CatchingUp:
 
 
 def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
-    """What is wrong with a state, if anything."""
-    for name, mine in (lane.outer_tensors() | (lane.start_tensors() if start else {})).items():
-        tensor = state.tensors.get(name)
-        if tensor is None or (tensor.shape, tensor.dtype) != (mine.shape, mine.dtype):
-            return f"tensor '{name}' is missing or not {tuple(mine.shape)} {mine.dtype}"
-    needed = ["sequence", "inner_steps", *(f"{index}.rounds" for index in range(len(lane.fragments)))]
-    for name in needed:
+    """What is wrong with a state, if anything. Without tensors it is this worker's own with the means after it."""
+    needed = {"sequence"}
+    if state.tensors or start:
+        needed |= {f"{index}.rounds" for index in range(len(lane.fragments))}
+        for name, mine in (lane.outer_tensors() | (lane.start_tensors() if start else {})).items():
+            tensor = state.tensors.get(name)
+            if tensor is None or (tensor.shape, tensor.dtype) != (mine.shape, mine.dtype):
+                return f"tensor '{name}' is missing or not {tuple(mine.shape)} {mine.dtype}"
+    for name in sorted(needed):
         if state.numbers.get(name, -1) < 0:
             return f"its number '{name}' is missing or below 0"
     for key, mean in state.means:

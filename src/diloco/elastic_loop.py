@@ -65,12 +65,16 @@ class ElasticLoop(OuterLoop):
     # Posting and merging
 
     def post(self) -> None:
-        """What is due after the inner steps taken so far, and what the others wait for no longer."""
+        """What is due after the inner steps taken so far, and what the others wait for no longer.
+
+        Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
+        """
         self.refuse_inside_evaluation()
-        while self._post_next():
+        posted: set[int] = set()
+        while self._post_next(posted):
             pass
 
-    def _post_next(self) -> bool:
+    def _post_next(self, posted: set[int]) -> bool:
         """One thing that must be done before the next inner step; False if there is none."""
         sequence = self.sequence
         step, wanted = self.schedule.post_step(sequence), self.engine.wanted(sequence)
@@ -82,18 +86,21 @@ class ElasticLoop(OuterLoop):
             return bool(wanted or self.schedule.posts_at(self.inner_steps)) and self._resync()
         position = max(self.inner_steps, step if self.ends_at is None else min(step, self.ends_at))
         index = self.schedule.fragment_of(sequence)
+        if index in posted:
+            return False
         overlap = self.schedule.overlap_steps
         if any(p.at_step + overlap < position or p.key.fragment == index for p in self._posted):
             self._merge_next()  # what belongs before that position, or has its outer gradient in the same memory
         else:
             self.state.jump_to(position)
             self._post(index)
+            posted.add(index)
         return True
 
     def _merge_next(self) -> None:
         self._merge(self._posted.pop(0))
         if self.behind.missed and not self._leaving:
-            while self._posted:  # they may have this worker's work in them, which must not come again
+            while self._posted:  # what is in them of this worker's work must not come again
                 self._merge(self._posted.pop(0))
             self._resync()
 
@@ -110,16 +117,35 @@ class ElasticLoop(OuterLoop):
             self.behind.missed.setdefault(index, f"round {posted.key.sequence}: its anchor is not the others'")
         return norm
 
+    def _apply(self, posted: Posted, ended: Outcome) -> float | None:
+        """Not if an earlier round was missed: the anchor then comes with the others' state."""
+        if self.behind.missed:
+            self.behind.owed.append((posted, ended))
+            return None
+        return super()._apply(posted, ended)
+
     def _resync(self) -> bool:
         """Take over the others' state; False if it cannot be had now, and is to be tried again at the next post."""
-        started, reason = time.monotonic(), next(iter(self.behind.missed.values()))
+        started, reason, owed = time.monotonic(), next(iter(self.behind.missed.values())), self.behind.owed
         taken = self.behind.everything()
+        if taken is not None:
+            for posted, ended in owed:
+                if not taken:
+                    super()._apply(posted, ended)
+                elif posted.key.sequence < self.sequence:
+                    self.behind.follow(posted, self.sync.mixing)
+            self.state.unmerged, self.state.sound = self.sequence, True
         self.sync_seconds += time.monotonic() - started
         if taken:
-            self.resyncs += 1
-            if self.on_resync is not None:
-                self.on_resync(reason, self.sequence)
+            self._taken_over(reason)
         return taken is not None
+
+    def _taken_over(self, reason: str) -> None:
+        if self.ends_at is not None:
+            self.end_at(self.ends_at)
+        self.resyncs += 1
+        if self.on_resync is not None:
+            self.on_resync(reason, self.sequence)
 
     def _note(self, key: RoundKey, *, stopping: bool, resync: str | None) -> None:
         """Whoever stops leaves alone."""

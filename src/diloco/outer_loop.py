@@ -307,22 +307,22 @@ class OuterLoop:
 
     def _take_in(self, posted: Posted, ended: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
-        result = ended.result
-        sequence, index = posted.key.sequence, posted.key.fragment
+        result, key = ended.result, posted.key
         self.bytes_sent += result.bytes_sent
-        astray = went_astray(result, self.engine.worker)
-        self._note(
-            posted.key, stopping=result.stopping, resync="its anchor is not the others'" if result.resync else None
-        )
+        resync = "its anchor is not the others'" if result.resync else None
+        self._note(key, stopping=result.stopping, resync=resync)
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
-            logger.warning("round %d: the contribution of worker %d was refused: %s", sequence, worker, reason)
-        if astray:
+            logger.warning("round %d: the contribution of worker %d was refused: %s", key.sequence, worker, reason)
+        if went_astray(result, self.engine.worker):
             self.rounds_failed += 1
-            self.behind.astray.add(index)
+            self.behind.astray.add(key.fragment)
             return None
-        if result.total_weight == 0:
-            return None
+        return self._apply(posted, ended) if result.total_weight else None
+
+    def _apply(self, posted: Posted, ended: Outcome) -> float | None:
+        """The outer step with a round's mean; the mean's norm."""
+        index = posted.key.fragment
         with self.state.lock:
             own = [
                 lane.merge(index, mean, self.sync.mixing)

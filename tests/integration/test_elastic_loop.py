@@ -1,10 +1,13 @@
 """Where workers come and go: position and work are two things, missed rounds are made up for, leaving is lonely."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD
@@ -18,6 +21,7 @@ from worlds.problem import anchors, build, flat, net
 PLAIN = SyncConfig(6, "fp32")
 FRAGMENTS = SyncConfig(6, "fp32", fragments=2)
 STREAMING = SyncConfig(6, "int8", fragments=2, overlap_steps=4, mixing=0.5)
+MEANS_ONLY = pytest.mark.parametrize("means_only", [False, True], ids=["state", "means only"])
 SYNCS = pytest.mark.parametrize("sync", [PLAIN, FRAGMENTS, STREAMING], ids=["plain", "fragments", "streaming"])
 
 
@@ -126,10 +130,12 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
 
 
 @SYNCS
+@MEANS_ONLY
 def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_keeps_its_parameters(
-    sync: SyncConfig,
+    sync: SyncConfig, means_only: bool
 ) -> None:
     world = ElasticWorld(3, sync, drop=[(1, 0), (1, 1)])
+    world.swarm.means_only = means_only
     told: list[tuple[str, int]] = []
     missing = world.workers[1].outer
     missing.on_resync = lambda reason, sequence: told.append((reason, sequence))
@@ -177,12 +183,28 @@ def test_i6_the_mean_after_a_missed_round_is_the_weighted_one_taken_from_the_oth
     assert len(world.digests()) == 1
 
 
-def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_missed_round() -> None:
-    """Round 0 is missed while round 1, with this worker's work in it, is in flight."""
-    sync = SyncConfig(6, "fp32", fragments=2, overlap_steps=5)
+@MEANS_ONLY
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_missed_round(
+    mixing: float, means_only: bool
+) -> None:
+    """Round 0 is missed while round 1, with this worker's work in it, is in flight: as good as merged in its time."""
+    sync = SyncConfig(6, "fp32", fragments=2, overlap_steps=5, mixing=mixing)
     world = ElasticWorld(2, sync, SGD(lr=1.0), drop=[(1, 0)])
+    world.swarm.means_only = means_only
     events = heard(world, 0)
-    world.step(times=18)
+    world.step(times=6)
+    own, anchor = parameters(world, 1)[2], world.workers[1].outer.fragments[2].anchor.clone()
+    assert [posted.key.sequence for posted in world.workers[1].outer._posted] == [0, 1, 2]
+    world.inner_step(0, times=1)
+    world.merge(0)
+    world.workers[1].outer.inner_steps += 1
+    world.merge(1)
+    assert world.workers[1].outer.resyncs == 1
+    moved = world.workers[1].outer.fragments[2].anchor
+    assert not torch.equal(moved, anchor)
+    torch.testing.assert_close(parameters(world, 1)[2], own.lerp(moved, 1 - mixing), rtol=1e-6, atol=1e-7)
+    world.step(times=11)
     world.finish()
     index = world.workers[0].outer.schedule.fragment_of(1)
     of_it = [event for event in events if event.key.fragment == index and event.result is not None]
@@ -231,6 +253,33 @@ def test_a_worker_that_went_astray_takes_the_parameters_too_and_says_so() -> Non
     assert torch.equal(flat(stray.model), anchors(stray.optimizer))
     world.step(times=6)
     assert len(world.digests()) == 1
+
+
+def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_its_own() -> None:
+    """Its position stays; it then takes a step for each of their rounds until they are where it is."""
+    world, alone = ElasticWorld(2, PLAIN), ElasticWorld(1, PLAIN)
+    world.step(times=6)
+    alone.step(times=30)
+    strayed = alone.workers[0]
+    engine = world.swarm.engine(7)
+    strayed.outer.engine = strayed.outer.replica.engine = strayed.outer.state.lanes[0].engine = engine
+    engine.serve_state(alone.swarm.providers[0])
+    strayed.outer.behind.missed[0] = "it went on alone"
+    world.workers[7] = replace(strayed, number=7)
+    world.step(7, times=5)
+    assert strayed.outer.resyncs == 0
+    world.inner_step(7)
+    world.post(7)
+    assert (strayed.outer.resyncs, strayed.outer.inner_steps, strayed.outer.sequence) == (1, 36, 2)
+    assert strayed.outer.in_flight == 1
+    world.step(0, 1, times=5)
+    world.inner_step(0, 1)
+    world.post(0, 1)
+    world.merge()
+    assert len(world.digests()) == 1 and strayed.outer.rounds == 2
+    world.inner_step(7)
+    world.post(7)
+    assert strayed.outer.sequence == 3
 
 
 # The end
@@ -345,3 +394,76 @@ def test_a_worker_of_several_ranks_is_refused() -> None:
     model = net()
     with pytest.raises(ConfigError, match="2 ranks"):
         DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), engine)
+
+
+# Any story
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([PLAIN, FRAGMENTS, STREAMING]),
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from("ssssscdjl"), st.integers(0, 5)), min_size=10, max_size=60),
+)
+def test_whatever_happens_all_members_end_with_the_same_anchors(
+    sync: SyncConfig, means_only: bool, story: list[tuple[str, int]]
+) -> None:
+    """Steps at any pace, early calls, lost contributions, joins and leaves, in any order."""
+    world = ElasticWorld(2, sync)
+    world.swarm.means_only = means_only
+    swarm, joined = world.swarm, 2
+    for what, who in story:
+        numbers = sorted(world.workers)
+        number = numbers[who % len(numbers)]
+        outer = world.workers[number].outer
+        if what == "s":
+            _step_if_it_need_not_wait(world, number)
+        elif what == "c":
+            swarm.call(_round_in_progress(world))
+        elif what == "d":
+            swarm.drop = swarm.drop | {(number, outer.sequence)}
+        elif what == "j" and len(numbers) < 4:
+            world.join(joined)
+            joined += 1
+        elif what == "l" and number and len(numbers) > 1:
+            world.leave(number)
+    _to_the_end(world)
+    assert len(world.digests()) == 1
+    assert len({tuple(flat(worker.model).tolist()) for worker in world.workers.values()}) == 1
+
+
+def _to_the_end(world: ElasticWorld) -> None:
+    """Nothing more is lost; whoever is in the way of a round is called."""
+    world.swarm.drop = frozenset()
+    last = max(worker.outer.inner_steps for worker in world.workers.values()) + 1
+    for worker in world.workers.values():
+        worker.outer.end_at(last)
+    for _ in range(10 * last):
+        world.swarm.call(_round_in_progress(world))
+        for number, worker in world.workers.items():
+            if worker.outer.inner_steps < last:
+                _step_if_it_need_not_wait(world, number)
+    assert all(worker.outer.inner_steps == last for worker in world.workers.values()), "they wait for each other"
+    world.finish()
+
+
+def _round_in_progress(world: ElasticWorld) -> int:
+    """The first round that somebody has posted and that has not ended, if any."""
+    open_ = [sequence for sequence, round_ in world.swarm.rounds.items() if round_.headers and round_.decision is None]
+    return min(open_, default=-1)
+
+
+def _step_if_it_need_not_wait(world: ElasticWorld, number: int) -> None:
+    """In one thread nobody can wait for another: what is in flight must have ended."""
+    outer = world.workers[number].outer
+
+    def ended() -> bool:
+        return all(world.swarm.rounds[posted.key.sequence].decision is not None for posted in outer._posted)
+
+    if ended():
+        world.merge(number)
+        if outer.ends_at is None or outer.inner_steps < outer.ends_at:
+            world.inner_step(number)
+            world.post(number)
+        if ended():
+            world.merge(number)

@@ -38,6 +38,8 @@ class ElasticSwarm:
         self.frozen: GlobalState | None = None
         self.unavailable = 0
         """So many fetches find nobody."""
+        self.means_only = False
+        """Whoever has a sound state of its own gets the means of the rounds since, and nothing else."""
 
     def engine(self, worker: int) -> "ElasticEngine":
         with self.changed:
@@ -72,8 +74,14 @@ class ElasticSwarm:
 
     def state_for(self, worker: int) -> GlobalState | None:
         """Waits until some other worker has a state to give."""
+        if self.means_only:
+            with suppress(RoundFailed):
+                mine = self.providers[worker]()
+                return self._since(replace(mine, tensors={}, numbers={"sequence": mine.numbers["sequence"]}))
         deadline = time.monotonic() + 20.0
         while self.frozen is None:
+            if not self.providers.keys() - {worker}:
+                return None  # whoever had more is gone
             for source in sorted(self.providers.keys() - {worker}):
                 try:
                     return self._since(self.providers[source]())
@@ -85,7 +93,7 @@ class ElasticSwarm:
         return self._since(frozen)
 
     def _since(self, state: GlobalState) -> GlobalState:
-        sequence, means, position = state.numbers["sequence"], [], state.numbers["inner_steps"]
+        sequence, means, position = state.numbers["sequence"], [], 0
         while sequence in self.rounds and self.rounds[sequence].decision is not None:
             round_ = self.rounds[sequence]
             if round_.mean is not None:
@@ -102,6 +110,7 @@ class Round:
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
         self.left_out: set[int] = set()
+        """Also those whose contribution was lost on the way."""
         self.posted: dict[int, Contribution] = {}
         self.headers: dict[int, Header] = {}
         self.decision: Decision | None = None
@@ -116,8 +125,8 @@ class Round:
         waiting = swarm.live - self.left_out - self.headers.keys()
         if waiting or not self.headers or self.decision is not None:
             return
-        dropped = {worker for worker, sequence in swarm.drop if sequence == self.sequence}
-        present = sorted(self.posted.keys() - dropped - self.left_out)
+        self.left_out |= {worker for worker, sequence in swarm.drop if sequence == self.sequence}
+        present = sorted(self.posted.keys() - self.left_out)
         self.roster = tuple(sorted(swarm.live))
         if not present:
             self.decision = Decision((), (), {}, resync=False)
@@ -197,8 +206,7 @@ class _Pending(PendingRound):
                 raise RoundFailed(f"round {self.key.sequence}: not complete before the deadline", resync=False)
         decision = round_.decision
         assert decision is not None
-        dropped = (worker, self.key.sequence) in engine.swarm.drop
-        if dropped or worker in round_.left_out or worker not in round_.headers:
+        if worker in round_.left_out or worker not in round_.headers:
             engine.must_fetch = bool(decision.contributors)
             raise RoundFailed(f"round {self.key.sequence}: it ended without worker {worker}", resync=engine.must_fetch)
         members = tuple(round_.headers[w].member for w in sorted(round_.headers))

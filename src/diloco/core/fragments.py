@@ -185,10 +185,10 @@ class Fragment:
             anchor.copy_(self.read(span))
 
     @torch.no_grad()
-    def adopt_anchor(self) -> None:
-        """θ_i ← anchor (line 3 of Algorithm 1)."""
+    def adopt_anchor(self, mixing: float = 0.0) -> None:
+        """θ_i ← anchor (line 3 of Algorithm 1); `mixing` as in outer_step."""
         for span, anchor, _ in self.visit():
-            self.write(span, anchor)
+            self.write(span, self.read(span).lerp_(anchor, 1.0 - mixing) if mixing else anchor)
 
     @torch.no_grad()
     def exchange(self) -> None:

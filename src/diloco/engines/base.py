@@ -90,6 +90,6 @@ class Engine(Membership):
     def fetch_state(self) -> GlobalState | None:
         """The global state if this worker must take it over, None if it holds it already.
 
-        An elastic engine gives no state that lacks a round whose end, good or bad, this worker has been told. If there
-        is no such state now it raises RoundFailed, and is asked again later; EngineError if there never will be.
+        An elastic engine gives the state after all rounds that the others have ended; it may be one before this
+        worker's own, if that went on alone. RoundFailed if there is none now: it is asked again at the next post.
         """

@@ -100,6 +100,7 @@ class GlobalState:
     """What a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
 
     tensors: "Mapping[str, Tensor]"
+    """None at all from an elastic engine: what this worker has is right, and only `means` are missing."""
     numbers: Mapping[str, int]
     """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str
