@@ -191,7 +191,7 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.serve_files({"a": folder / "a"})
     assert engine.fetch_state() is None
     engine.serve_state(lambda: GlobalState({}, {"sequence": 3}, "layout"))
-    killed, beside = posted(engine, 0, b"die"), posted(engine, 1, b"sleep")
+    beside, killed = posted(engine, 0, b"sleep"), posted(engine, 1, b"die")
     for pending in (killed, beside):
         with pytest.raises(RoundFailed, match=r"the swarm's process was lost: it died \(signal 9\)") as caught:
             pending.wait()

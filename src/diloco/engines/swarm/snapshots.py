@@ -29,6 +29,8 @@ _DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
+_CLOSE_SECONDS = 1.0
+
 Provider = Callable[[], GlobalState]
 
 
@@ -119,6 +121,8 @@ class SnapshotMaker:
         self._wanted.put(None)
         with self._lock:
             self._provider = self._made = None
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)  # it may be in the middle of a large copy; nobody waits for that
 
     def _work(self) -> None:
         while (number := self._wanted.get()) is not None:
