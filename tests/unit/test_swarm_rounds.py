@@ -217,3 +217,16 @@ def test_a_round_without_any_work_has_no_mean_and_is_no_failure() -> None:
 
     for ended, _ in told(2, story):
         assert (ended.failure, ended.total_weight, ended.contributors, ended.bytes_sent) == (None, 0.0, (), 0)
+
+
+def test_a_new_leader_has_the_patience_of_the_one_before_it() -> None:
+    """It has led no round yet, and may have been here for days."""
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[float]:
+        for worker in workers:
+            worker.node.leading._began -= 86_400.0
+        for sequence in range(3):
+            await all_post(workers, sequence)
+        return [worker.node.leading.patience_seconds for worker in workers]
+
+    assert max(told(3, story)) < 60.0

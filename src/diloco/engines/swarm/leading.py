@@ -58,7 +58,7 @@ class Leading:
         self._leads: dict[int, _Lead] = {}
         self._usual: deque[float] = deque(maxlen=5)  # seconds between the end of a round and half being ready again
         self._began = time.monotonic()
-        self._last_end: float | None = None  # of a round that was led here
+        self._last_end: float | None = None  # of a round, led here or elsewhere
         self._tasks: set[asyncio.Task[None]] = set()
 
     # What members say
@@ -110,6 +110,15 @@ class Leading:
             self._usual.append(half_ready_at - self._last_end)
         self._last_end = time.monotonic()
         self.membership.changed()
+
+    def noticed(self, sequence: int) -> None:
+        """This worker has ended a round that another leads: should that one be lost, this one knows what is usual."""
+        own = self.taking_part.rounds.get(sequence)
+        if own is None or sequence in self._leads:
+            return
+        if self._last_end is not None:
+            self._usual.append(max(0.0, own.started - self._last_end))
+        self._last_end = time.monotonic()
 
     def leads(self, sequence: int) -> bool:
         return sequence in self._leads

@@ -231,6 +231,7 @@ class Node:
 
     def _settled(self, plan: Plan) -> None:
         """Every member counts offences from the same plans, and so bans the same peers."""
+        self.leading.noticed(plan.key.sequence)
         names = {self.membership.number_of(name): name for name in self.membership.peers}
         strays = {e.number for e in plan.entries if "is not the others'" in plan.decision.refused.get(e.number, "")}
         for number, reason in plan.decision.refused.items():
