@@ -1,0 +1,105 @@
+"""Workers of a real swarm that die or freeze in the middle of a transfer: the others end the round without a loss."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.core.config import SyncConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # what is killed there is killed here too
+
+from swarm_processes import Worker, Workers
+from swarm_trainers import Round, average, gradient
+
+pytestmark = pytest.mark.slow
+
+H = 3
+NUMEL = 4_000_000
+SYNC = SyncConfig(H, "fp32", timeout_seconds=60.0)
+
+
+class Expected:
+    """What the anchors and parameters must be, from who was in which round. All are sizes of ramps."""
+
+    def __init__(self) -> None:
+        self.anchor = 0.0
+        self.parameters: dict[int, float] = {}
+        self.work: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
+
+    def train(self, worker: int, steps: int = H) -> None:
+        for step in range(self.steps.get(worker, 0), self.steps.get(worker, 0) + steps):
+            self.parameters[worker] = self.parameters.get(worker, self.anchor) - gradient(worker, step)
+        self.steps[worker] = self.steps.get(worker, 0) + steps
+        self.work[worker] = self.work.get(worker, 0) + steps
+
+    def average(self, *workers: int) -> None:
+        total = sum(self.work[worker] for worker in workers)
+        self.anchor = sum(self.work[worker] * self.parameters[worker] for worker in workers) / total
+        for worker in workers:
+            self.parameters[worker], self.work[worker] = self.anchor, 0
+
+    def holds(self, told: list[Round], weights: dict[int, float]) -> None:
+        """All of these ended the round with the same anchor: the mean of these, and of nobody else."""
+        assert [one.failure for one in told] == [None] * len(told)
+        assert [one.weights for one in told] == [weights] * len(told)
+        assert len({one.digest for one in told}) == 1
+        assert [one.anchor for one in told] == pytest.approx([self.anchor] * len(told), rel=1e-5)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with Workers(tmp_path, lost_seconds=2.0, patience=20.0) as workers:
+        yield workers
+
+
+def begin(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.say(True)
+
+
+def test_whoever_dies_or_freezes_in_a_transfer_is_left_out_and_nobody_elses_work_is_lost(workers: Workers) -> None:
+    names = [f"machine-{index}" for index in range(4)]
+    zero, one, two, three = everyone = workers.start_all(names, average, NUMEL, SYNC)
+    expected = Expected()
+
+    def train(*numbers: int) -> None:
+        for number in numbers:
+            expected.train(number)
+
+    begin(everyone)
+    train(0, 1, 2, 3)
+    expected.average(0, 1, 2, 3)
+    expected.holds([worker.hear(60.0) for worker in everyone], dict.fromkeys(range(4), 3.0))
+
+    begin(everyone)
+    three.stop_carrying(NUMEL)
+    three.kill()
+    train(0, 1, 2)
+    expected.average(0, 1, 2)
+    expected.holds([worker.hear(60.0) for worker in (zero, one, two)], dict.fromkeys(range(3), 3.0))
+
+    begin([zero, one, two])
+    zero.stop_carrying(NUMEL)  # it leads
+    zero.freeze()
+    train(0, 1, 2)
+    expected.average(1, 2)
+    expected.holds([worker.hear(60.0) for worker in (one, two)], {1: 3.0, 2: 3.0})
+    zero.thaw()
+    late = zero.hear(60.0)
+    assert late.failure is not None and late.resyncs == 1
+    assert late.anchor == pytest.approx(expected.anchor, rel=1e-5)
+
+    begin([zero, one, two])
+    train(0, 1, 2)
+    expected.average(0, 1, 2)  # the work of the round that it missed too
+    expected.holds([worker.hear(60.0) for worker in (zero, one, two)], {0: 6.0, 1: 3.0, 2: 3.0})
+
+    begin([zero, one, two])
+    zero.stop_carrying(NUMEL)
+    zero.kill()
+    train(1, 2)
+    expected.average(1, 2)
+    expected.holds([worker.hear(60.0) for worker in (one, two)], {1: 3.0, 2: 3.0})
