@@ -46,7 +46,7 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
     check_swarm()
     from diloco.engines.swarm.guest import Guest
 
-    folder = Path(run) if len(run) < 1024 and Path(run).exists() else None
+    folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     try:
         with Guest(_invitation(run, folder)) as guest:
             told = guest.status()

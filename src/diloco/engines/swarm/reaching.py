@@ -98,11 +98,15 @@ def own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
-    """A daemon for that; an open one relays as much as it should."""
-    if reach.kind != "open":
-        return await Daemon.start([*common, *reach.arguments(network)])
+    """A daemon for that; an open one relays as much as it should.
+
+    Where any port will do it is chosen here, so that IPv4 and IPv6 have the same: who sees this peer come over one of
+    them is told the port of both.
+    """
     for _ in range(_RELAY_STARTS):
         tried = network if network.port is not None else replace(network, port=_free_port())
+        if reach.kind != "open":
+            return await Daemon.start([*common, *reach.arguments(tried)])
         daemon = await Daemon.start([*common, *reach.arguments(tried)], _ONE_PROCESSOR)
         if await _relays_well(daemon, common, multiaddr.listening(tried.host, tried.port)):
             return daemon
@@ -113,7 +117,7 @@ async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
+    with socket.socket() as probe:  # that of IPv4 is free for IPv6 too, but for a rare neighbour; p2pd then says so
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
