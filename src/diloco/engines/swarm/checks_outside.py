@@ -16,7 +16,8 @@ from diloco.engines.swarm import addresses as multiaddr
 from diloco.engines.swarm.checks import Finding, State
 from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
 from diloco.engines.swarm.invitation import Invitation
-from diloco.engines.swarm.reaching import Network, greets, own_addresses
+from diloco.engines.swarm.reaching import Network, own_addresses
+from diloco.engines.swarm.standing import somebody_is_at
 from diloco.engines.swarm.status import Status
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.wire import PROTOCOL, Malformed, Message, pack, texts
@@ -91,7 +92,7 @@ class _Look:
             try:
                 await self._transport.forget(peer)
                 started = time.monotonic()
-                if not await _somebody_is_at(way):  # p2pd alone would also try the peer's other addresses
+                if not await somebody_is_at(way, _SECONDS):  # p2pd alone would also try the peer's other addresses
                     raise Unreachable("nobody there speaks libp2p")
                 await self._transport.introduce(peer, [address], _SECONDS)
                 took = time.monotonic() - started
@@ -207,13 +208,6 @@ class _Look:
 
         await asyncio.gather(*(ask() for _ in range(_AT_A_TIME)))
         return done * _PIECE / 1e6 / (time.monotonic() - started)
-
-
-async def _somebody_is_at(way: str) -> bool:
-    if multiaddr.CIRCUIT in way or "/tcp/" not in way:
-        return True  # p2pd must find out
-    _, _, host, _, port, *_ = way.split("/")
-    return await greets(host, int(port), _SECONDS)
 
 
 async def _nothing(peer: str, request: bytes) -> bytes:

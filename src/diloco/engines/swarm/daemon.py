@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from diloco.engines.swarm import addresses as multiaddr
@@ -20,6 +18,7 @@ from diloco.engines.swarm.control import Control, DaemonError, DaemonGone, Handl
 from diloco.engines.swarm.limits import Places, Recent
 from diloco.engines.swarm.p2pd import Daemon
 from diloco.engines.swarm.reaching import Network, Reach, Seen
+from diloco.engines.swarm.standing import Standing
 from diloco.engines.swarm.streams import SocketStream
 from diloco.engines.swarm.transport import (
     MAX_CALL_BYTES,
@@ -58,6 +57,8 @@ class HivemindTransport(Transport):
         self._flags = [f"-id={key}", *_COMMON]
         self._protocol, self._network = protocol, network
         self._daemon: Daemon | None = None
+        self._care: asyncio.Task[None] | None = None
+        self._addresses: list[str] = []
         self._control = Control("", "")
         self._handlers: tuple[OnCall, OnStream] | None = None
         self._dial_back = reaching.DialBack()
@@ -81,16 +82,30 @@ class HivemindTransport(Transport):
         transport = cls(key, protocol, network)
         await transport._start()
         try:
-            await transport._find_out(seeds)
+            standing = Standing(transport, network)
+            await standing.find_out(seeds)
         except BaseException:
             await transport.close()
             raise
+        transport._care = asyncio.create_task(standing.look_after())
         return transport
 
+    async def restart(self, reach: Reach, network: Network) -> None:
+        """All connections end."""
+        self.reach, self._network = reach, network
+        await self._stop()
+        await self._start()
+
+    def give_up(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    def known(self) -> list[str]:
+        """Addresses of all that this peer was introduced to, and of the relays it has had."""
+        peers = ((peer, self._known.get(peer) or []) for peer in list(self._known))
+        return [*self.reach.relays, *(f"{way}/p2p/{peer}" for peer, ways in peers for way in ways)]
+
     async def _start(self) -> None:
-        """Also again, with another `reach`: all connections end then."""
-        if self._daemon is not None:
-            await self._stop()
         self._daemon = daemon = await reaching.start(self.reach, self._network, self._flags)
         self._control = Control(daemon.control, daemon.streams)
         daemon.ended.add_done_callback(self._died)
@@ -105,59 +120,21 @@ class HivemindTransport(Transport):
             raise RendezvousError(f"p2pd started but does not answer ({error}){daemon.last_words()}") from error
 
     def _died(self, ended: "asyncio.Future[str]") -> None:
-        if not self.ended.done() and not ended.cancelled():
-            self.ended.set_result(ended.result())
+        if not ended.cancelled():
+            self.give_up(ended.result())
 
-    async def _find_out(self, seeds: Sequence[str]) -> None:
-        """Whether others can call this peer; if not, it gets places at those who can be called."""
-        public = [seed for seed in seeds if multiaddr.is_public(seed) and multiaddr.CIRCUIT not in seed]
-        seen = None if self._network.announce else await self._ask_seeds(public)
-        if seen is None:
-            return
-        port, mine = await self._own()
-        if not seen.reachable:
-            self.reach = Reach("closed", relays=tuple(public[: reaching.MAX_RELAYS]))
-        elif seen.outside(port) not in mine and multiaddr.is_public(seen.outside(port)):
-            self.reach = Reach("open", outside=(seen.outside(port), *mine))
-            self._network = replace(self._network, port=port)
-        else:
-            return
-        await self._start()
-        if self.reach.kind == "closed" and not await self._placed(_ASK_SECONDS):
-            log.warning("no relay has a place for this peer yet: others cannot call it, it can only call them")
-
-    async def _placed(self, seconds: float) -> bool:
-        """Whether a relay has a place for this peer; waits for it."""
-        end = time.monotonic() + seconds
-        while not any(multiaddr.CIRCUIT in address for address in await self.addresses()):
-            if time.monotonic() > end:
-                return False
-            await asyncio.sleep(0.05)
-        return True
-
-    async def _own(self) -> tuple[int, list[str]]:
+    async def own(self) -> tuple[int, list[str]]:
         """The port that others would call, and the addresses that this machine knows of itself."""
-        _, ways = await self._control.identify()
+        with self._mapped(self.peer):
+            _, ways = await self._control.identify()
         direct = [way for way in ways if "/tcp/" in way and multiaddr.CIRCUIT not in way]
         direct = [way for way in direct if not _loopback(way)] or direct
         ports = [int(way.split("/tcp/")[1].split("/")[0]) for way in sorted(direct)]
         return next(iter(ports), 0), direct
 
-    async def _ask_seeds(self, seeds: list[str]) -> Seen | None:
-        for address in seeds[: reaching.MAX_RELAYS]:
-            with contextlib.suppress(Unreachable, CallRefused):
-                _, peer = multiaddr.split_peer(address)
-                if peer == self.peer:
-                    continue
-                await self.introduce(peer, [address], _ASK_SECONDS)
-                seen = await self.ask_reach(peer)
-                if seen is not None:
-                    return seen
-        return None
-
     async def ask_reach(self, peer: str) -> Seen | None:
         """Has that peer call back to where it sees this one; None: it cannot tell."""
-        port, _ = await self._own()
+        port, _ = await self.own()
         with self._mapped(peer, _ASK_SECONDS):
             async with asyncio.timeout(_ASK_SECONDS):
                 request = reaching.ask(port)
@@ -230,14 +207,17 @@ class HivemindTransport(Transport):
         return stream
 
     async def addresses(self) -> list[str]:
-        """Public ones first; loopback only if there is nothing else."""
-        with self._mapped(self.peer):
+        """Public ones first; loopback only if there is nothing else. While p2pd starts anew, those it had."""
+        try:
             _, found = await self._control.identify()
+        except (DaemonError, DaemonGone):
+            return self._addresses
         useful = [way for way in found if not _loopback(way)] or found
         ordered = sorted(
             dict.fromkeys(useful), key=lambda way: (multiaddr.CIRCUIT in way, not multiaddr.is_public(way))
         )
-        return [f"{way}/p2p/{self.peer}" for way in ordered]
+        self._addresses = [f"{way}/p2p/{self.peer}" for way in ordered]
+        return self._addresses
 
     async def ways(self) -> dict[str, list[str]]:
         """The peers that this one is connected with now, and over which addresses."""
@@ -254,6 +234,9 @@ class HivemindTransport(Transport):
                 if self.reach.kind == "closed" and await self._punched(peer, ways):
                     return
                 await self._control.connect_peer(peer, ways, seconds)
+                used = (await self._control.list_peers()).get(peer, [])
+                # An address inside another network leads nowhere, or to somebody else, and waiting for it takes long.
+                self._known.put(peer, [way for way in ways if way in used or multiaddr.is_public(way)] or ways)
 
     async def _punched(self, peer: str, ways: list[str]) -> bool:
         """Two that are both behind routers may still get a direct connection; see punching.py."""
@@ -267,7 +250,7 @@ class HivemindTransport(Transport):
 
     async def _inside(self) -> tuple[str, int]:
         """Where this machine's own p2pd listens, for one who is on it."""
-        port, _ = await self._own()
+        port, _ = await self.own()
         first = multiaddr.ip_of(multiaddr.listening(self._network.host, port or None)[0])
         return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
 
@@ -310,6 +293,8 @@ class HivemindTransport(Transport):
                 await self._control.connect_peer(peer, self._known.get(peer) or [], _RECONNECT_SECONDS)
         except DaemonError as again:
             raise error if _only_backoff(str(again)) else again from None
+        except TimeoutError:
+            raise Unreachable(f"the connection with {peer} broke, and could not be made anew at once") from None
 
     @contextlib.contextmanager
     def _mapped(self, peer: str, seconds: float = 0.0) -> Iterator[None]:
@@ -328,6 +313,9 @@ class HivemindTransport(Transport):
             raise Unreachable(f"{peer} did not answer within {seconds:g} s") from None
 
     async def close(self) -> None:
+        if self._care is not None:
+            self._care.cancel()
+            await asyncio.wait([self._care])
         await self._stop()
 
     async def _stop(self) -> None:
@@ -338,6 +326,7 @@ class HivemindTransport(Transport):
             self._daemon.ended.remove_done_callback(self._died)
             await self._control.close()
             await self._daemon.stop()
+            self._daemon = None
 
 
 _COMMON = [
@@ -357,6 +346,7 @@ def _never_sent(error: DaemonError) -> bool:
 
 
 _BACKOFF = "dial backoff"
+_LOST_RELAY = "error opening hop stream to relay"
 
 
 def _only_backoff(text: str) -> bool:
@@ -376,6 +366,6 @@ def _unreachable(peer: str, text: str, *, gone_before: bool) -> Unreachable:
     dials = [line for line in lines[1:] if line and _BACKOFF not in line]
     if _only_backoff(text):
         return Unreachable(f"{peer} could not be reached a moment ago", gone=gone_before)
-    gone = all(any(sign in line for sign in _DEAD) for line in dials or lines)
+    gone = _LOST_RELAY not in text and all(any(sign in line for sign in _DEAD) for line in dials or lines)
     reasons = "; ".join(dict.fromkeys(line.rpartition("] ")[2] for line in dials)) or lines[0]
     return Unreachable(f"{peer} cannot be reached: {reasons[:300]}", gone=gone)

@@ -197,7 +197,9 @@ class Daemon:
             await self.process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=_STOP_SECONDS)
-        _remove(self.folder, self.lock)
+        if self.lock >= 0:
+            _remove(self.folder, self.lock)
+            self.lock = -1
 
 
 def _private_folder() -> tuple[Path, int]:
