@@ -264,3 +264,43 @@ async def _nothing(peer: str, data: bytes) -> bytes:
 
 async def _nobody(stream: Any) -> None:
     stream.close()
+
+
+def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
+    """As when the relay of both dies: each has a new address, which only those who are still connected with it hear."""
+
+    async def story(swarm: MemorySwarm) -> bool:
+        one, _, two = await founded(swarm, 3)
+        apart = True
+
+        def way(here: str, there: str) -> None:
+            if apart and {here, there} == {one.name, two.name}:
+                raise Unreachable("the relay is gone")
+
+        def moved(worker: MemoryWorker) -> str:
+            return f"/ip4/127.0.0.1/tcp/2/p2p/{worker.name}"
+
+        def move(worker: MemoryWorker, other: MemoryWorker) -> None:
+            async def addresses() -> list[str]:
+                return [moved(worker)]
+
+            async def introduce(peer: str, addresses: list[str], seconds: float) -> None:
+                nonlocal apart
+                if peer == other.name and moved(other) in addresses:
+                    apart = False
+                await worker.node.transport._reach(peer, seconds)
+
+            worker.node.transport.addresses, worker.node.transport.introduce = addresses, introduce
+
+        move(one, two)
+        move(two, one)
+        swarm.network.way = way  # type: ignore[method-assign]
+        lost = [one.node.membership.peers[two.name], two.node.membership.peers[one.name]]
+        async with asyncio.timeout(10):
+            while any(peer.live for peer in lost):
+                await asyncio.sleep(0.02)
+            while not all(peer.live for peer in lost):
+                await asyncio.sleep(0.02)
+        return True
+
+    assert told(story)

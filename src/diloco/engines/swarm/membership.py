@@ -170,7 +170,10 @@ class Membership:
         for entry in entries:
             match entry:
                 case [str() as name, bytes() as credential, list() as addresses, int() as number]:
-                    if name == self.me or name in self.peers:
+                    if name == self.me:
+                        continue
+                    if name in self.peers:
+                        self._take_addresses(self.peers[name], texts(addresses))
                         continue
                     self.trust.vouch([name])
                     try:
@@ -181,6 +184,11 @@ class Membership:
                         self.numbers.setdefault(name, number)
                 case _:
                     raise Malformed("not an entry of a roster")
+
+    def _take_addresses(self, peer: Peer, addresses: list[str]) -> None:
+        """Of somebody that is lost here and not elsewhere: it may have moved."""
+        if not peer.live and not peer.left and addresses and peer.addresses != addresses[:MAX_ADDRESSES]:
+            peer.addresses, peer.asked = addresses[:MAX_ADDRESSES], 0.0
 
     def _take_revocations(self, message: Message) -> None:
         records = message.items("revocations") if message.has("revocations") else []
@@ -265,7 +273,8 @@ class Membership:
                 await self.transport.introduce(peer.name, peer.addresses, self.settings.lost_seconds)
                 await self.greet(peer.name)
                 return
-            data = await self._call(peer.name, pack("beat", **self._beat_fields()), self.settings.lost_seconds)
+            beat = pack("beat", **self._beat_fields(), **self._news_for(peer))
+            data = await self._call(peer.name, beat, self.settings.lost_seconds)
             peer.latency_seconds = time.monotonic() - peer.asked
             self.beaten(peer.name, Message.unpack(data))
         except (Unreachable, CallRefused, Malformed, NotWelcome) as problem:
@@ -304,11 +313,18 @@ class Membership:
 
     def _beat_fields(self) -> dict[str, object]:
         revoked = self.trust.revocations_digest()
-        return {"status": self.status.to_wire(), "known": self._fingerprint(), "revoked": revoked}
+        here = {"status": self.status.to_wire(), "addresses": self.addresses[:MAX_ADDRESSES]}
+        return {**here, "known": self._fingerprint(), "revoked": revoked}
 
     def _fingerprint(self) -> list[str]:
-        """Whom this node knows, by the ends of their names."""
-        return sorted(name[-8:] for name in [self.me, *(peer.name for peer in self._known())])
+        """Who is here as this node sees it, by the ends of their names."""
+        return sorted(name[-8:] for name in [self.me, *(peer.name for peer in self._known() if peer.live)])
+
+    def _news_for(self, peer: Peer) -> dict[str, object]:
+        """Those that are here, and not there as that peer has last told."""
+        others = (other for other in self._known() if other.live and other is not peer and peer.knows is not None)
+        unknown = [other.entry() for other in others if other.name[-8:] not in (peer.knows or ())]
+        return {"roster": unknown} if unknown else {}
 
     def beaten(self, name: str, message: Message) -> dict[str, object]:
         """A beat, or the answer to one: what it tells, and what the sender does not know."""
@@ -317,11 +333,10 @@ class Membership:
         if message.has("roster"):
             self._take_roster(message.items("roster"))
         self._take_revocations(message)
-        answer = self._beat_fields()
-        known = set(texts(message.items("known")))
-        unknown = [other.entry() for other in self._known() if other.live and other.name[-8:] not in known]
-        if unknown:
-            answer["roster"] = unknown
+        peer.knows = set(texts(message.items("known")))
+        if message.has("addresses"):  # a relay may have been lost, and another one found
+            peer.addresses = texts(message.items("addresses"))[:MAX_ADDRESSES] or peer.addresses
+        answer = self._beat_fields() | self._news_for(peer)
         if message.text("revoked") != self.trust.revocations_digest():
             answer["revocations"] = self.trust.revocations()
         return answer

@@ -25,6 +25,8 @@ class Peer:
     gone: bool = False
     """It is known to be dead, or has said goodbye; else it may only be cut off."""
     latency_seconds: float = 0.0
+    knows: set[str] | None = None
+    """Who is here as it sees it, as it has told last."""
 
     def entry(self) -> list[object]:
         return [self.name, self.credential, self.addresses[:MAX_ADDRESSES], self.status.number]
