@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState
-from diloco.errors import EngineError, RoundFailed
+from diloco.errors import EngineError, Excluded, RoundFailed
 from diloco.in_flight import Posted
 from diloco.lane import Lane
 from diloco.outer_state import OuterState
@@ -143,7 +143,7 @@ class CatchingUp:
         """Refuse a state that does not fit, before anything has changed."""
         for lane, state in zip(self.state.lanes, states, strict=True):
             if state.layout_digest != lane.layout_digest:
-                raise EngineError(
+                raise Excluded(
                     f"the others train something else than worker {self.replica.engine.worker} (layout "
                     f"{state.layout_digest} against {lane.layout_digest}): model, data, codec, schedule and outer "
                     "optimizer must be the same everywhere; compare the workers' config.toml and versions"

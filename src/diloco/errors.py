@@ -5,7 +5,8 @@
     │   └── DataError        a corpus, tokenizer or shard that cannot be used as asked
     │       └── SourceUnavailable  a source that may answer later: what was prepared of it is kept
     ├── EngineError          averaging with the others is impossible from here on
-    │   └── RendezvousError  the workers could not find each other at the start
+    │   └── RendezvousError  the workers did not come together
+    │       └── Excluded     the others have no place for this worker: banned, revoked, of another model
     ├── CheckpointError      no checkpoint to go on from, or one that is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
     ├── SinkFailed           W&B, TensorBoard or trackio did not take all that `diloco sink` had for it
@@ -42,6 +43,10 @@ class EngineError(DiLoCoError):
 
 class RendezvousError(EngineError):
     """The workers did not find each other: a port in use, a wrong address, a worker that never came."""
+
+
+class Excluded(RendezvousError):
+    """To ask again would be of no use: the others would say the same."""
 
 
 class CheckpointError(DiLoCoError):

@@ -197,9 +197,10 @@ class RunView:
         del worker
         self._note(f"the network process of worker {event['worker']} has died and was started again")
 
-    def _on_shard_not_fetched(self, event: Event, worker: WorkerView) -> None:
+    def _on_shards_not_fetched(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"shard {event['shard']} could not be fetched: {event['reason']}; trying again later")
+        shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
+        self._note(f"shards {shards} could not be fetched ({event['reason']}); they are asked for again later")
 
     def _note(self, text: str) -> None:
         """Once, though several workers of this machine may tell of it."""

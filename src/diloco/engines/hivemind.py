@@ -31,7 +31,7 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.kept_sidecar import COMMAND, KeptSidecar, SidecarLost
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.errors import DiLoCoError, EngineError, RoundFailed
+from diloco.errors import DiLoCoError, EngineError, Excluded, RoundFailed
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +348,7 @@ class _SwarmRound(PendingRound):
         if members:
             self._engine.heard(members)
         if ended.fatal:
-            raise EngineError(ended.failure or "the swarm has no place for this worker")
+            raise Excluded(ended.failure or "the swarm has no place for this worker")
         if ended.failure is not None:
             failure = self._failed(ended.failure, resync=ended.resync)
             failure.stopping = any(member.report.stopping for member in members)

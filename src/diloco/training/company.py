@@ -105,6 +105,7 @@ class Company:
         self.sharing = Sharing(texts.shared, length, engine.worker, own_text=texts.own is not None)
         self._fetching = Fetching(texts.shared, self._fetch, events.emit)
         self._corpus: Corpus = texts.shared
+        self._lacking: list[int] = []
         self._note = b""
         self._failing_since: float | None = None
         self._last_step = time.monotonic()
@@ -141,6 +142,9 @@ class Company:
             self._fetching.arrived.clear()
             if self.sharing.take(self._reading):
                 self._events.emit("shards", shards=self._reading.shards)
+        if self._lacking:
+            self._lacking = self.sharing.missing()
+            self._fetching.start(self._lacking)
 
     def after_step(self, loss: float, tokens: int) -> None:
         now = time.monotonic()
@@ -181,7 +185,8 @@ class Company:
         if self.sharing.follow(roster, self._reading) or self._reading.shards != before:
             self._events.emit("shards", shards=self._reading.shards)
         self._validation.share = place_in(self.sharing.roster, self._engine.worker)
-        self._fetching.start(self.sharing.missing())
+        self._lacking = self.sharing.missing()
+        self._fetching.start(self._lacking, now=True)
 
     def _fetch(self, name: str, path: Path) -> None:
         assert self._swarm is not None, "whoever lacks a shard is in a swarm that has it"

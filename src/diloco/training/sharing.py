@@ -12,6 +12,7 @@ are read from where they were last known to be. Text may be read twice then; not
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _MOST_SHARDS, _MOST_APART = 256, 256
 """In a note, of which a round takes 16 KiB; a shard that is not told is read from where it was last known to be."""
 
+RETRY_SECONDS = 30.0
 Fetch = Callable[[str, Path], None]
 """A file of the corpus, by its name, from any member that has it; raises DiLoCoError."""
 
@@ -115,34 +117,39 @@ class Sharing:
 
 
 class Fetching:
-    """Shards that are to come, one after another in a thread; at most one at a time."""
+    """Shards that are to come, one after another in a thread; what does not come is asked for again after a while."""
 
     def __init__(self, corpus: Corpus, fetch: Fetch, tell: Callable[..., None]) -> None:
         self._corpus, self._fetch, self._tell = corpus, fetch, tell
         self._thread: threading.Thread | None = None
-        self._failed: set[int] = set()
+        self._not_before = 0.0
+        self._failure = ""
         self.arrived = threading.Event()
 
-    def start(self, shards: Sequence[int]) -> None:
-        """Unless it is at it already."""
-        wanted = [shard for shard in shards if shard not in self._failed] or list(shards)
-        if wanted and (self._thread is None or not self._thread.is_alive()):
-            self._failed.clear()
-            self._thread = threading.Thread(target=self._run, args=(wanted,), name="diloco-shards", daemon=True)
+    def start(self, shards: Sequence[int], *, now: bool = False) -> None:
+        """Unless it is at it already, or has failed a moment ago. `now`: others are here than before."""
+        busy = self._thread is not None and self._thread.is_alive()
+        if shards and not busy and (now or time.monotonic() >= self._not_before):
+            self._thread = threading.Thread(target=self._run, args=(shards,), name="diloco-shards", daemon=True)
             self._thread.start()
 
     def _run(self, shards: Sequence[int]) -> None:
+        failed, reason = [], ""
         for shard in shards:
             name = shard_name(shard)
             try:
                 self._fetch(name, self._corpus.folder / name)
             except (DiLoCoError, OSError) as error:
-                self._failed.add(shard)
-                logger.warning("shard %d could not be fetched: %s", shard, error)
-                self._say("shard_not_fetched", shard=shard, reason=str(error))
+                failed.append(shard)
+                reason = str(error)
+                logger.warning("shard %d could not be fetched: %s", shard, reason)
             else:
                 self._say("shard_fetched", shard=shard)
                 self.arrived.set()
+        self._not_before = time.monotonic() + RETRY_SECONDS
+        if failed and reason != self._failure:  # said once, not every time
+            self._say("shards_not_fetched", shards=failed, reason=reason)
+        self._failure = reason
 
     def _say(self, type_: str, **fields: object) -> None:
         try:

@@ -15,7 +15,7 @@ from diloco.training.run_lock import hold_as_worker
 RENDEZVOUS_FILE = ".rendezvous"
 CHECKPOINT_CODE = 3
 """Exit code of a worker process that cannot go on from the checkpoints there are."""
-ENGINE_CODE = 4
+EXCLUDED_CODE = 4
 """Exit code of a worker process to which the others' answer is no: another try would hear the same."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -16,14 +16,14 @@ from multiprocessing.process import BaseProcess
 from diloco.errors import WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.launcher import failure, put_aside, signals_held_back
-from diloco.training.spawn import CHECKPOINT_CODE, ENGINE_CODE, Chair, swarm_worker
+from diloco.training.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, Chair, swarm_worker
 
 MAX_RESTARTS = 5
 """Of each worker; a worker that has lived for RESTED_SECONDS begins to count anew."""
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
-_FOR_GOOD = (2, CHECKPOINT_CODE, ENGINE_CODE)
+_FOR_GOOD = (2, CHECKPOINT_CODE, EXCLUDED_CODE)
 
 
 @dataclass

@@ -17,20 +17,20 @@ from diloco.data.receiving import corpus_files
 from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.swarm.files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError, EngineError
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
 from diloco.training.config import RunConfig
 from diloco.training.described import RUN_JSON
 from diloco.training.events import EventLog
 from diloco.training.loop import Training
 from diloco.training.reading import Texts
 from diloco.training.resuming import newest
-from diloco.training.spawn import CHECKPOINT_CODE, ENGINE_CODE, STOP_SIGNALS, Chair
+from diloco.training.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, STOP_SIGNALS, Chair
 from diloco.training.worker import device_of
 
 logger = logging.getLogger(__name__)
 
 _CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
-    (ConfigError, 2), (CheckpointError, CHECKPOINT_CODE), (EngineError, ENGINE_CODE)
+    (ConfigError, 2), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE)
 )  # fmt: skip
 
 

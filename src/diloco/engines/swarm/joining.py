@@ -18,7 +18,7 @@ from diloco.engines.swarm.membership import Membership
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.transport import CallRefused, Unreachable
 from diloco.engines.swarm.wire import Malformed, Message, pack
-from diloco.errors import RendezvousError
+from diloco.errors import Excluded, RendezvousError
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ async def _find_somebody(membership: Membership, settings: Settings) -> bool:
         refused = [r for r in results if isinstance(r, CallRefused | NotWelcome) and not str(r).startswith("busy")]
         refusal = refused[0] if refused else None
         if refusal is not None:
-            raise RendezvousError(f"the swarm does not take this worker in: {refusal}")
+            raise Excluded(f"the swarm does not take this worker in: {refusal}")
         if time.monotonic() > end or (settings.founder and not where):
             return False
         await asyncio.sleep(_PAUSE_SECONDS)
