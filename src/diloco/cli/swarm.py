@@ -180,9 +180,9 @@ def _say_how(console: Console, folder: Path, founded: bool, going_on: bool) -> N
     from diloco.engines.swarm.inviting import own_invitation
 
     if founded and going_on:
-        how = "nobody else of the swarm is there: going on from the newest checkpoint of this machine"
+        how = "nobody else of the swarm answers: going on from this machine's newest checkpoint; others can come to it"
     else:
-        how = "the swarm begins here" if founded else "joined the swarm; its state is taken over"
+        how = "the swarm begins here" if founded else "others of the swarm are there: going on with their state"
     console.print(Text(how), soft_wrap=True)
     try:
         invitation = own_invitation(folder / SWARM_FOLDER, time.time())

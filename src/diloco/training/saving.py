@@ -85,7 +85,7 @@ class Saving:
             return ["there is no checkpoint yet: the run begins again at its first step"] if seat.worker == 0 else []
         before, notes = checkpoint.moment.workers, []
         if seat.workers is None:
-            return ["nobody else of the swarm is there: this worker begins it anew, and the others may come to it"]
+            return []
         if seat.worker >= before:
             notes.append(
                 f"worker {seat.worker} is new: it starts from the anchor, with the inner optimizer of worker "

@@ -17,6 +17,7 @@ from diloco.data.receiving import corpus_files
 from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.swarm.files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.usual_port import usual_port
 from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
 from diloco.training.config import RunConfig
 from diloco.training.described import RUN_JSON
@@ -63,12 +64,16 @@ def settings_of(config: RunConfig, chair: Chair) -> Settings:
     """What this worker's sidecar is told. Each local worker has a port of its own."""
     swarm = config.swarm
     announce = () if config.announce is None else tuple(one.strip() for one in config.announce.split(","))
+    folder = chair.run_folder.absolute() / SWARM_FOLDER
+    port = None if config.port is None else config.port + chair.index
+    if port is None and not announce:  # what is announced needs a port that its user knows
+        port = usual_port(folder, chair.seat, config.host)
     return Settings(
-        folder=str(chair.run_folder.absolute() / SWARM_FOLDER),
+        folder=str(folder),
         seat=chair.seat,
         founder=chair.founder,
         host=config.host,
-        port=None if config.port is None else config.port + chair.index,
+        port=port,
         announce=announce,
         min_workers=swarm.min_workers,
         patience=swarm.patience,
