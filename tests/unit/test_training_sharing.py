@@ -113,7 +113,7 @@ def test_a_note_is_small_however_many_shards_there_are(made: tuple[Corpus, RunCo
             return {shard: ShardProgress(10**6, 0) for shard in range(6)}
 
     sharing, _ = worker(made, 0)
-    sharing._known = {shard: ShardProgress(10**11, 10**11) for shard in range(60_000, 62_000)}
+    sharing.known = {shard: ShardProgress(10**11, 10**11) for shard in range(60_000, 62_000)}
     sharing._apart |= set(range(2**31, 2**31 + 5000))
     note = sharing.note(Many())  # type: ignore[arg-type]
     assert len(note) < 1 << 14

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import check_disjoint, worker_shards
+from diloco.data.order import ShardProgress, check_disjoint, worker_shards
 from diloco.data.receiving import check_file
 from diloco.engines.base import Membership
 from diloco.errors import EngineError
 from diloco.outer_loop import OuterLoop
 from diloco.training.config import RunConfig
 from diloco.training.events import EventLog
-from diloco.training.reading import Reading, Texts
+from diloco.training.reading import Reading, Texts, as_json
 from diloco.training.sharing import Fetching, Sharing, place_in, shards_of
 from diloco.training.validation import Validation
 from diloco.worker_round import RoundEvent
@@ -65,10 +65,9 @@ def starting_shards(texts: Texts, engine: Membership) -> list[int]:
 
 
 def present(engine: Membership) -> tuple[int, ...]:
-    """The members of the moment."""
-    if isinstance(engine, Swarm):
-        return engine.roster
-    return tuple(member.worker for member in engine.members())
+    """The members of the moment; this worker is one of them."""
+    others = engine.roster if isinstance(engine, Swarm) else [member.worker for member in engine.members()]
+    return tuple(sorted({*others, engine.worker}))
 
 
 def _listed(one: dict[str, Any]) -> dict[str, Any]:
@@ -115,13 +114,16 @@ class Company:
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
         """Before the first inner step: the members of this moment share the text out. `joined`: with others' state."""
-        outer = self._outer
+        outer, self._thread = self._outer, threading.get_ident()
         outer.end_at(self._config.steps)
         if joined:
             self._events.emit("joined", step=outer.inner_steps, rounds=outer.sequence)
         if outer.inner_steps == 0:
             self._wait_for_others(stopped)
-        self.sharing.joined(outer.arrived_note)
+        if joined:
+            self.sharing.joined(outer.arrived_note)
+            self.sharing.begin(present(self._engine), self._reading)
+            self._events.emit("shards", shards=self._reading.shards)
         self._follow(present(self._engine))
         self._note = self.sharing.note(self._reading)
         self._last_step = time.monotonic()
@@ -134,6 +136,19 @@ class Company:
                 self._events.emit("waiting", present=here, wanted=wanted)
                 told = here
             time.sleep(_POLL_SECONDS)
+
+    # What is saved: how far the text has been read, also by others
+
+    def state_dict(self) -> dict[str, Any]:
+        self.sharing.note(self._reading)
+        return {"read": as_json(self.sharing.known)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Whoever goes on alone has other shards than before."""
+        self.sharing.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
+        known, mine = self.sharing.known, self._reading.progress()
+        if not self.sharing.own_text and any(known.get(shard, read) != read for shard, read in mine.items()):
+            self._reading.take(known)
 
     # Steps
 

@@ -79,9 +79,13 @@ class Training:
         self.stop_requested = False
         self._open_step = False  # the last inner step is taken, and the rounds that belong to it are to come
         self._saved_before_cut = False
+        self.validation = Validation(config, corpus, self.model, self.precision, engine, events)
+        self.company = self._company(texts)
         also: dict[str, HasState] = {
             "training": self, "reading": self.reading, "mode": self.mode, "precision": self.precision
         }  # fmt: skip
+        if self.company is not None:
+            also["company"] = self.company
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
         workers = None if engine.elastic else engine.workers
         seat = Seat(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
@@ -89,8 +93,6 @@ class Training:
         self.checkpoints = Checkpoints(folder, seat, config.checkpoint, lasting, events.emit)
         self.saving = Saving(config, state, self.checkpoints, events.emit)
         self._resumed: dict[str, Any] | None = None
-        self.validation = Validation(config, corpus, self.model, self.precision, engine, events)
-        self.company = self._company(texts)
         self._joined_at = 0
         self._elapsed_before = 0.0
         self._failures: list[str] = []  # of the latest rounds, in a row

@@ -46,8 +46,9 @@ class Sharing:
     """Of one worker. All in the thread that trains."""
 
     def __init__(self, corpus: Corpus, sequence_length: int, worker: int, *, own_text: bool) -> None:
-        self._corpus, self._length, self._worker, self._own_text = corpus, sequence_length, worker, own_text
-        self._known: dict[int, ShardProgress] = {}
+        self._corpus, self._length, self._worker, self.own_text = corpus, sequence_length, worker, own_text
+        self.known: dict[int, ShardProgress] = {}
+        """How far each shard has been read, as far as anybody has told."""
         self._apart: set[int] = {worker} if own_text else set()  # members with text of their own
         self.roster: tuple[int, ...] = (worker,)
 
@@ -55,16 +56,16 @@ class Sharing:
 
     def note(self, reading: Reading) -> bytes:
         """With a round, and with the state for a joiner: how far the shards have been read, this worker's own first."""
-        mine = {} if self._own_text else reading.progress()
-        self._learn(mine)
-        told = [*mine, *(shard for shard in self._known if shard not in mine)][:_MOST_SHARDS]
-        read = {str(shard): list(self._known[shard]) for shard in told}
+        mine = {} if self.own_text else reading.progress()
+        self.learn(mine)
+        told = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
+        read = {str(shard): list(self.known[shard]) for shard in told}
         return json.dumps({"read": read, "apart": sorted(self._apart)[:_MOST_APART]}, separators=(",", ":")).encode()
 
     def heard(self, worker: int, note: bytes) -> None:
         """What another worker has told. Only itself is believed to have text of its own."""
         values = _unpacked(note)
-        self._learn(_progress(values.get("read")))
+        self.learn(_progress(values.get("read")))
         apart = values.get("apart")
         if isinstance(apart, list) and worker in apart:
             self._apart.add(worker)
@@ -72,18 +73,18 @@ class Sharing:
     def joined(self, note: bytes) -> None:
         """What the source of this worker's state has told."""
         values = _unpacked(note)
-        self._learn(_progress(values.get("read")))
+        self.learn(_progress(values.get("read")))
         apart = values.get("apart")
         if isinstance(apart, list):
             self._apart |= {one for one in apart if isinstance(one, int) and one != self._worker}
 
-    def _learn(self, progress: Mapping[int, ShardProgress]) -> None:
+    def learn(self, progress: Mapping[int, ShardProgress]) -> None:
         """Believe whoever is further; never more than there is."""
         for shard, read in progress.items():
             if 0 <= shard < self._corpus.shards:
                 windows = count_windows(self._corpus.meta.shard_tokens[shard], self._length)
                 if 0 <= read.consumed <= windows and 0 <= read.epoch < 1 << 40:
-                    self._known[shard] = max(self._known.get(shard, read), read)
+                    self.known[shard] = max(self.known.get(shard, read), read)
 
     # Who reads what
 
@@ -91,10 +92,16 @@ class Sharing:
         """Of this worker, by the roster as it is."""
         return shards_of(self._corpus.shards, *place_in(set(self.roster) - self._apart, self._worker))
 
+    def begin(self, roster: tuple[int, ...], reading: Reading) -> None:
+        """Before the first step: each shard goes on where it was when this worker joined."""
+        self.roster = tuple(sorted({*roster, self._worker}))
+        if not self.own_text and not self.take(reading) and self.known:
+            reading.take(self.known)
+
     def follow(self, roster: tuple[int, ...], reading: Reading) -> bool:
         """After a round. Whether this worker reads other shards from here on than before."""
         self.roster = tuple(sorted({*roster, self._worker}))
-        return not self._own_text and self.take(reading)
+        return not self.own_text and self.take(reading)
 
     def take(self, reading: Reading) -> bool:
         """Read the shards that are this worker's and here; those that it has if none of its own is."""
@@ -103,17 +110,17 @@ class Sharing:
         if not here or here == reading.shards:
             return False
         before = reading.shards, reading.progress()
-        self._learn(before[1])
+        self.learn(before[1])
         try:
-            reading.take(self._known, shards=here)
+            reading.take(self.known, shards=here)
         except DataError as error:  # too little text in what is here: until the rest has come, the old shards
             logger.info("shards %s are not enough yet: %s", here, error)
-            reading.take({**self._known, **before[1]}, shards=before[0])
+            reading.take({**self.known, **before[1]}, shards=before[0])
             return False
         return True
 
     def missing(self) -> list[int]:
-        return [] if self._own_text else [shard for shard in self.shards() if not self._corpus.has(shard)]
+        return [] if self.own_text else [shard for shard in self.shards() if not self._corpus.has(shard)]
 
 
 class Fetching:

@@ -1,0 +1,282 @@
+"""Whole training runs of workers that come and go, in threads over an elastic engine without a network."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.core.config import SyncConfig
+from diloco.data.config import DataConfig
+from diloco.data.corpus import Corpus
+from diloco.data.shards import prepare
+from diloco.errors import EngineError
+from diloco.training.config import RunConfig, TrainingConfig
+from diloco.training.events import Event, EventLog, read_events
+from diloco.training.loop import Training
+from diloco.training.resuming import newest
+from diloco.training.summary import summarize
+from saved.runs import quick_runs, small_config
+from worlds.elastic import ElasticEngine, ElasticSwarm
+
+STEPS, H = 24, 4
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_runs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Corpus]:
+    folder = tmp_path_factory.mktemp("corpus")
+    letters = random.Random(1)  # no two windows are the same
+    lines = ["".join(letters.choice("abcdefghijklmnop") for _ in range(60)) for _ in range(800)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    data = DataConfig(
+        source=str(folder / "text.txt"), cache_dir=str(folder / "cache"), vocab_size=280, sequence_length=8, shards=6
+    )
+    corpus = prepare(data)
+    return small_config(data, SyncConfig(num_inner_steps=H), engine="swarm", workers=1, steps=STEPS), corpus
+
+
+class Member(ElasticEngine):
+    """With what a swarm's engine offers besides averaging."""
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return tuple(sorted(self.swarm.live))
+
+    def progress(self, **told: float) -> None:
+        assert told.keys() == {"inner_steps", "tokens", "loss", "step_seconds"}
+
+    def fetch_file(self, name: str, path: Path) -> None:
+        raise EngineError(f"{name} is at {path} already")
+
+    def status(self) -> dict[str, Any]:
+        return {"members": []}
+
+
+class Swarm:
+    """Trainings in threads; each can be told what to do after a step."""
+
+    def __init__(self, made: tuple[RunConfig, Corpus], folder: Path) -> None:
+        self.config, self.corpus = made
+        self.folder, self.meeting = folder, ElasticSwarm()
+        self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+        self.read: dict[int, list[bytes]] = {}
+
+    def worker(self, number: int, *, resume: bool = False, **after: Callable[[Training], None]) -> Training:
+        """`after`: step7=… is called after the worker's step at position 7."""
+        self.meeting.engine(number)
+        engine = Member(self.meeting, number)
+        folder = self.folder / f"machine-{number}"
+        folder.mkdir(exist_ok=True)
+        log = EventLog(folder, number)
+        training = Training(self.config, self.corpus, engine, log, torch.device("cpu"), folder, leader=True)
+        training.joined = number > 0
+        if resume:
+            training.resume(newest(folder))
+        self._watch(training, after)
+        return training
+
+    def _watch(self, training: Training, after: dict[str, Callable[[Training], None]]) -> None:
+        step, take = training._step, training.reading.next
+
+        def watched(position: int) -> None:
+            step(position)
+            if f"step{position}" in after:
+                after[f"step{position}"](training)
+
+        def noted() -> Any:
+            batch = take()
+            self.read.setdefault(training.engine.worker, []).extend(row.tobytes() for row in batch)
+            return batch
+
+        training._step, training.reading.next = watched, noted  # type: ignore[method-assign]
+
+    def start(self, training: Training) -> None:
+        def run() -> None:
+            try:
+                training.run()
+            except BaseException as error:  # noqa: BLE001 - told in the main thread
+                self.errors.append(error)
+            finally:
+                training.engine.close()
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        for thread in self.threads:
+            thread.join(15)
+            assert not thread.is_alive(), "a worker waits for another"
+        if self.errors:
+            raise self.errors[0]
+
+    def events(self, number: int, type_: str) -> list[Event]:
+        return [event for event in read_events(self.folder / f"machine-{number}") if event["type"] == type_]
+
+
+def joins_at(swarm: Swarm, step: int, number: int = 1, **after: Callable[[Training], None]) -> dict[str, Any]:
+    """Worker `number` joins after worker 0's step there; built in that thread, it is in the next round."""
+    return {f"step{step}": lambda _: swarm.start(swarm.worker(number, **after))}
+
+
+def test_a_joiner_begins_where_the_others_are_and_reads_its_share(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
+    swarm.end()
+    joined = swarm.events(1, "joined")[0]
+    assert joined["step"] == 10 and joined["rounds"] == 2
+    first, second = (swarm.events(number, "worker_finished")[0] for number in (0, 1))
+    assert first["anchor_digest"] == second["anchor_digest"]
+    assert first["inner_steps"] == second["inner_steps"] == STEPS
+    assert swarm.events(1, "shards")[-1]["shards"] == [1, 3, 5] and swarm.events(0, "shards")[-1]["shards"] == [0, 2, 4]
+    rates = [{event["step"]: event["learning_rate"] for event in swarm.events(n, "step")} for n in (0, 1)]
+    assert rates[1].keys() == set(range(11, STEPS + 1))
+    assert all(rates[0][step] == rate for step, rate in rates[1].items())  # no warm-up of its own
+    assert swarm.events(1, "step")[-1]["tokens"] == (STEPS - 10) * made[0].tokens_per_step
+
+
+def test_text_is_read_once_while_members_stay_the_same(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
+    swarm.end()
+    first, second = swarm.read[0], swarm.read[1]
+    assert len(set(first)) == len(first) and len(set(second)) == len(second)
+    until_shared = 2 * 2  # the two steps between the joining and the round that told of it, two rows each
+    assert len(set(first) & set(second)) <= until_shared
+
+
+def test_whoever_stops_leaves_alone_and_its_shards_go_on_elsewhere(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 5, step13=Training.request_stop)))
+    swarm.end()
+    left, stayed = swarm.events(1, "worker_finished")[0], swarm.events(0, "worker_finished")[0]
+    assert left["stopped_early"] and not stayed["stopped_early"]
+    assert stayed["inner_steps"] == STEPS
+    assert swarm.events(0, "shards")[-1]["shards"] == [0, 1, 2, 3, 4, 5]
+    assert len(set(swarm.read[0])) == len(swarm.read[0])
+    assert swarm.events(1, "checkpoint")[-1]["step"] == 14
+
+
+def test_validation_is_of_all_windows_however_many_share_them(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 5)))
+    swarm.end()
+    told = {event["step"]: event["tokens"] for event in swarm.events(0, "validation")}
+    assert set(told) == {0, 6, 12, 18, STEPS}
+    windows = made[0].training.eval_windows * made[0].data.sequence_length
+    assert told[0] == told[18] == told[STEPS] == windows
+
+
+def test_a_called_worker_jumps_and_its_learning_rate_with_it(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, step5=lambda _: swarm.meeting.call(2)))
+    swarm.end()
+    steps = [event["step"] for event in swarm.events(0, "step")]
+    assert 7 in steps and 12 not in steps[:7]
+    called = [event["sequence"] for event in swarm.events(0, "called")]
+    assert 2 in called
+    config = made[0]
+    rates = {event["step"]: event["learning_rate"] for event in swarm.events(0, "step")}
+    calm = Swarm(made, tmp_path / "calm")
+    (tmp_path / "calm").mkdir()
+    calm.start(calm.worker(0))
+    calm.end()
+    expected = {event["step"]: event["learning_rate"] for event in calm.events(0, "step")}
+    assert all(expected[step] == rate for step, rate in rates.items())
+    assert swarm.events(0, "step")[-1]["tokens"] == len(steps) * config.tokens_per_step
+
+
+def test_a_swarm_that_is_gone_goes_on_from_the_newest_checkpoint(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, step13=Training.request_stop, **joins_at(swarm, 5, step12=Training.request_stop)))
+    swarm.end()
+    again = Swarm(made, tmp_path)
+    resumed = again.worker(0, resume=True)
+    assert resumed.mode.state.inner_steps >= 13
+    assert resumed.reading.shards == [0, 1, 2, 3, 4, 5]
+    again.start(resumed)
+    again.end()
+    assert again.events(0, "worker_finished")[-1]["inner_steps"] == STEPS
+    read = swarm.read[0] + again.read[0]
+    assert len(set(read)) == len(read)  # what others had read is known, and not read again
+    assert not set(again.read[0]) & set(swarm.read[1][: 2 * 5])
+
+
+def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
+    swarm.end()
+    for number in (0, 1):
+        summary = summarize(swarm.config, read_events(tmp_path / f"machine-{number}"))
+        assert summary["status"] == "complete"
+        assert (summary["workers"], summary["members_seen"]) == (2, 2)
+        assert summary["tokens"] == (STEPS + STEPS - 10) * swarm.config.tokens_per_step
+        assert len(set(summary["anchor_digests"])) == 1
+
+
+def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
+    made: tuple[RunConfig, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = Swarm(made, tmp_path)
+    training = swarm.worker(0)
+    company = training.company
+    assert company is not None
+    company.check_progress(["no network"] * 50, 2.0)
+    with pytest.raises(EngineError, match="the loss is inf: lower"):
+        company.check_progress(["no contribution"] * 3, float("inf"))
+    monkeypatch.setattr("diloco.training.company.CUT_OFF_SECONDS", -1.0)
+    with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
+        company.check_progress(["no network"] * 3, 2.0)
+
+
+def test_a_missed_round_is_made_up_for_and_told(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.meeting.drop = frozenset({(1, 3)})
+    swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
+    swarm.end()
+    assert [event["sequence"] for event in swarm.events(1, "resync")] == [4]
+    assert swarm.events(1, "worker_finished")[0]["resyncs"] == 1
+    digests = {swarm.events(number, "worker_finished")[0]["anchor_digest"] for number in (0, 1)}
+    assert len(digests) == 1
+
+
+def test_training_begins_when_so_many_are_there_as_were_asked_for(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    config = replace(made[0], swarm=replace(made[0].swarm, min_workers=2), training=TrainingConfig(2, eval_windows=4))
+    swarm = Swarm((config, made[1]), tmp_path)
+    training = swarm.worker(0)
+    training.request_stop()  # nobody comes
+    swarm.start(training)
+    swarm.end()
+    assert [(e["present"], e["wanted"]) for e in swarm.events(0, "waiting")] in ([], [(1, 2)])
+    assert swarm.events(0, "worker_finished")[0]["inner_steps"] == 0
+
+
+def test_no_failed_fetch_of_a_state_ends_a_worker(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    swarm = Swarm(made, tmp_path)
+    swarm.meeting.drop = frozenset({(1, 3)})
+
+    def nobody(_: Training) -> None:
+        swarm.meeting.unavailable = 1
+
+    swarm.start(swarm.worker(0, step15=nobody, **joins_at(swarm, 9)))
+    swarm.end()
+    assert swarm.events(1, "worker_finished")[0]["inner_steps"] == STEPS
