@@ -151,7 +151,7 @@ class RunView:
 
     def _on_members(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self.swarm = {one["member"]: MemberView(**_without(one, "member")) for one in event["members"]}
+        self.swarm = {one["member"]: MemberView(**_without(one, "member")) for one in event["present"]}
         self.members = sum(one.state not in ("left", "lost") for one in self.swarm.values())
 
     def _on_joined(self, event: Event, worker: WorkerView) -> None:

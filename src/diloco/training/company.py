@@ -177,7 +177,7 @@ class Company:
             return
         self._listed = now
         told = [one for one in self._swarm.status().get("members", ()) if one["number"] >= 0]
-        self._events.emit("members", members=[_listed(one) for one in told[:_MOST_LISTED]])
+        self._events.emit("members", present=[_listed(one) for one in told[:_MOST_LISTED]])
 
     # Rounds
 
