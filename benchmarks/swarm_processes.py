@@ -135,15 +135,15 @@ class Workers:
         self._settings = {"host": "127.0.0.1", **settings}
         self.all: list[Worker] = []
 
-    def start(self, name: str, work: Callable[..., None], *arguments: Any, key: RunKey | None = None) -> Worker:
-        """On a machine of that name: one that was there before has its identity again. The first one founds the run.
+    def addresses(self) -> list[str]:
+        """Of all that live."""
+        return [address for worker in self.all if worker.alive for address in worker.addresses()]
 
-        `key`: of another run, for somebody who was not invited to this one.
-        """
+    def start(self, name: str, work: Callable[..., None], *arguments: Any) -> Worker:
+        """On a machine of that name: one that was there before has its identity again. The first one founds the run."""
         machine = self.folder / name
         swarm = machine / "swarm"
-        known = [address for worker in self.all if worker.alive for address in worker.addresses()]
-        text = invite(key or self.key, known[-4:], _DAY_SECONDS, time.time()).text()
+        text = invite(self.key, self.addresses()[-4:], _DAY_SECONDS, time.time()).text()
         write_private(swarm / INVITATION_FILE, text)
         settings = Settings(str(swarm), "worker-0", founder=not self.all, label=name, **self._settings)
         worker = Worker(machine, settings, work, *arguments)

@@ -1,0 +1,173 @@
+"""What the workers of a chaos run have written down, and what must be true of it whatever was done to them.
+
+digests     whoever has the state after a round has the same one, from its merge or taken over from others
+mean        all who ended a round name the same contributors and weights
+work        the weights of a worker that are in means add up to the inner steps behind them: none lost, none twice
+lies        no liar is in a mean, each is banned; no honest worker is
+strangers   who was not invited is told so
+progress    every round has ended, with somebody in it
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Which of the processes are what; by the names of lives."""
+
+    liars: frozenset[str]
+    strangers: frozenset[str]
+    finishing: frozenset[str]
+    """Honest ones that nobody has killed: they must come to the end."""
+
+
+class Chronicle:
+    """All lines of all workers, in the order of their time; they share one clock."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        lines = [json.loads(line) for path in paths if path.exists() for line in _whole_lines(path)]
+        self.lines: list[Line] = sorted(lines, key=lambda line: float(line["time"]))
+
+    def of(self, kind: str, lives: frozenset[str] | None = None) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == kind and (lives is None or line["life"] in lives)]
+
+    def ended(self) -> int:
+        """The latest round that somebody has ended well; −1 before the first."""
+        return max((line["round"] for line in self.of("round") if line["failure"] is None), default=-1)
+
+    def losses(self, lives: frozenset[str]) -> list[float]:
+        return [line["loss"] for line in self.of("end", lives)]
+
+    # What must be true
+
+    def faults(self, lives: Lives, rounds: int) -> list[str]:
+        return [
+            *self._different_digests(),
+            *self._different_means(),
+            *self._work_that_does_not_add_up(lives),
+            *self._liars_at_large(lives),
+            *self._strangers_let_in(lives),
+            *self._rounds_without_an_end(rounds),
+            *self._unfinished(lives),
+        ]
+
+    def _different_digests(self) -> list[str]:
+        digests: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for line in self.lines:
+            if line["kind"] in ("start", "resync", "end") or (line["kind"] == "round" and line["failure"] is None):
+                after = line["round"] if line["kind"] == "round" else line["sequence"] - 1
+                if line["kind"] != "end":  # the confirmation is a round without a mean
+                    digests[after][line["digest"]].append(line["life"])
+        final = {line["digest"] for line in self.of("end")}
+        faults = [f"after round {after} there are several states: {dict(told)}" for after, told in digests.items()
+                  if len(told) > 1]  # fmt: skip
+        return faults + ([f"the workers end with different states: {final}"] if len(final) > 1 else [])
+
+    def _different_means(self) -> list[str]:
+        means: dict[int, set[str]] = defaultdict(set)
+        faults = []
+        for line in self.of("round"):
+            if line["failure"] is None:
+                means[line["round"]].add(json.dumps([line["weights"], line["refused"]], sort_keys=True))
+                if abs(sum(line["weights"].values()) - line["total"]) > 1e-9:
+                    faults.append(f"round {line['round']}: the weights {line['weights']} are not {line['total']}")
+        return faults + [f"round {number} has several means: {told}" for number, told in means.items() if len(told) > 1]
+
+    def _work_that_does_not_add_up(self, lives: Lives) -> list[str]:
+        """`work` is counted by the worker itself, the weights are what all others were told and averaged with."""
+        faults = []
+        for life in {line["life"] for line in self.of("start")} - lives.liars:
+            told, work = 0.0, 0.0
+            for line in self.of("round", frozenset([life])):
+                weight = (line.get("weights") or {}).get(str(line["number"]))
+                if weight is not None:
+                    told, work = told + weight, float(line["work"])
+                    if told != work:
+                        faults.append(f"{life}, round {line['round']}: {told:g} steps are in means, it took {work:g}")
+                        break
+        return faults
+
+    def _liars_at_large(self, lives: Lives) -> list[str]:
+        numbers = {str(line["number"]): line["life"] for line in self.of("start", lives.liars)}
+        faults = [
+            f"round {line['round']}: the lie of {numbers[number]} is in the mean"
+            for line in self.of("round")
+            for number in line.get("weights") or {}
+            if number in numbers
+        ]
+        banned = {str(line["fields"]["number"]) for line in self.of("event") if line["type"] == "member_banned"}
+        faults += [f"{numbers[number]} was never banned" for number in sorted(numbers.keys() - banned)]
+        return faults + [f"the honest worker {number} was banned" for number in sorted(banned - numbers.keys())]
+
+    def _strangers_let_in(self, lives: Lives) -> list[str]:
+        started = {line["life"] for line in self.of("start", lives.strangers)}
+        refused = {line["life"] for line in self.of("error", lives.strangers)}
+        return [f"{life} was let in" for life in sorted(started)] + [
+            f"{life} was not told that it is not invited" for life in sorted(lives.strangers - refused)
+        ]
+
+    def _rounds_without_an_end(self, rounds: int) -> list[str]:
+        ended = {line["round"] for line in self.of("round") if line["failure"] is None and line["total"] > 0}
+        missing = sorted(set(range(rounds)) - ended)
+        return [f"rounds {missing} have no mean"] if missing else []
+
+    def _unfinished(self, lives: Lives) -> list[str]:
+        ended = {line["life"] for line in self.of("end")}
+        errors = {line["life"]: line["text"] for line in self.of("error")}
+        return [
+            f"{life} did not come to the end: {errors.get(life, 'nobody knows why')}"
+            for life in sorted(lives.finishing - ended)
+        ]
+
+    # What is told of it
+
+    def counts(self) -> dict[str, int]:
+        events = self.of("event")
+        return {
+            "members joined": len({(line["fields"]["peer"]) for line in events if line["type"] == "member_joined"}),
+            "members lost": sum(line["type"] == "member_lost" for line in events),
+            "members banned": len({line["fields"]["peer"] for line in events if line["type"] == "member_banned"}),
+            "rounds failed for somebody": sum(line["failure"] is not None for line in self.of("round")),
+            "resyncs": len(self.of("resync")),
+            "contributions": sum(self.contributions().values()),
+        }
+
+    def contributions(self) -> dict[int, int]:
+        """How many were in each round's mean."""
+        return {line["round"]: len(line["weights"]) for line in self.of("round") if line["failure"] is None}
+
+    def longest_pause(self) -> float:
+        """Seconds between the ends of two rounds, the longest."""
+        first: dict[int, float] = {}
+        for line in self.of("round"):
+            if line["failure"] is None:
+                first.setdefault(line["round"], line["time"])
+        times = [first[number] for number in sorted(first)]
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+    def joins(self) -> dict[str, int]:
+        """Of those who joined later: how many rounds ended, after they had the state, before one had their work."""
+        ended: dict[int, float] = {}
+        for line in self.of("round"):
+            if line["failure"] is None:
+                ended.setdefault(line["round"], line["time"])
+        found = {}
+        for start in self.of("start"):
+            rounds = self.of("round", frozenset([start["life"]]))
+            first = [line["round"] for line in rounds if str(line["number"]) in (line.get("weights") or {})]
+            if start["sequence"] > 0 and first:
+                after = [number for number, at in ended.items() if at > start["time"]]
+                found[str(start["life"])] = sum(number < first[0] for number in after)
+        return found
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Whoever was killed may have left half a line."""
+    return path.read_text().rpartition("\n")[0].splitlines()

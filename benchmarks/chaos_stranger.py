@@ -1,0 +1,104 @@
+"""Somebody who was not invited, and knows everything else: the run's name, its workers' addresses, the protocol.
+
+It says hello with a credential of its own making, asks for everything a member may ask for, sends a plan and parts of
+a round, and takes what it can get. `intrude` tells what it got, which must be nothing.
+"""
+
+import asyncio
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from chaos_worker import Story, Task
+from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
+from diloco.engines.swarm.invitation import RunKey, invite
+from diloco.engines.swarm.reaching import Network
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.status import Status
+from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.wire import PROTOCOL, pack, write_frame
+from diloco.version import __version__
+
+_SECONDS = 5.0
+
+
+def intrude(settings: Settings, pipe: Connection, task: Task, run: str, addresses: list[str]) -> None:
+    """A line "error" with what it was told, or a line "start" if anybody gave it anything."""
+    del pipe
+    story = Story(task)
+    got, refusals = asyncio.run(_attempts(Path(settings.folder), run, addresses))
+    if got:
+        story.tell("start", number=-1, sequence=-1, digest="", got=got)
+    if refusals:
+        story.tell("error", error="CallRefused", text=refusals[0], refusals=len(refusals))
+
+
+async def _attempts(folder: Path, run: str, addresses: list[str]) -> tuple[list[str], list[str]]:
+    transport = await HivemindTransport.create(folder / "stranger.key", protocol_of(run), Network("127.0.0.1", None))
+    got: list[str] = []
+    refusals: list[str] = []
+
+    async def nobody_calls(peer: str, data: bytes) -> bytes:
+        raise CallRefused(f"{peer} says {len(data)} bytes to a stranger")
+
+    async def nobody_streams(stream: Stream) -> None:
+        stream.close()
+
+    await transport.serve(nobody_calls, nobody_streams)
+    for address in addresses:
+        peer = address.rpartition("/p2p/")[2]
+        try:
+            await transport.introduce(peer, [address], _SECONDS)
+        except Unreachable:
+            continue
+        for name, request in _requests(transport.peer).items():
+            try:
+                await transport.call(peer, request, _SECONDS)
+                got.append(name)
+            except CallRefused as refusal:
+                refusals.append(f"{name}: {refusal}")
+            except Unreachable:
+                continue
+        got += await _streams(transport, peer)
+    await transport.close()
+    return got, refusals
+
+
+def _requests(me: str) -> dict[str, bytes]:
+    """Whatever could let it in, lead, contribute, or put others out."""
+    forged = invite(RunKey.create(), [], 3600.0, 0.0).credential(me).data()
+    hello = pack(
+        "hello", protocol=PROTOCOL, version=__version__, role="worker", credential=forged, addresses=[],
+        status=Status(number=0, holds=True).to_wire(), time=0.0,
+    )  # fmt: skip
+    return {
+        "hello": hello,
+        "status": pack("status"),
+        "files": pack("files"),
+        "number": pack("number", wished=0),
+        "ready": pack("ready", sequence=1, fragment=0, header=b"", note=b"", ratio=None),
+        "inquire": pack("inquire", sequence=1, authority=[1 << 40, 0, 0]),
+        "commit": pack("commit", sequence=1, authority=[1 << 40, 0, 0]),
+        "outcome": pack("outcome", sequence=0),
+        "called": pack("called", sequence=1 << 40),
+        "bye": pack("bye"),
+        "large": b"x" * 100_000,
+    }
+
+
+async def _streams(transport: HivemindTransport, peer: str) -> list[str]:
+    """Those that gave a byte."""
+    got = []
+    heads = {
+        "state": pack("state"),
+        "mean": pack("mean", sequence=0),
+        "parts": pack("parts", sequence=1, authority=[1, 0, 1]),
+    }
+    for name, head in heads.items():
+        try:
+            stream = await transport.open(peer, _SECONDS)
+            await write_frame(stream, head, _SECONDS)
+            await stream.read(1, _SECONDS)
+            got.append(f"a stream of {name}")
+        except Unreachable:
+            continue
+    return got
