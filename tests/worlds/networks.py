@@ -115,12 +115,6 @@ class Internet:
         """The command line that runs `command` on that machine."""
         return ["ip", "netns", "exec", self._full(name), *command]
 
-    def slow(self, name: str, *, milliseconds: int, megabits: int) -> None:
-        """Gives a machine's or a home's line a delay and a limit, each way out."""
-        router = f"r{name}" if f"r{name}" in self._names else name
-        shape = ["delay", f"{milliseconds}ms", "rate", f"{megabits}mbit", "limit", "10000"]
-        self._in(router, "tc", "qdisc", "replace", "dev", "wan", "root", "netem", *shape)
-
     def close(self) -> None:
         for name in reversed(self._names):
             with suppress(subprocess.CalledProcessError):

@@ -9,6 +9,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,7 +43,7 @@ def look_at_invitation(text: str) -> tuple[Finding, Invitation | None]:
         invitation = Invitation.parse(text, time.time())
     except ConfigError as error:
         return Finding("invitation", "failed", str(error), "ask for a new one: diloco invite RUN"), None
-    told = f"to the run {invitation.run_id}, valid until {invitation.until}, with {len(invitation.addresses)} addresses"
+    told = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
     if not invitation.addresses:
         return Finding("invitation", "failed", told, "ask for one with addresses, while a worker runs"), None
     return Finding("invitation", "ok", told), invitation
@@ -53,7 +54,9 @@ async def look_outside(invitation: Invitation, network: Network) -> AsyncIterato
     with TemporaryDirectory(prefix="diloco-doctor-") as folder:
         key = Path(folder) / "doctor.key"
         try:
-            transport = await HivemindTransport.create(key, protocol_of(invitation.run_id), network)
+            transport = await HivemindTransport.create(
+                key, protocol_of(invitation.run_id), replace(network, guest=True)
+            )
         except DiLoCoError as error:
             yield Finding("p2pd", "failed", str(error), "see the lines above")
             return
@@ -78,9 +81,9 @@ class _Look:
         if not self._hosts:
             return
         yield await self._clock()
-        for finding in await self._reach():
-            yield finding
         async for finding in self._peers():
+            yield finding
+        for finding in await self._reach():
             yield finding
 
     async def _addresses(self) -> list[Finding]:

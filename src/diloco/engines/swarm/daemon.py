@@ -31,6 +31,8 @@ from diloco.engines.swarm.transport import (
 )
 from diloco.errors import RendezvousError
 
+__all__ = ["HivemindTransport", "Network", "protocol_of"]
+
 log = logging.getLogger(__name__)
 
 CALLS_PER_PEER, CALLS_IN_ALL = 32, 512
@@ -81,6 +83,8 @@ class HivemindTransport(Transport):
         """
         transport = cls(key, protocol, network)
         await transport._start()
+        if network.guest:
+            return transport
         try:
             standing = Standing(transport, network)
             await standing.find_out(seeds)

@@ -31,6 +31,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
 class Standing:
     def __init__(self, transport: "HivemindTransport", network: Network) -> None:
         self._transport, self._network = transport, network
+        self._told = False
+        """Somebody has said how this peer can be reached."""
 
     async def find_out(self, seeds: Iterable[str]) -> bool:
         """Whether others can call this peer; if not, it gets places at those who can be called. False: not known."""
@@ -40,6 +42,7 @@ class Standing:
         seen = await self._ask(public)
         if seen is None:
             return False
+        self._told = True
         port, mine = await self._transport.own()
         if not seen.reachable:
             await self._get_place(public)
@@ -106,7 +109,7 @@ class Standing:
             return True
         public = public_ones(self._transport.known())
         if kind == "unknown":
-            return not public or await self.find_out(public)
+            return self._told or not public or await self.find_out(public)
         there = await asyncio.gather(*(somebody_is_at(address, _ASK_SECONDS) for address in public))
         answering = [address for address, answers in zip(public, there, strict=True) if answers]
         return bool(answering) and await self._get_place(answering)
