@@ -8,12 +8,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
-from diloco.engines.swarm.daemon import HivemindTransport
+from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
 from diloco.engines.swarm.invitation import Invitation
 from diloco.engines.swarm.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.reaching import Network
@@ -36,7 +37,7 @@ class Guest:
     """Of one swarm; a context. Raises RendezvousError with what to do if nobody lets it in."""
 
     def __init__(self, invitation: Invitation, network: Network | None = None) -> None:
-        self._invitation, self._network = invitation, network or Network()
+        self._invitation, self._network = invitation, replace(network or Network(), guest=True)
         self._hosts: list[str] = []
         """Who has answered."""
 
@@ -100,7 +101,7 @@ class Guest:
 
     async def _begin(self) -> None:
         key = Path(self._folder.name) / "guest.key"
-        self._transport = await HivemindTransport.create(key, f"/diloco/{self._invitation.run_id}", self._network)
+        self._transport = await HivemindTransport.create(key, protocol_of(self._invitation.run_id), self._network)
         await self._transport.serve(_nothing, _no_stream)
         at: dict[str, list[str]] = {}
         for address in self._invitation.addresses:
