@@ -160,7 +160,8 @@ class RunView:
 
     def _on_member_joined(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"{_who(event)} has joined")
+        if event["member"] not in self.workers:
+            self._note(f"{_who(event)} has joined")
 
     def _on_member_left(self, event: Event, worker: WorkerView) -> None:
         del worker
@@ -220,8 +221,9 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Of the slowest worker."""
-        return min((worker.step for worker in self.workers.values()), default=0)
+        """Of the slowest worker; in a swarm of the furthest one here, for the others are called or catch up."""
+        steps = [worker.step for worker in self.workers.values()]
+        return (max if self.config.engine == "swarm" else min)(steps, default=0)
 
     @property
     def loss(self) -> float | None:
@@ -239,8 +241,11 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        elapsed = max((worker.elapsed_seconds for worker in self.workers.values()), default=0.0)
-        return elapsed / self.step * (self.config.steps - self.step) if self.step and elapsed else None
+        first = max(self.workers.values(), key=lambda worker: worker.elapsed_seconds, default=WorkerView())
+        taken = self.step
+        if self.config.engine == "swarm":  # its position may have jumped: what counts is what it did itself
+            taken = first.tokens // self.config.tokens_per_step
+        return first.elapsed_seconds / taken * (self.config.steps - self.step) if taken else None
 
 
 def _who(event: Event) -> str:
