@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from diloco.engines.connecting import connect as connect
     from diloco.engines.local import LocalSwarm as LocalSwarm
     from diloco.engines.local import alone as alone
+    from diloco.engines.swarm.own_loops import join_swarm as join_swarm
     from diloco.optimizer import DiLoCo as DiLoCo
 
 _HOMES = {
     "DiLoCo": "diloco.optimizer",
     "connect": "diloco.engines.connecting",
+    "join_swarm": "diloco.engines.swarm.own_loops",
     "alone": "diloco.engines.local",
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",
