@@ -5,11 +5,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS   ?=
 
-.PHONY: train test check lint format bench clean
+.PHONY: train swarm test check lint format bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.base          ## train a small model with two workers (about two minutes on two cores)
 	$(BIN)/diloco train $(ARGS)
+
+swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
+	$(BIN)/diloco train --engine swarm $(ARGS)
 
 test: $(VENV)/.dev            ## the whole suite, real processes and kills included
 	$(BIN)/python -m pytest $(ARGS)
@@ -39,6 +42,10 @@ $(BIN)/python:
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.swarm: $(VENV)/.base
+	$(PIP) -e '.[swarm]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
