@@ -52,7 +52,7 @@ class CatchingUp:
             states = self.replica.fetch_states()
             if states is not None and self.replica.engine.elastic:
                 self._take_over(states, start=True)
-                self.state.begin_here()
+                self.state.start_from_anchor()
             elif states is not None:
                 self.state.take_over(states)
         except RoundFailed as failure:

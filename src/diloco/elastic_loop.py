@@ -88,9 +88,8 @@ class ElasticLoop(OuterLoop):
         index = self.schedule.fragment_of(sequence)
         if index in posted:
             return False
-        overlap = self.schedule.overlap_steps
-        if any(p.at_step + overlap < position or p.key.fragment == index for p in self._posted):
-            self._merge_next()  # what belongs before that position, or has its outer gradient in the same memory
+        if any(one.key.fragment == index for one in self._posted):
+            self._merge_next()  # the one before it comes first
         else:
             self.state.jump_to(position)
             self._post(index)

@@ -181,13 +181,6 @@ class OuterState:
             fragment.adopt_anchor()
         self.merged_at = [self.steps_taken] * self.num_fragments
 
-    def begin_here(self) -> None:
-        """A worker that joins: the parameters are the anchors, and its own work begins at this position."""
-        for fragment in self.fragments:
-            fragment.adopt_anchor()
-        self.jumped = self.inner_steps
-        self.merged_at = [0] * self.num_fragments
-
     def check_fragments(self, numbers: Numbers) -> None:
         if "jumped" not in numbers:
             raise ConfigError("the saved state is of an earlier version of diloco: go on with that one, or begin anew")

@@ -8,10 +8,11 @@ import torch
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov
+from diloco.engines.local import LocalSwarm
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError, RoundFailed
 from worlds.elastic import ElasticWorld
-from worlds.problem import anchors, flat
+from worlds.problem import anchors, build, flat
 
 SYNCS = {
     "plain": SyncConfig(6, "fp32"),
@@ -121,6 +122,36 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(what: str,
     world.swarm.freeze(1)  # its state is that before round 0, which the mean of round 0 follows
     with pytest.raises(EngineError, match=f"no worker gave its state.*{named}"):
         world.join(2)
+
+
+def test_means_that_a_worker_has_already_are_passed_over_where_only_means_come() -> None:
+    world = ElasticWorld(2, SYNCS["plain"], drop=[(1, 1)])
+    world.swarm.means_only = True
+    state_for = world.swarm.state_for
+
+    def with_an_old_one(worker: int) -> GlobalState | None:
+        state, first = state_for(worker), world.swarm.rounds[0]
+        assert state is not None and first.mean is not None
+        return replace(state, means=((first.key, first.mean), *state.means))
+
+    world.step(times=6)
+    world.swarm.state_for = with_an_old_one  # type: ignore[method-assign]
+    world.step(times=6)
+    assert world.workers[1].outer.resyncs == 1 and world.workers[1].outer.rounds == 2
+    assert len(world.digests()) == 1
+
+
+def test_live_tensors_of_a_fixed_membership_are_not_served_during_an_evaluation() -> None:
+    swarm = LocalSwarm(1)
+    _, optimizer = build(swarm.engines()[0], SYNCS["plain"])
+    states: list[GlobalState] = []
+    thread = threading.Thread(target=lambda: states.append(swarm.providers[0]()), daemon=True)
+    with optimizer.outer_parameters():
+        thread.start()
+        thread.join(0.05)
+        assert not states
+    thread.join(10.0)
+    assert states
 
 
 def test_nothing_is_served_before_a_worker_has_a_state_nor_while_its_anchors_are_nobodys() -> None:

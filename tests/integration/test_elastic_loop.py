@@ -201,6 +201,7 @@ def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_m
     world.workers[1].outer.inner_steps += 1
     world.merge(1)
     assert world.workers[1].outer.resyncs == 1
+    assert world.swarm.states_sent == (1 if means_only else 2)  # one when it joined; its own was sound all the time
     moved = world.workers[1].outer.fragments[2].anchor
     assert not torch.equal(moved, anchor)
     torch.testing.assert_close(parameters(world, 1)[2], own.lerp(moved, 1 - mixing), rtol=1e-6, atol=1e-7)
@@ -251,7 +252,10 @@ def test_a_worker_that_went_astray_takes_the_parameters_too_and_says_so() -> Non
     assert (stray.outer.rounds_failed, stray.outer.resyncs, told) == (1, 1, [2])
     assert len(world.digests()) == 1
     assert torch.equal(flat(stray.model), anchors(stray.optimizer))
+    assert world.swarm.providers[2]().numbers["sequence"] == 2
+    events = heard(world, 0)
     world.step(times=6)
+    assert [member.weight for member in events[0].result.members] == [6.0, 6.0, 6.0]
     assert len(world.digests()) == 1
 
 

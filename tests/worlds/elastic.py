@@ -38,6 +38,7 @@ class ElasticSwarm:
         self.frozen: GlobalState | None = None
         self.unavailable = 0
         """So many fetches find nobody."""
+        self.states_sent = 0
         self.means_only = False
         """Whoever has a sound state of its own gets the means of the rounds since, and nothing else."""
 
@@ -93,6 +94,7 @@ class ElasticSwarm:
         return self._since(frozen)
 
     def _since(self, state: GlobalState) -> GlobalState:
+        self.states_sent += bool(state.tensors)
         sequence, means, position = state.numbers["sequence"], [], 0
         while sequence in self.rounds and self.rounds[sequence].decision is not None:
             round_ = self.rounds[sequence]
