@@ -105,7 +105,7 @@ def test_a_worker_without_work_that_is_called_adds_nothing_and_follows() -> None
     torch.testing.assert_close(flat(world.workers[1].model).double(), own, rtol=1e-6, atol=1e-7)
 
 
-@SYNCS
+@pytest.mark.parametrize("sync", [PLAIN, FRAGMENTS, STREAMING, SyncConfig(6, "fp32", overlap_steps=4)])
 def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> None:
     """The slow worker is called for every round of the fast one, at whatever it is doing."""
     world = ElasticWorld(2, sync)
@@ -119,7 +119,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
         world.post(1)
         world.merge()
     assert [event.key.sequence for event in events] == list(range(len(events))) and len(events) >= 5
-    assert not [event for event in events if event.failure is not None]
+    assert not [event for event in events if event.failure is not None or event.result.refused]
     world.finish()
     assert len(world.digests()) == 1
     assert torch.equal(flat(world.workers[0].model), flat(world.workers[1].model))
@@ -211,6 +211,19 @@ def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_m
     of_it = [event for event in events if event.key.fragment == index and event.result is not None]
     assert sum(event.result.members[1].weight for event in of_it) == 18.0
     assert len(world.digests()) == 1
+
+
+def test_what_ended_well_after_a_missed_round_is_merged_if_nobody_is_left_to_give_a_state() -> None:
+    world = ElasticWorld(2, SyncConfig(6, "fp32", fragments=2, overlap_steps=5), SGD(lr=1.0), drop=[(1, 0)])
+    world.step(times=6)
+    world.leave(0)
+    left = world.workers[1].outer
+    assert (left.in_flight, left.rounds) == (3, 0)
+    world.step()
+    assert (left.in_flight, left.rounds, left.rounds_failed, left.resyncs) == (0, 2, 1, 0)
+    assert world.swarm.providers[1]().numbers["sequence"] == 3
+    for index in (left.schedule.fragment_of(1), left.schedule.fragment_of(2)):
+        assert torch.equal(parameters(world, 1)[index], left.fragments[index].anchor)
 
 
 def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_at_the_next_post() -> None:
