@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli.display import Display, PatientConsole
-from diloco.cli.swarm import SWARM_TEXT, Prepared, check_text, run_workers, with_text
+from diloco.cli.swarm import SWARM_TEXT, Prepared, check_network, check_text, run_workers, with_text
 from diloco.cli.train import new_run_folder
 from diloco.config import known_keys, options
 from diloco.data.corpus import TOKENIZER
@@ -116,6 +116,7 @@ def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> No
             check_clock(guest.clock())
             described = _described(guest)
             config = configured(described, tokens)
+            check_network(config)
             check_installed(config.sink_names)
             members = [one for one in guest.status()["members"] if one["live"] and one["number"] >= 0]
             _say_what(console, config, described, len(members))
@@ -169,7 +170,7 @@ def receive_text(
         else:
             meta, folder = shared.meta, shared.folder
         shards = [] if own_text else _share(meta.shard_tokens, members, config.workers)
-        _check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
+        check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
         shared = receive_files(folder, meta, shards, fetch, display.preparing)
     except OSError as error:
         raise DataError(
@@ -203,10 +204,10 @@ def _check_room(config: RunConfig, text: Prepared) -> None:
         length = config.data.sequence_length
         shape = preset(config.model, vocab_size=text.shared.vocab_size, max_sequence_length=length)
         size = 4 * _STATES * shape.num_parameters() * config.workers * (config.checkpoint.keep + 1)
-        _check_space(Path(config.out or "runs"), size, "checkpoints")
+        check_space(Path(config.out or "runs"), size, "checkpoints")
 
 
-def _check_space(folder: Path, needed: int, what: str) -> None:
+def check_space(folder: Path, needed: int, what: str) -> None:
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed:

@@ -58,9 +58,22 @@ class Prepared:
     own: Corpus | None = None
 
 
+def check_network(config: RunConfig) -> None:
+    """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
+    from diloco.engines.swarm.addresses import announced, listening
+    from diloco.engines.swarm.p2pd import check_ports
+
+    ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
+    for port in ports:
+        check_ports(listening(config.host, port))
+    for text in [] if config.announce is None else config.announce.split(","):
+        announced(text.strip(), config.port)
+
+
 def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> None:
     """Begin a run that others can join, or go on with one."""
     check_swarm()
+    check_network(config)
     check_installed(config.sink_names)
     with ExitStack() as held:
         if resume is not None:

@@ -24,9 +24,9 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def corpus_files(corpus: Corpus) -> dict[str, Path]:
-    """What a worker that has this corpus, or part of it, can give to others."""
+    """What a worker that has this corpus can give to others; of one that is here in part, also what is yet to come."""
     names = [*FIRST_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
-    return {name: corpus.folder / name for name in names if (corpus.folder / name).is_file()}
+    return {name: corpus.folder / name for name in names}
 
 
 def received_folder(config: DataConfig, digest: str) -> Path:

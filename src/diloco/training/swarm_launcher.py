@@ -2,7 +2,8 @@
 
 A worker that was killed, or failed for a reason that may pass, comes back under its own name: it takes the others'
 state, or, if nobody is left, goes on from the newest checkpoint here. One that has no place among the others (banned,
-another model, a configuration that cannot be) does not. The run has ended when all local workers have.
+another model, a configuration that cannot be), or that failed before it ever was in the swarm, does not. The run has
+ended when all local workers have.
 """
 
 import multiprocessing
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
+from diloco.engines.swarm.files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.launcher import failure, put_aside, signals_held_back
@@ -102,7 +104,8 @@ class SwarmWorkers:
             return
         if time.monotonic() - local.started > RESTED_SECONDS:
             local.restarts = 0
-        if code == 0 or code in _FOR_GOOD or self.stop_requests or local.restarts >= MAX_RESTARTS:
+        never_in = code > 0 and not (local.chair.run_folder / SWARM_FOLDER / f"{local.chair.seat}.json").exists()
+        if code == 0 or code in _FOR_GOOD or never_in or self.stop_requests or local.restarts >= MAX_RESTARTS:
             local.code = code
             if code and len(self._locals) > 1:
                 self._tell(f"{local.chair} has ended for good ({self._reason(local, code)}); the others go on")
