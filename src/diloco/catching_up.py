@@ -142,7 +142,7 @@ class CatchingUp:
     def _check(self, states: Sequence[GlobalState], *, start: bool) -> None:
         """Refuse a state that does not fit, before anything has changed."""
         for lane, state in zip(self.state.lanes, states, strict=True):
-            if state.layout_digest != lane.layout_digest:
+            if state.tensors and state.layout_digest != lane.layout_digest:
                 raise Excluded(
                     f"the others train something else than worker {self.replica.engine.worker} (layout "
                     f"{state.layout_digest} against {lane.layout_digest}): model, data, codec, schedule and outer "

@@ -173,23 +173,18 @@ class SwarmEngine(Engine):
         self._joined, self._known = True, losses
         if answer.holds:
             return None
-        base = self._base(answer)
         told = answer.means or []
         means = snapshots.rows(answer.means_memory, [size for _, _, size in told])
+        first = (answer.numbers or {}).get("sequence", 0)
         since = [(RoundKey(s, f), mean) for (s, f, _), mean in zip(told, means, strict=True)]
-        return replace(
-            base,
-            numbers={**base.numbers, "sequence": answer.sequence},
-            means=tuple((key, mean) for key, mean in since if key.sequence >= base.numbers["sequence"]),
+        return GlobalState(
+            {} if answer.memory is None else snapshots.read(answer.memory),
+            {**(answer.numbers or {}), "sequence": answer.sequence},
+            answer.layout_digest,
+            means=tuple((key, mean) for key, mean in since if key.sequence >= first),
             position=answer.position,
+            note=answer.note,
         )
-
-    def _base(self, answer: say.StateFetched) -> GlobalState:
-        """The state before the means: another worker's, or, where only means were missing, this one's own."""
-        if answer.memory is None:
-            assert self._provider is not None, "serve_state comes before fetch_state"
-            return self._provider()
-        return GlobalState(snapshots.read(answer.memory), answer.numbers or {}, answer.layout_digest, note=answer.note)
 
     def _held(self) -> int | None:
         """The first round that is not in this worker's state; None where it has none that is sound."""

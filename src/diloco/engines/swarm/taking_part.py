@@ -282,7 +282,7 @@ class TakingPart:
         astray = decision.resync and me in decision.refused
         if astray:
             status.holds, self.kept.held = False, None
-        else:
+        elif status.holds:  # else the trainer lacks an earlier round, and this one's mean is of no use to it yet
             self.kept.held = round_.sequence + 1
         self.on_settled(plan)
         round_.end(
