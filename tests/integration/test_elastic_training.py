@@ -201,6 +201,14 @@ def test_a_called_worker_jumps_and_its_learning_rate_with_it(made: tuple[RunConf
     assert swarm.events(0, "step")[-1]["tokens"] == len(steps) * config.tokens_per_step
 
 
+def test_a_checkpoint_that_was_jumped_over_is_made_up_for(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    config = replace(made[0], checkpoint=replace(made[0].checkpoint, interval=7, keep=10))
+    swarm = Swarm((config, made[1]), tmp_path)
+    swarm.start(swarm.worker(0, step4=lambda _: swarm.meeting.call(1)))  # from step 5 to the round of step 8
+    swarm.end()
+    assert [event["step"] for event in swarm.events(0, "checkpoint")] == [8, 14, 21, STEPS]
+
+
 def test_a_swarm_that_is_gone_goes_on_from_the_newest_checkpoint(
     made: tuple[RunConfig, Corpus], tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ class Checkpoints:
         self._told: dict[int, set[int]] = {}  # worker: steps that it said it has, of this start
         self._started_from: int | None = None  # the step of a checkpoint
         self._thread: threading.Thread | None = None
+        self._due: int | None = None
 
     # Saving
 
@@ -83,6 +84,11 @@ class Checkpoints:
             target=self._write_or_tell, args=(step, moment, staged, state), name="diloco-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def jumped(self, due: int) -> bool:
+        """Of a worker in a swarm, whose position may jump: whether a checkpoint has become due since the last time."""
+        before, self._due = self._due, due
+        return before is not None and due > before
 
     def wait(self) -> None:
         """Until what is being written is on the disk."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import ShardProgress, check_disjoint, worker_shards
+from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
 from diloco.data.receiving import check_file
 from diloco.engines.base import Membership
 from diloco.errors import EngineError
@@ -51,8 +51,9 @@ class Swarm(Protocol):
         """Of all members (swarm/node.py)."""
 
 
-def starting_shards(texts: Texts, engine: Membership) -> list[int]:
-    """What a worker reads first: its share of the text, as far as it is here."""
+def starting_shards(texts: Texts, engine: Membership, config: RunConfig) -> list[int]:
+    """What a worker reads first: its share of the text, as far as it is here. In a swarm all that is here, if its share
+    is less than a batch."""
     if texts.own is not None:
         return list(range(texts.own_place, texts.own.shards, texts.own_places))
     corpus = texts.shared
@@ -61,7 +62,10 @@ def starting_shards(texts: Texts, engine: Membership) -> list[int]:
         return worker_shards(corpus.shards, engine.worker, engine.workers)
     here = [shard for shard in range(corpus.shards) if corpus.has(shard)]
     mine = shards_of(corpus.shards, *place_in(present(engine), engine.worker))
-    return [shard for shard in mine if shard in here] or here
+    share = [shard for shard in mine if shard in here]
+    length = config.data.sequence_length
+    windows = sum(count_windows(corpus.meta.shard_tokens[shard], length) for shard in share)
+    return share if windows >= config.training.batch_size else here
 
 
 def present(engine: Membership) -> tuple[int, ...]:
@@ -157,7 +161,7 @@ class Company:
             self._fetching.arrived.clear()
             if self.sharing.take(self._reading):
                 self._events.emit("shards", shards=self._reading.shards)
-        if self._lacking:
+        if self._lacking and self._fetching.may_try:
             self._lacking = self.sharing.missing()
             self._fetching.start(self._lacking)
 
@@ -201,7 +205,7 @@ class Company:
             self._events.emit("shards", shards=self._reading.shards)
         self._validation.share = place_in(self.sharing.roster, self._engine.worker)
         self._lacking = self.sharing.missing()
-        self._fetching.start(self._lacking, now=True)
+        self._fetching.start(self._lacking)
 
     def _fetch(self, name: str, path: Path) -> None:
         assert self._swarm is not None, "whoever lacks a shard is in a swarm that has it"

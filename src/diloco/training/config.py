@@ -285,6 +285,12 @@ class RunConfig:
         after_round = step - self.sync.overlap_steps  # when what was posted has been merged: nothing to wait for
         return after_round > 0 and after_round % self._about_ten() == 0
 
+    def checkpoints_until(self, step: int) -> int:
+        """How many are due by then, for workers that may jump over a step."""
+        if self.checkpoint.interval is not None:
+            return step // self.checkpoint.interval if self.checkpoint.interval else 0
+        return max(0, step - self.sync.overlap_steps) // self._about_ten()
+
     def identity(self, corpus_digest: str, model: str) -> str:
         """What must be the same on all workers: everything but what concerns one machine alone.
 

@@ -62,7 +62,7 @@ class Training:
         self.config, self.corpus, self.engine, self.events = config, texts.shared, engine, events
         corpus = texts.shared
         self.device, self.folder = device, folder
-        self.reading = Reading(texts.read, config, starting_shards(texts, engine))
+        self.reading = Reading(texts.read, config, starting_shards(texts, engine, config))
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         self.precision = Precision(config.compute.precision, device, engine.ranks)
@@ -140,6 +140,7 @@ class Training:
             self.events.emit("resumed", **self._resumed)
         if self.company is not None:
             self.company.begin(joined=self.joined, stopped=lambda: self.stop_requested)
+            self.checkpoints.jumped(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
             self.validation.measure(self.mode)
         self._started, self.validation.seconds = time.monotonic(), 0.0

@@ -31,7 +31,8 @@ class Saving:
     tell: Callable[..., None]
 
     def after_step(self) -> None:
-        if self.config.checkpoint_due(self.state.mode.state.inner_steps):
+        step, swarm = self.state.mode.state.inner_steps, self.checkpoints.seat.workers is None
+        if self.checkpoints.jumped(self.config.checkpoints_until(step)) if swarm else self.config.checkpoint_due(step):
             self._save()
 
     def at_end(self, *, open_step: bool) -> None:

@@ -133,10 +133,15 @@ class Fetching:
         self._failure = ""
         self.arrived = threading.Event()
 
-    def start(self, shards: Sequence[int], *, now: bool = False) -> None:
-        """Unless it is at it already, or has failed a moment ago. `now`: others are here than before."""
+    @property
+    def may_try(self) -> bool:
+        """It is not at it, and has not failed a moment ago."""
         busy = self._thread is not None and self._thread.is_alive()
-        if shards and not busy and (now or time.monotonic() >= self._not_before):
+        return not busy and time.monotonic() >= self._not_before
+
+    def start(self, shards: Sequence[int]) -> None:
+        """Unless it is at it already."""
+        if shards and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, args=(shards,), name="diloco-shards", daemon=True)
             self._thread.start()
 
