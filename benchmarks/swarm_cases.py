@@ -1,0 +1,316 @@
+"""The cases of benchmarks/swarm.py; each starts its own workers and leaves none behind."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.config import SyncConfig
+from diloco.core.fragments import PartLayout
+from diloco.engines.hivemind import SwarmEngine
+from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.engines.swarm.files import INVITATION_FILE, write_private
+from diloco.engines.swarm.invitation import RunKey, invite
+from diloco.engines.swarm.settings import Settings
+from diloco.errors import RoundFailed
+from measuring import Spread
+from swarm_hivemind import Exchange, average_raw
+from swarm_processes import Worker, Workers, descendants
+from swarm_trainers import Joined, Round, average, exchange, train_freely
+
+RAW = "hivemind fp16"
+_ROUND_SECONDS = 150.0
+_H = 3
+
+
+# (a) One round
+
+
+@dataclass
+class Rounds:
+    """All rounds of one case."""
+
+    case: str
+    parameters: int
+    seconds: list[float] = field(default_factory=list)
+    reported: list[float] = field(default_factory=list)
+    """Bytes a parameter that a peer sent, as the engine says."""
+    loopback: list[float] = field(default_factory=list)
+    """The same at the loopback device: half of what both sent."""
+
+    def row(self, extra_bytes: int) -> dict[str, object]:
+        low = min(self.loopback)  # others on this machine use the device too
+        reported = max(self.reported) if any(self.reported) else None
+        told = {"case": self.case, "parameters": self.parameters, "seconds": vars(Spread.of(self.seconds))}
+        return told | {"reported_bytes": reported, "loopback_bytes": low, "extra_memory_bytes": extra_bytes}
+
+
+def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) -> list[dict[str, object]]:
+    """Ours with each codec and Hivemind's in turn, so that what else the machine does falls on all alike."""
+    with Workers(folder / "ours") as ours, Workers(folder / "raw") as raw:
+        pair = ours.start_all(["one", "two"], exchange, parameters)
+        first = raw.start("raw", average_raw, parameters, [])
+        second = raw.start("raw", average_raw, parameters, first.hear(120.0))
+        second.hear(120.0)
+        sides = {f"ours {name}": (pair, name) for name in codecs} | {RAW: ([first, second], "go")}
+        rows = {case: Rounds(case, parameters) for case in sides}
+        before = {case: _memory(workers) for case, (workers, _) in sides.items()}
+        for repeat in range(repeats + 1):  # the first is for warming up
+            for case, (workers, command) in sides.items():
+                _measure(rows[case] if repeat else Rounds(case, parameters), workers, command)
+        extra = {case: _memory(workers) - before[case] for case, (workers, _) in sides.items()}
+        for worker in [*pair, first, second]:
+            worker.ask(None, 30.0)
+    return [rows[case].row(extra[case] // 2) for case in sides]
+
+
+def _measure(row: Rounds, workers: list[Worker], command: str) -> None:
+    for worker in workers:
+        worker.say(command)
+    for worker in workers:
+        worker.hear(_ROUND_SECONDS)
+    time.sleep(0.1)
+    before = _loopback_bytes()
+    for worker in workers:
+        worker.say("go")
+    told: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]
+    row.seconds.append(max(one.seconds for one in told))
+    row.reported.append(max(one.bytes_sent for one in told) / row.parameters)
+    row.loopback.append((_loopback_bytes() - before) / len(workers) / row.parameters)
+    if len({one.digest for one in told}) > 1 and row.case != RAW:  # its peers differ by design
+        raise SystemExit(f"{row.case}: the peers have different means: {told}")
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[9])
+    raise RuntimeError("/proc/net/dev has no loopback device")
+
+
+def _memory(workers: list[Worker]) -> int:
+    """The most that all processes beside the trainers have held so far."""
+    return sum(_peak(pid) for worker in workers for pid in descendants(worker.pid))
+
+
+def _peak(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+# (b) Kills
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker lost, and the round that the others then ended. `extra`: seconds more than in peace."""
+
+    deed: str
+    victim: str
+    workers: int
+    seconds: float
+    extra: float
+    same: bool
+    """All survivors have the same anchor, and nobody's work but the victim's is missing."""
+
+
+def _kill(victim: Worker, _: int) -> None:
+    victim.kill()
+
+
+def _kill_in_transfer(victim: Worker, size: int) -> None:
+    victim.stop_carrying(size)
+    victim.kill()
+
+
+def _freeze_in_transfer(victim: Worker, size: int) -> None:
+    victim.stop_carrying(size)
+    victim.freeze()
+
+
+DEEDS: dict[str, Callable[[Worker, int], None]] = {
+    "SIGKILL between rounds": _kill,
+    "SIGKILL in a transfer": _kill_in_transfer,
+    "SIGSTOP in a transfer": _freeze_in_transfer,
+}
+
+
+def losses(folder: Path, parameters: int, peaceful: int = 3) -> list[Loss]:
+    """Four workers; one after another is lost, until one is left. With the default timeouts."""
+    found = []
+    sync = SyncConfig(_H, "fp32", timeout_seconds=120.0)
+    for deed, do in DEEDS.items():
+        for victim in ("leader", "other"):
+            with Workers(folder / f"{deed}-{victim}".replace(" ", "-")) as all_:
+                workers = all_.start_all(["a", "b", "c", "d"], average, parameters, sync)
+                while len(workers) > 1:
+                    usual = statistics.median(max(one.seconds for one in _round(workers)) for _ in range(peaceful))
+                    lost = workers.pop(0 if victim == "leader" else -1)
+                    if "between" in deed:
+                        do(lost, parameters)
+                        _begin(workers)
+                    else:
+                        _begin([*workers, lost])
+                        do(lost, parameters)
+                    found.append(_loss(deed, victim, [worker.hear(_ROUND_SECONDS) for worker in workers], usual))
+    return found
+
+
+def _begin(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.say(True)
+
+
+def _round(workers: list[Worker]) -> list[Round]:
+    _begin(workers)
+    return [worker.hear(_ROUND_SECONDS) for worker in workers]
+
+
+def _loss(deed: str, victim: str, told: list[Round], usual: float) -> Loss:
+    seconds = max(one.seconds for one in told)
+    ended = all(one.failure is None for one in told)
+    one_state = len({one.digest for one in told}) == 1 and len({str(one.weights) for one in told}) == 1
+    intact = all(told[0].weights.get(one.worker) == _H for one in told)
+    same = ended and one_state and intact and told[0].anchor == told[0].anchor
+    return Loss(deed, victim, len(told) + 1, seconds, seconds - usual, same)
+
+
+# (c) Joining
+
+
+@dataclass(frozen=True)
+class Join:
+    parameters: int
+    member_seconds: float
+    """From the start of the worker to its number; mostly Python's imports."""
+    state_seconds: float
+    """From then on to the state."""
+    rounds_missed: int
+    """That ended after it had the state, before the first with its work."""
+
+
+def joining(folder: Path, parameters: int, joiners: int = 3) -> list[Join]:
+    """Two workers train; others join them one after another."""
+    sync, found = SyncConfig(10, "fp16", timeout_seconds=120.0), []
+    with Workers(folder) as all_:
+        first = all_.start("first", train_freely, parameters, sync, 0.05)
+        first.hear(120.0)
+        second = all_.start("second", train_freely, parameters, sync, 0.05)
+        second.hear(120.0)
+        for index in range(joiners):
+            time.sleep(3.0)
+            joiner = all_.start(f"joiner-{index}", train_freely, parameters, sync, 0.05)
+            joined: Joined = joiner.hear(120.0)
+            had_state = time.monotonic()
+            time.sleep(4.0)
+            rounds: list[tuple[int, float, bool]] = joiner.ask("end", 60.0)
+            mine = min((sequence for sequence, _, took_part in rounds if took_part), default=-1)
+            missed = [sequence for sequence, at, _ in rounds if at > had_state and sequence < mine]
+            waited = joined.state_seconds - joined.member_seconds
+            found.append(Join(parameters, joined.member_seconds, waited, len(missed) if mine >= 0 else -1))
+        for worker in (first, second):
+            worker.ask("end", 60.0)
+    return found
+
+
+# (d) Many
+
+
+@dataclass(frozen=True)
+class Crowd:
+    peers: int
+    rounds: int
+    full: int
+    """Rounds in which all were."""
+    failed: int
+    """Of all workers' rounds."""
+    seconds: Spread
+    """A round."""
+
+
+def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
+    """Real sidecars; the trainers are threads of this process."""
+    key, engines = RunKey.create(), list[SwarmEngine]()
+
+    def start(index: int) -> None:
+        machine = folder / f"machine-{index}" / "swarm"
+        known = [one["addresses"][0] for one in engines[0].status()["members"] if one["live"]] if engines else []
+        write_private(machine / INVITATION_FILE, invite(key, known[:4], 3600.0, time.time()).text())
+        engine = SwarmEngine(Settings(str(machine), "worker-0", founder=index == 0, host="127.0.0.1"))
+        engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
+        engine.fetch_state()
+        engines.append(engine)
+
+    try:
+        start(0)
+        for first in range(1, peers, 3):
+            _together([partial(start, index) for index in range(first, min(first + 3, peers))])
+        _until_all_see_all(engines)
+        return _crowd_rounds(engines, rounds, pause_seconds)
+    finally:
+        _together([engine.close for engine in engines])
+
+
+def _until_all_see_all(engines: list[SwarmEngine]) -> None:
+    end = time.monotonic() + 60.0
+    while any(sum(one["live"] and one["holds"] for one in e.status()["members"]) < len(engines) for e in engines):
+        if time.monotonic() > end:
+            raise SystemExit("the peers do not see each other")
+        time.sleep(0.1)
+
+
+def _crowd_rounds(engines: list[SwarmEngine], rounds: int, pause_seconds: float) -> Crowd:
+    told: dict[int, list[int]] = {sequence: [] for sequence in range(rounds)}
+    seconds, failed, lock = list[float](), list[str](), threading.Lock()
+
+    def train(engine: SwarmEngine) -> None:
+        vector = EncodedVector(codec("fp32"), PartLayout(1024))
+        chance = torch.Generator().manual_seed(engine.worker)
+        for sequence in range(rounds):
+            time.sleep(pause_seconds * (1 + float(torch.rand(1, generator=chance))))
+            vector.encode(0, torch.ones(1024))
+            posted = time.monotonic()
+            try:
+                result = engine.start_round(
+                    RoundKey(sequence, 0), Contribution(vector, 1.0, 32.0, "anchor", "same", 1000.0), 60.0
+                ).wait()
+                with lock:
+                    told[sequence].append(len(result.contributors))
+                    seconds.append(time.monotonic() - posted)
+            except RoundFailed as failure:
+                with lock:
+                    failed.append(failure.reason)
+                engine.fetch_state()
+
+    _together([partial(train, engine) for engine in engines])
+    full = sum(contributors == [len(engines)] * len(engines) for contributors in told.values())
+    return Crowd(len(engines), rounds, full, len(failed), Spread.of(seconds))
+
+
+def _together(work: list[Callable[[], None]]) -> None:
+    """Each in a thread; raises the first one's error."""
+    errors: list[BaseException] = []
+
+    def run(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
