@@ -129,6 +129,23 @@ def test_a_cut_off_worker_does_not_step_alone_while_most_others_may_be_there() -
     assert failure is not None and "without this worker" in failure and means == 0
 
 
+def test_those_who_fell_silent_and_are_dead_by_now_are_waited_for_no_longer() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[bool, bool]:
+        alone = workers[0].node.membership
+        swarm.network.cut.update(worker.name for worker in workers[1:])
+        while alone.live():
+            await asyncio.sleep(0.05)
+        before = alone.may_go_on()
+        for worker in workers[1:]:
+            swarm.network.kill(worker.name)
+        swarm.network.cut.clear()
+        while not all(peer.gone for peer in alone.peers.values()):
+            await asyncio.sleep(0.05)
+        return before, alone.may_go_on()
+
+    assert told(4, story) == (False, True)
+
+
 def test_a_lone_survivor_of_kills_goes_on() -> None:
     async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> Ended:
         for worker in workers[:2]:

@@ -287,6 +287,7 @@ class Membership:
             self._turned_away(peer, str(problem))
         elif not peer.live:
             peer.lost_at = peer.lost_at or time.monotonic()
+            peer.gone = peer.gone or (isinstance(problem, Unreachable) and problem.gone)  # silent first, and dead now
         elif isinstance(problem, Unreachable) and problem.gone:
             try:
                 await self._call(peer.name, pack("beat", **self._beat_fields()), self.settings.beat_seconds)

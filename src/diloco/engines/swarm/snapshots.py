@@ -20,7 +20,7 @@ from torch import Tensor
 from diloco.engines.rounds import GlobalState
 from diloco.engines.swarm.messages import SnapshotMade
 from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.errors import EngineError
+from diloco.errors import EngineError, RoundFailed
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,9 @@ class SnapshotMaker:
         while (number := self._wanted.get()) is not None:
             try:
                 self._send(self._snapshot(number))
+            except RoundFailed as reason:
+                logger.info("no snapshot for a joiner now: %s", reason)
+                self._send(SnapshotMade(number))
             except Exception:  # a joiner then asks somebody else; training is not concerned
                 logger.exception("no snapshot for a joiner")
                 self._send(SnapshotMade(number))
