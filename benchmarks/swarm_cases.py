@@ -28,6 +28,7 @@ from swarm_trainers import Joined, Round, average, exchange, train_freely
 RAW = "hivemind fp16"
 _ROUND_SECONDS = 150.0
 _H = 3
+_PEACEFUL = 3
 
 
 # (a) One round
@@ -145,24 +146,35 @@ DEEDS: dict[str, Callable[[Worker, int], None]] = {
 }
 
 
-def losses(folder: Path, parameters: int, peaceful: int = 3) -> list[Loss]:
-    """Four workers; one after another is lost, until one is left. With the default timeouts."""
+def losses(folder: Path, parameters: int) -> list[Loss]:
+    """With the default timeouts. The dead are lost one after another, from four until one is left; of those that
+    freeze there is one in a swarm, since a swarm of which most have fallen silent waits longer on purpose."""
     found = []
-    sync = SyncConfig(_H, "fp32", timeout_seconds=120.0)
-    for deed, do in DEEDS.items():
+    for deed in DEEDS:
         for victim in ("leader", "other"):
-            with Workers(folder / f"{deed}-{victim}".replace(" ", "-")) as all_:
-                workers = all_.start_all(["a", "b", "c", "d"], average, parameters, sync)
-                while len(workers) > 1:
-                    usual = statistics.median(max(one.seconds for one in _round(workers)) for _ in range(peaceful))
-                    lost = workers.pop(0 if victim == "leader" else -1)
-                    if "between" in deed:
-                        do(lost, parameters)
-                        _begin(workers)
-                    else:
-                        _begin([*workers, lost])
-                        do(lost, parameters)
-                    found.append(_loss(deed, victim, [worker.hear(_ROUND_SECONDS) for worker in workers], usual))
+            sizes = [(4, 1), (3, 1), (2, 1)] if "SIGSTOP" in deed else [(4, 3)]
+            for workers, deaths in sizes:
+                place = folder / f"{deed}-{victim}-{workers}".replace(" ", "-")
+                found += _lose(place, parameters, deed, victim, (workers, deaths))
+    return found
+
+
+def _lose(folder: Path, parameters: int, deed: str, victim: str, of: tuple[int, int]) -> list[Loss]:
+    """`of`: so many workers, of whom so many are lost."""
+    found = []
+    with Workers(folder) as all_:
+        names = [f"machine-{index}" for index in range(of[0])]
+        workers = all_.start_all(names, average, parameters, SyncConfig(_H, "fp32", timeout_seconds=120.0))
+        for _ in range(of[1]):
+            usual = statistics.median(max(one.seconds for one in _round(workers)) for _ in range(_PEACEFUL))
+            lost = workers.pop(0 if victim == "leader" else -1)
+            if "between" in deed:
+                DEEDS[deed](lost, parameters)
+                _begin(workers)
+            else:
+                _begin([*workers, lost])
+                DEEDS[deed](lost, parameters)
+            found.append(_loss(deed, victim, [worker.hear(_ROUND_SECONDS) for worker in workers], usual))
     return found
 
 
