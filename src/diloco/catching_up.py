@@ -1,9 +1,10 @@
 """How a worker gets the others' state: at its start, after a round that it missed, after it went astray.
 
 With a fixed membership all are there from the first step on, and a missed round is made up for fragment by fragment,
-before the next post of each. With an elastic engine the others may be anywhere: everything is taken over at once,
-anchors, outer momentum, the number of the next round and the position in the schedule. Either way a worker that has
-missed a round keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries its work.
+before the next post of each; the worker keeps its parameters (I6), and its next outer gradient carries its work.
+With an elastic engine the others may be anywhere: everything is taken over at once, anchors, outer momentum, the number
+of the next round and the position in the schedule. There a worker keeps what it has learnt since its last anchor (I6),
+and puts that onto the new one: parameters from many rounds ago would draw everybody back to where they were (ADR 19).
 
 A state is checked before any of it is used. Nothing here posts or waits. When everything is taken over no round of this
 worker is in flight; those that ended well after the missed one are in the state, and the parameters must follow them
@@ -108,10 +109,11 @@ class CatchingUp:
         self.replica.changed(index)
 
     def _take_over(self, states: Sequence[GlobalState], *, start: bool) -> None:
-        """All but the parameters, which stay this worker's own. `start`: also what is equal only at the start."""
+        """`start`: also what is equal only at the start; else this worker's own work is put onto the new anchors."""
         state, theirs = self.state, states[0]
         self._check(states, start=start)
         with state.lock:
+            self._part(-1.0, start=start)
             if theirs.tensors:
                 for lane, one in zip(state.lanes, states, strict=True):
                     lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
@@ -122,8 +124,21 @@ class CatchingUp:
                     self._merge_mean(key.fragment, [one.means[position][1] for one in states])
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             state.jump_to(self._position(theirs))
+            self._part(1.0, start=start)
         state.gather_digests(range(state.num_fragments))
         self.note = theirs.note
+
+    def _part(self, factor: float, *, start: bool) -> None:
+        """The parameters from the old anchor (−1) and onto the new one (1).
+
+        What is only counted stays as it is, and so does what follows a round with this worker's work in it (`follow`).
+        """
+        buffers = self.replica.tensors.averaged_buffers
+        following = {posted.key.fragment for posted, _ in self.owed}
+        for index, group in enumerate(self.replica.groups):
+            if not start and index not in following and not buffers.keys() & set(group.names):
+                for _, fragment in self.state.fragments_of(index):
+                    fragment.add_anchor(factor)
 
     def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
         """The outer step of all others in a round that this worker was not in; its parameters stay as they are."""

@@ -191,6 +191,12 @@ class Fragment:
             self.write(span, self.read(span).lerp_(anchor, 1.0 - mixing) if mixing else anchor)
 
     @torch.no_grad()
+    def add_anchor(self, factor: float) -> None:
+        """θ_i ← θ_i + factor · anchor: −1 leaves what θ_i is apart from the anchor, 1 puts that onto a new one."""
+        for span, anchor, _ in self.visit():
+            self.write(span, self.read(span).add_(anchor, alpha=factor))
+
+    @torch.no_grad()
     def exchange(self) -> None:
         """θ_i ← anchor at the first call, θ_i and the anchor as they were at the second: to evaluate the anchor.
 
