@@ -12,7 +12,7 @@ from diloco.cli.main import run
 from diloco.engines.swarm import identity
 from diloco.engines.swarm.files import REVOCATIONS_FILE, write_private
 from diloco.engines.swarm.invitation import Invitation, NotWelcome, RunKey, invite
-from diloco.engines.swarm.inviting import choose
+from diloco.engines.swarm.inviting import choose, own_invitation
 from diloco.engines.swarm.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.trust import Trust
 
@@ -182,6 +182,26 @@ def test_addresses_lead_to_different_machines() -> None:
     assert choose([own, second]) == [at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("8.8.8.8", EVE)]
 
 
+def test_who_is_dead_or_never_became_a_member_is_in_no_invitation() -> None:
+    own = KnownPeer(OWN, 0, (at("10.0.0.1", OWN),), seen=1000.0, seat="worker-0")
+    before = KnownPeer("earlier", 7, (at("10.0.0.1", "earlier"),), seen=100.0, seat="worker-1")
+    dead = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seen=900.0)
+    knocking = KnownPeer("mallory", None, (at("9.9.9.9", "mallory"),), seen=1000.0)
+    live = KnownPeer(BOB, 3, (at("10.1.1.1", BOB),), seen=950.0)
+    assert choose([own, before, dead, knocking, live]) == [at("10.0.0.1", OWN), at("10.1.1.1", BOB)]
+
+
+def test_those_who_have_been_members_for_longest_come_first() -> None:
+    many = [KnownPeer(f"p{i}", i, (at("8.8.8.8", f"p{i}"),), seen=float(i)) for i in range(9)]
+    assert choose(many) == [at("8.8.8.8", f"p{i}") for i in range(4)]
+
+
+def test_a_revoked_peer_is_in_no_invitation(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    assert any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
+    succeeds(capsys, "revoke", str(founded.path), "1")
+    assert not any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
+
+
 # revoke
 
 
@@ -229,12 +249,13 @@ def test_an_invitation_that_only_the_revoked_peer_used_leaves_the_machines_own_a
     assert Invitation.parse((founded.swarm / "invitation.txt").read_text(), None).id == founded.first.id
 
 
-def test_a_peer_is_named_by_number_by_id_or_by_its_beginning(
+def test_a_peer_is_named_by_number_by_id_or_by_its_beginning_or_end(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
-    assert "is the beginning of 2 peers" in refused(capsys, "revoke", str(founded.path), "12D3KooWE")
+    assert "fits 2 peers" in refused(capsys, "revoke", str(founded.path), "12D3KooWE")
     succeeds(capsys, "revoke", str(founded.path), "12D3KooWEV")
     succeeds(capsys, "revoke", str(founded.path), EVE)
+    assert "was revoked already" in succeeds(capsys, "revoke", str(founded.path), EVE[-6:])[1]  # as status shows it
     with pytest.raises(NotWelcome, match="revoked"):
         founded.seen_by(EVE).check(EVE)
 

@@ -61,7 +61,7 @@ def revoke(run: Path, peer: str, /) -> None:
     run
         A run folder of a swarm.
     peer
-        A worker's number, or its peer id or the beginning of it.
+        A worker's number, or its peer id, or the beginning or end of it.
     """
     from diloco.engines.swarm import inviting
 

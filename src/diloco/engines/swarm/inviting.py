@@ -27,6 +27,8 @@ DAYS = 30.0
 """So long a new invitation is good for if nothing else is asked for."""
 MOST_DAYS = 3650.0
 _ADDRESSES = 4
+_LIVE_SECONDS = 60.0
+"""Whoever was last heard of so long before the latest news is left out of invitations."""
 _DAY_SECONDS = 86_400.0
 _PEER_ID_LENGTH = 52
 _SHOWN = 5
@@ -78,7 +80,7 @@ def own_invitation(folder: Path, now: float) -> Invitation:
 
 
 def revoke(folder: Path, who: str, now: float) -> Revoked:
-    """Take out a peer (its id, a beginning of it that is no other's, or its worker number), and its invitation with it.
+    """Take out a peer (its id, a beginning or end of it that is no other's, or its worker number), and its invitation.
 
     The others who came with that invitation are named in the record, and stay.
     """
@@ -141,14 +143,14 @@ def _find(peers: list[KnownPeer], who: str) -> KnownPeer:
     if who.isdecimal() and len(who) < 9:
         found = [peer for peer in peers if peer.worker == int(who)]
     else:
-        found = [peer for peer in peers if who and peer.peer.startswith(who)]
+        found = [peer for peer in peers if who and (peer.peer.startswith(who) or peer.peer.endswith(who))]
         if not found and len(who) == _PEER_ID_LENGTH and who.isalnum():
             return KnownPeer(who, None, ())
     if len(found) == 1:
         return found[0]
     names = ", ".join(_name(peer) for peer in (found or peers)[:_SHOWN]) or "none"
     if found:
-        raise ConfigError(f"{who!r} is the beginning of {len(found)} peers: {names}; write more of it")
+        raise ConfigError(f"{who!r} fits {len(found)} peers: {names}; write more of it")
     raise ConfigError(f"{who!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id")
 
 
@@ -161,24 +163,29 @@ def _name(peer: KnownPeer) -> str:
 
 def _addresses(folder: Path) -> list[str]:
     """Where a joiner should knock. What the machine's own invitation says only if nothing newer is known."""
-    found = choose(read_peers(folder / PEERS_FILE))
-    found = found or list(Invitation.parse((folder / INVITATION_FILE).read_text(), None).addresses)
+    own = Invitation.parse((folder / INVITATION_FILE).read_text(), None)
+    out = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
+    found = choose(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in out)
+    found = found or list(own.addresses)
     if not found:
         raise ConfigError(f"no address of this run is known yet ({folder / PEERS_FILE}): start a worker first")
     return found
 
 
 def choose(peers: Iterable[KnownPeer]) -> list[str]:
-    """A few that lead to different machines: this one's two best, then one of each peer elsewhere, the last seen first.
+    """A few that lead to different machines: this one's two best, then one of each member elsewhere.
 
-    Where nobody elsewhere can be called from anywhere, those of the same network will do.
+    Only of those heard of in the last minute of which anything is known, and elsewhere only of those that have a worker
+    number; who can be called from anywhere comes first, then who has been there for longest.
     """
-    known = [peer for peer in peers if peer.addresses]
+    known = list(peers)
+    latest = max((peer.seen for peer in known), default=0.0)
+    known = [peer for peer in known if peer.addresses and latest - peer.seen <= _LIVE_SECONDS]
     own = [peer for peer in known if peer.seat is not None]
-    others = [peer for peer in known if peer.seat is None]
+    others = [(peer.worker, peer) for peer in known if peer.seat is None and peer.worker is not None]
+    ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]
     chosen = _best(own[0])[:2] if own else []
-    for peer in sorted(others, key=lambda peer: _distance(_best(peer)[0])) + own[1:]:
-        chosen.append(_best(peer)[0])
+    chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
     return chosen[:_ADDRESSES]
 
 
