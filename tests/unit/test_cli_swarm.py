@@ -2,9 +2,11 @@
 
 import errno
 import io
+import shutil
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +15,20 @@ import pytest
 from rich.console import Console
 
 from diloco.cli.display import Display, picture, plain_line
-from diloco.cli.join import check_clock, check_space, receive_text
+from diloco.cli.join import agreed, check_clock, check_space, receive_text
 from diloco.cli.main import parsed_config, run
 from diloco.cli.status import headline, lines, rows
 from diloco.cli.swarm import with_text
 from diloco.cli.view import RunView
 from diloco.config import merge, to_toml
+from diloco.data.receiving import corpus_files
 from diloco.errors import ConfigError, DataError
 from diloco.training.config import RunConfig, TrainingConfig
 from diloco.training.described import Described
 from diloco.training.events import Event
 from diloco.training.history import current
 from diloco.training.summary import summarize
+from saved.runs import small_corpus
 
 CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig(batch_size=2))
 
@@ -192,8 +196,35 @@ def test_a_clock_that_is_off_by_a_minute_is_refused_with_the_remedy(off: float) 
         check_clock(time.time() + off)
 
 
+def test_what_two_workers_tell_of_the_run_must_agree_but_for_what_may_change() -> None:
+    first = Described.of(CONFIG, "ab" * 32)
+    longer = Described.of(replace(CONFIG, steps=800), "ab" * 32)
+    assert agreed([first, longer, first]) == first
+    with pytest.raises(ConfigError, match=r"describe it differently \(seed\), so one of them is not to be trusted"):
+        agreed([first, longer, Described.of(replace(CONFIG, seed=5), "ab" * 32)])
+    with pytest.raises(ConfigError, match="the text"):
+        agreed([first, Described.of(CONFIG, "cd" * 32)])
+
+
+def test_a_false_description_of_the_text_is_asked_of_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    corpus = small_corpus(tmp_path / "there")[1]
+    asked = []
+
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
+        asked.append((name, first))
+        shutil.copyfile(corpus_files(corpus)[name], path)
+        if name == "meta.json" and first == 0:
+            path.write_text("{}")
+
+    config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path / "here"), sequence_length=32)
+    described = Described.of(config, corpus.digest)
+    _, text = receive_text(config, described, fetch, 1, Display(Console(file=io.StringIO()), config), hosts=2)
+    assert text.shared.digest == corpus.digest and ("meta.json", 1) in asked
+
+
 def test_a_full_disk_while_receiving_is_one_sentence(tmp_path: Path) -> None:
-    def fetch(name: str, path: Path, most_bytes: int = 0) -> None:
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path))

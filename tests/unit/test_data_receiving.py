@@ -27,8 +27,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return small_corpus(tmp_path_factory.mktemp("there"))[1]
 
 
-def from_(corpus: Corpus, fetched: list[str] | None = None) -> Callable[[str, Path], None]:
-    def fetch(name: str, path: Path, most_bytes: int = 0) -> None:
+def from_(corpus: Corpus, fetched: list[str] | None = None) -> Callable[..., None]:
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str = "") -> None:
         if fetched is not None:
             fetched.append(name)
         shutil.copyfile(corpus_files(corpus)[name], path)
@@ -56,6 +56,20 @@ def test_a_share_is_received_and_opened_and_the_rest_can_come_later(there: Corpu
     assert again == corpus
     receive_files(folder, meta, [1, 4], from_(there, fetched), silent)
     assert len(fetched) == len(FIRST_FILES) + 3  # what is here does not come again
+
+
+def test_files_are_asked_for_with_their_size_and_digest(there: Corpus, tmp_path: Path) -> None:
+    asked = []
+
+    def fetch(name: str, path: Path, most_bytes: int, digest: str) -> None:
+        asked.append((name, most_bytes, digest))
+        from_(there)(name, path)
+
+    meta = receive_description(tmp_path, there.digest, from_(there))
+    receive_files(tmp_path, meta, [1], fetch, silent)
+    assert asked == [
+        (name, corpus_files(there)[name].stat().st_size, meta.files[name]) for name in (VALIDATION, shard_name(1))
+    ]
 
 
 def test_a_corpus_prepared_here_is_not_received(there: Corpus) -> None:
@@ -99,7 +113,7 @@ def test_a_meta_json_that_makes_no_sense_is_refused(there: Corpus, tmp_path: Pat
 
 
 def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpus, tmp_path: Path) -> None:
-    def fetch(wanted: str, path: Path) -> None:
+    def fetch(wanted: str, path: Path, most_bytes: int = 0, digest: str = "") -> None:
         from_(there)(wanted, path)
         if wanted == shard_name(2):
             data = bytearray(path.read_bytes())

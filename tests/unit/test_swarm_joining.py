@@ -1,6 +1,7 @@
 """Into the swarm and out of it, on a network in memory: numbers, states, goodbyes, and those who are not invited."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from diloco.engines.swarm.files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.invitation import RunKey
 from diloco.engines.swarm.known_peers import read_peers
+from diloco.engines.swarm.sharing import fetch_file
 from diloco.engines.swarm.transport import CallRefused, Unreachable
 from diloco.engines.swarm.wire import Message, pack, read_frame, write_frame
 from diloco.errors import EngineError, RendezvousError
@@ -304,3 +306,23 @@ def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
         return True
 
     assert told(story)
+
+
+@pytest.mark.parametrize("lie", ["another file", "too long"])
+def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: str) -> None:
+    for name, data in (("true", b"true" * 9), ("lie", b"lies" * (9 if lie == "another file" else 900))):
+        (tmp_path / name).write_bytes(data)
+    digest = hashlib.sha256(b"true" * 9).hexdigest() if lie == "another file" else None
+
+    async def story(swarm: MemorySwarm) -> bytes:
+        liar, honest, asking = await founded(swarm, 3)
+        liar.node.serve_files({"shard": tmp_path / "lie"})
+        honest.node.serve_files({"shard": tmp_path / "true"})
+        peers = [liar.name, honest.name]
+        await fetch_file(asking.node.transport, peers, "shard", tmp_path / "here", 1.0, 36, digest)
+        with pytest.raises(EngineError, match="nobody in the swarm can give 'shard'"):
+            await fetch_file(asking.node.transport, [liar.name], "shard", tmp_path / "no", 1.0, 36, digest)
+        return (tmp_path / "here").read_bytes()
+
+    assert told(story) == b"true" * 9
+    assert not (tmp_path / "no").exists()

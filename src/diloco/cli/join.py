@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Protocol
@@ -21,7 +22,7 @@ from diloco.cli.display import Display, PatientConsole
 from diloco.cli.swarm import SWARM_TEXT, Prepared, check_network, check_text, run_workers, with_text
 from diloco.cli.train import new_run_folder
 from diloco.config import known_keys, options
-from diloco.data.corpus import TOKENIZER
+from diloco.data.corpus import TOKENIZER, CorpusMeta
 from diloco.data.receiving import (
     bytes_to_receive,
     find_received,
@@ -35,7 +36,7 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, DataError
 from diloco.models.presets import PRESETS, preset
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig, is_shared
+from diloco.training.config import RunConfig, is_shared, may_change
 from diloco.training.described import MAX_BYTES, RUN_JSON, Described
 from diloco.training.recipes import check_run_model
 from diloco.training.run_lock import run_lock
@@ -75,7 +76,11 @@ Example:  diloco join diloco1... --workers 2 --device cuda"""
 
 
 class FetchBounded(Protocol):
-    def __call__(self, name: str, path: Path, most_bytes: int = ...) -> None: ...
+    """As Guest.fetch."""
+
+    def __call__(
+        self, name: str, path: Path, most_bytes: int = ..., digest: str | None = ..., *, first: int = ...
+    ) -> None: ...
 
 
 def join(
@@ -121,7 +126,7 @@ def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> No
             members = [one for one in guest.status()["members"] if one["live"] and one["number"] >= 0]
             _say_what(console, config, described, len(members))
             display = held.enter_context(Display(console, config))
-            config, text = receive_text(config, described, guest.fetch, len(members), display)
+            config, text = receive_text(config, described, guest.fetch, len(members), display, guest.hosts)
             check_text(config, text)
             _check_room(config, text)
             folder = new_run_folder(config)
@@ -133,10 +138,31 @@ def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> No
 
 
 def _described(guest: "Guest") -> Described:
+    """As all of those who let this machine in tell it: it is not signed by anybody."""
+    told = []
     with TemporaryDirectory(prefix="diloco-") as temporary:
         path = Path(temporary) / RUN_JSON
-        guest.fetch(RUN_JSON, path, MAX_BYTES)
-        return Described.read(path)
+        for first in range(guest.hosts):
+            guest.fetch(RUN_JSON, path, MAX_BYTES, first=first)
+            told.append(Described.read(path))
+    return agreed(told)
+
+
+def agreed(told: Sequence[Described]) -> Described:
+    """The first one's; refused if it is of another run than another one's. Its end, say, may have been put off."""
+    lasting = [
+        {key: value for key, value in one.values.items() if not may_change(key)}
+        | {"the model": one.model, "the text": one.corpus}
+        for one in told
+    ]
+    for other in lasting[1:]:
+        differs = sorted(key for key, value in lasting[0].items() if other[key] != value)
+        if differs:
+            raise ConfigError(
+                f"two workers of this run describe it differently ({', '.join(differs[:3])}), so one of them is not to "
+                "be trusted: ask the run's owner for a fresh invitation"
+            )
+    return told[0]
 
 
 def configured(described: Described, tokens: list[str]) -> RunConfig:
@@ -158,15 +184,15 @@ def _defaults(described: Described) -> dict[str, str]:
 
 
 def receive_text(
-    config: RunConfig, described: Described, fetch: FetchBounded, members: int, display: Display
+    config: RunConfig, described: Described, fetch: FetchBounded, members: int, display: Display, hosts: int = 1
 ) -> tuple[RunConfig, Prepared]:
-    """The text, as far as this machine needs and lacks it."""
+    """The text, as far as this machine needs and lacks it; from any of the `hosts` that `fetch` knows."""
     digest, folder = described.corpus, received_folder(config.data, described.corpus)
     own_text = config.data.source != SWARM_TEXT
     try:
         shared = find_received(config.data, digest)
         if shared is None:
-            meta = receive_description(folder, digest, lambda name, path: fetch(name, path, _MOST_DESCRIPTION_BYTES))
+            meta = _describing_text(folder, digest, fetch, hosts)
         else:
             meta, folder = shared.meta, shared.folder
         shards = [] if own_text else _share(meta.shard_tokens, members, config.workers)
@@ -180,6 +206,19 @@ def receive_text(
         config = with_text(config, tokenizer=str(folder / TOKENIZER))
     check_run_model(config)
     return config, Prepared(shared, prepare(config.data, display.preparing) if own_text else None)
+
+
+def _describing_text(folder: Path, digest: str, fetch: FetchBounded, hosts: int) -> CorpusMeta:
+    """From the first of the hosts that tells the truth."""
+    problem: DataError | None = None
+    for first in range(hosts):
+        bounded = partial(fetch, most_bytes=_MOST_DESCRIPTION_BYTES, first=first)
+        try:
+            return receive_description(folder, digest, bounded)
+        except DataError as error:
+            problem = error
+    assert problem is not None, "somebody has let this machine in"
+    raise problem
 
 
 def _share(shard_tokens: Sequence[int], members: int, workers: int) -> list[int]:

@@ -7,6 +7,7 @@ have it is refused, and so is a file that the description does not know. Files a
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, shard_name, whole_digest
@@ -20,6 +21,14 @@ FIRST_FILES = (META, TOKENIZER, TELLING_FILES[0])
 
 Fetch = Callable[[str, Path], None]
 """A file by its name, to a path; raises DiLoCoError or OSError, and leaves nothing half written."""
+
+
+class FetchExactly(Protocol):
+    """Of at most that size and with that sha256; from another one if the first does not have it so."""
+
+    def __call__(self, name: str, path: Path, most_bytes: int, digest: str) -> None: ...
+
+
 Progress = Callable[[str, int, int | None], None]
 
 
@@ -65,13 +74,15 @@ def receive_description(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
     return meta
 
 
-def receive_files(folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: Fetch, progress: Progress) -> Corpus:
+def receive_files(
+    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchExactly, progress: Progress
+) -> Corpus:
     """The validation text and these shards, as far as they are not here; every byte is checked."""
-    names = [VALIDATION, *map(shard_name, shards)]
+    names, sizes = [VALIDATION, *map(shard_name, shards)], Corpus(folder, meta).file_sizes()
     for number, name in enumerate(names):
         progress("receiving the data", number, len(names))
         if not (folder / name).is_file():
-            fetch(name, folder / name)
+            fetch(name, folder / name, sizes[name], meta.files[name])
             check_file(meta, folder / name)
     progress("receiving the data", len(names), len(names))
     return Corpus.open(folder, in_part=True)

@@ -61,11 +61,28 @@ class Guest:
 
     # What can be asked
 
+    @property
+    def hosts(self) -> int:
+        """How many have let this guest in."""
+        return len(self._hosts)
+
     def clock(self) -> float:
-        """The time there, as seconds since 1970, corrected by half of what the question took."""
-        started = time.monotonic()
-        told = self._ask(pack("clock")).real("time")
-        return told + (time.monotonic() - started) / 2
+        """The time there, as seconds since 1970, corrected by half of what the question took.
+
+        Of several that are told, the one nearest to this machine's: one who lies cannot keep anybody out.
+        """
+        told, problem = [], EngineError("nobody is there")
+        for peer in self._hosts:
+            started = time.monotonic()
+            try:
+                there = self._ask(pack("clock"), [peer]).real("time")
+            except (EngineError, Malformed) as error:
+                problem = EngineError(str(error))
+            else:
+                told.append(there + (time.monotonic() - started) / 2)
+        if not told:
+            raise problem
+        return min(told, key=lambda there: abs(there - time.time()))
 
     def status(self) -> dict[str, Any]:
         """As Node.status gives it."""
@@ -80,10 +97,16 @@ class Guest:
     def files(self) -> list[str]:
         return texts(self._ask(pack("files")).items("names"))
 
-    def fetch(self, name: str, path: Path, most_bytes: int = 1 << 42) -> None:
-        """A file from whoever has it; whole or not at all. Raises EngineError or OSError."""
+    def fetch(
+        self, name: str, path: Path, most_bytes: int = 1 << 42, digest: str | None = None, *, first: int = 0
+    ) -> None:
+        """A file from whoever has it (with that sha256); whole or not at all. Raises EngineError or OSError.
+
+        `first`: which of those who let this guest in is asked first.
+        """
         assert self._transport is not None
-        work = fetch_file(self._transport, self._hosts, name, path, _STALL_SECONDS, most_bytes)
+        hosts = self._hosts[first:] + self._hosts[:first]
+        work = fetch_file(self._transport, hosts, name, path, _STALL_SECONDS, most_bytes, digest)
         self._run(work, None)
 
     def remember(self, path: Path) -> None:
@@ -138,11 +161,11 @@ class Guest:
         self._hosts.append(peer)
         return None
 
-    def _ask(self, request: bytes) -> Message:
-        """The first of those who let us in that still answers."""
+    def _ask(self, request: bytes, peers: list[str] | None = None) -> Message:
+        """The first of those (or of all who let us in) that still answers."""
         assert self._transport is not None
         problems = []
-        for peer in self._hosts:
+        for peer in self._hosts if peers is None else peers:
             try:
                 answer = self._run(self._transport.call(peer, request, _CALL_SECONDS), 2 * _CALL_SECONDS)
                 return Message.unpack(answer)

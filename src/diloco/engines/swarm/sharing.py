@@ -82,14 +82,20 @@ class Fetched(NamedTuple):
 
 
 async def fetch_file(
-    transport: Transport, peers: list[str], name: str, path: Path, stall_seconds: float, most_bytes: int = _LARGEST_FILE
+    transport: Transport,
+    peers: list[str],
+    name: str,
+    path: Path,
+    stall_seconds: float,
+    most_bytes: int = _LARGEST_FILE,
+    digest: str | None = None,
 ) -> Fetched:
-    """From the first of `peers` that has it. Raises EngineError, and OSError if it cannot be written; `path` is then
-    as it was."""
+    """From the first of `peers` that has it: of at most that size and, if given, with that sha256. Raises EngineError,
+    and OSError if it cannot be written; `path` is then as it was."""
     problems = []
     for peer in peers:
         try:
-            fetched = await _fetch_from(transport, peer, name, path, stall_seconds, most_bytes)
+            fetched = await _fetch_from(transport, peer, name, path, stall_seconds, most_bytes, digest)
         except (Unreachable, CallRefused, Malformed) as problem:
             problems.append(f"{peer[-8:]}: {problem}")
         else:
@@ -100,7 +106,13 @@ async def fetch_file(
 
 
 async def _fetch_from(
-    transport: Transport, peer: str, name: str, path: Path, stall_seconds: float, most_bytes: int
+    transport: Transport,
+    peer: str,
+    name: str,
+    path: Path,
+    stall_seconds: float,
+    most_bytes: int,
+    wanted: str | None,
 ) -> Fetched | None:
     stream = await transport.open(peer, stall_seconds)
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -110,6 +122,8 @@ async def _fetch_from(
         if head.kind != "file":
             return None
         size, digest = head.number("size", high=most_bytes), head.text("digest")
+        if wanted not in (None, digest):
+            raise Malformed("it has another file of that name")
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
         if free < size:
