@@ -19,6 +19,7 @@ from diloco.cli.join import agreed, check_clock, check_space, receive_text
 from diloco.cli.main import parsed_config, run
 from diloco.cli.status import headline, lines, rows
 from diloco.cli.swarm import with_text
+from diloco.cli.train import check_out
 from diloco.cli.view import RunView
 from diloco.config import merge, to_toml
 from diloco.data.receiving import corpus_files
@@ -178,9 +179,42 @@ def test_a_port_that_is_taken_is_told_before_anything_is_prepared(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--announce", "no-such-name.invalid:4000"],
+        ["--announce", ""],
+        ["--announce", "1.2.3.4:99999"],
+        ["--announce", "/ip4/1.2.3.4"],
+        ["--host", "300.1.2.3"],
+        ["--host", ""],
+    ],
+)
+def test_an_address_that_cannot_be_is_told_before_there_is_a_run_folder(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert run(["train", "--engine", "swarm", *given, "--out", str(tmp_path / "run")]) == 2
+    assert given[0][2:] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_announced_name_needs_its_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["train", "--engine", "swarm", "--announce", "my.example", "--out", str(tmp_path / "run")]) == 2
     assert "has no port" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_is_told_before_anything_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    for out, said in ((tmp_path / "full", "is not an empty folder"), (Path("/proc/x/y"), "cannot be written")):
+        with pytest.raises(ConfigError, match=said):
+            check_out(replace(CONFIG, out=str(out)))
+    check_out(replace(CONFIG, out=str(tmp_path / "a" / "b")))
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]  # nothing is left of the try
 
 
 def test_a_swarm_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +274,10 @@ def test_a_disk_without_room_is_told_before_anything_is_received(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(
-        ConfigError, match=r"the text need.* GB are free: make room, or choose another place with --out"
+        ConfigError,
+        match=r"no room for the text in .*: 1\.5 MB needed, 10 bytes free; make room, or choose another place",
     ):
-        check_space(tmp_path / "not" / "there", 1000, "the text")
+        check_space(tmp_path / "not" / "there", 1_500_000, "the text")
 
 
 def test_an_earlier_end_counts_no_more_once_a_worker_has_joined_again() -> None:

@@ -88,7 +88,11 @@ def test_what_is_announced_may_be_written_in_three_ways(text: str, port: int | N
         ("203.0.113.7:many", None, "between 1 and 65535"),
         ("a b:5000", None, "not ADDRESS"),
         ("", 5000, "not ADDRESS"),
+        ("", None, "not ADDRESS"),
+        ("300.1.2.3:5000", None, "not ADDRESS"),
         ("/ip4/203.0.113.7/tcp/0", None, "not 0"),
+        ("/ip4/203.0.113.7", 5000, "does not say where to call"),
+        ("/tcp/5000", None, "does not say where to call"),
     ],
 )
 def test_what_cannot_be_announced_is_refused_with_the_reason(text: str, port: int | None, said: str) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from diloco.cli.display import Display, PatientConsole
 from diloco.cli.swarm import SWARM_TEXT, Prepared, check_network, check_text, run_workers, with_text
-from diloco.cli.train import new_run_folder
+from diloco.cli.train import check_out, new_run_folder
 from diloco.config import known_keys, options
 from diloco.data.corpus import TOKENIZER, CorpusMeta
 from diloco.data.receiving import (
@@ -121,6 +121,7 @@ def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> No
             check_clock(guest.clock())
             described = _described(guest)
             config = configured(described, tokens)
+            check_out(config)
             check_network(config)
             check_installed(config.sink_names)
             members = [one for one in guest.status()["members"] if one["live"] and one["number"] >= 0]
@@ -128,7 +129,6 @@ def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> No
             display = held.enter_context(Display(console, config))
             config, text = receive_text(config, described, guest.fetch, len(members), display, guest.hosts)
             check_text(config, text)
-            _check_room(config, text)
             folder = new_run_folder(config)
             held.enter_context(run_lock(folder))
             write_private(folder / SWARM_FOLDER / INVITATION_FILE, invitation.text() + "\n")
@@ -195,6 +195,7 @@ def receive_text(
             meta = _describing_text(folder, digest, fetch, hosts)
         else:
             meta, folder = shared.meta, shared.folder
+        _check_room(config, meta.vocab_size)
         shards = [] if own_text else _share(meta.shard_tokens, members, config.workers)
         check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
         shared = receive_files(folder, meta, shards, fetch, display.preparing)
@@ -237,11 +238,11 @@ def check_clock(theirs: float) -> None:
         )
 
 
-def _check_room(config: RunConfig, text: Prepared) -> None:
-    """For the checkpoints of this machine's workers; before anything is written there."""
+def _check_room(config: RunConfig, vocab_size: int) -> None:
+    """For the checkpoints of this machine's workers; before any text is received."""
     if config.model in PRESETS and config.checkpoint.interval != 0:
         length = config.data.sequence_length
-        shape = preset(config.model, vocab_size=text.shared.vocab_size, max_sequence_length=length)
+        shape = preset(config.model, vocab_size=vocab_size, max_sequence_length=length)
         size = 4 * _STATES * shape.num_parameters() * config.workers * (config.checkpoint.keep + 1)
         check_space(Path(config.out or "runs"), size, "checkpoints")
 
@@ -251,9 +252,16 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ConfigError(
-            f"{what} need {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free: make room, or choose "
-            "another place with --out or --data.cache_dir"
+            f"there is no room for {what} in {folder}: {_size(needed)} needed, {_size(free)} free; make room, or "
+            "choose another place with --out or --data.cache_dir"
         )
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
 
 
 def _say_what(console: Console, config: RunConfig, described: Described, members: int) -> None:

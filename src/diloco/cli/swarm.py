@@ -16,6 +16,7 @@ from diloco.cli.display import Display
 from diloco.cli.train import (
     begin_again,
     both,
+    check_out,
     is_complete,
     new_run_folder,
     noting,
@@ -60,14 +61,14 @@ class Prepared:
 
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
-    from diloco.engines.swarm.addresses import announced, listening
+    from diloco.engines.swarm.addresses import announced, check_name, listening
     from diloco.engines.swarm.p2pd import check_ports
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:
         check_ports(listening(config.host, port))
     for text in [] if config.announce is None else config.announce.split(","):
-        announced(text.strip(), config.port)
+        check_name(announced(text.strip(), config.port))
 
 
 def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> None:
@@ -80,6 +81,8 @@ def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> 
             held.enter_context(run_lock(resume))
             if is_complete(console, resume, config):
                 return
+        else:
+            check_out(config)
         check_run_model(config)
         with Display(console, config) as display:
             text = _text(config, resume, display)

@@ -3,9 +3,10 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import docstring_parser
@@ -105,6 +106,8 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             until_summarized.enter_context(run_lock(resume))
             if is_complete(console, resume, config):
                 return
+        else:
+            check_out(config)
         with Display(console, config) as display:
             corpus = prepare(config.data, display.preparing, load_features(config))
             check_data(config, corpus, config.workers)
@@ -197,15 +200,40 @@ def new_run_folder(config: RunConfig) -> Path:
     try:
         if config.out is None:
             folder = _make_unused(folder)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"out = {folder} exists and is not an empty folder: choose another, or remove it")
+        else:
+            _check_unused(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} cannot be written ({error.strerror}): choose another --out"
-        ) from error
+        raise _not_writable(folder, error) from error
     return folder
+
+
+def check_out(config: RunConfig) -> None:
+    """Refuse an `out` that cannot become the run folder before anything is prepared or received, and leave nothing."""
+    folder = Path(config.out or "runs")
+    missing = [path for path in (folder, *folder.parents) if config.out is not None and not path.exists()]
+    try:
+        if config.out is not None:
+            _check_unused(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _check_unused(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"out = {folder} exists and is not an empty folder: choose another, or remove it")
+
+
+def _not_writable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the run folder {folder} cannot be written ({error.strerror}): choose another --out")
 
 
 def is_complete(console: Console, folder: Path, config: RunConfig) -> bool:

@@ -1,10 +1,11 @@
 """Addresses of peers: libp2p's multiaddrs as text and as bytes, peer ids, and what a user may write for an address.
 
-Only the parts that p2pd uses are known; anything else in an address is refused, with its name. Nothing is looked up
-or connected to here.
+Only the parts that p2pd uses are known; anything else in an address is refused, with its name. Nothing is connected to
+here, and only names that the user has written are looked up.
 """
 
 import ipaddress
+import re
 import socket
 
 from diloco.errors import ConfigError
@@ -18,6 +19,7 @@ _NAMES = {code: name for name, code in _CODES.items()}
 _BARE = {"p2p-circuit", "quic", "quic-v1"}
 _SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2}
 CIRCUIT = "/p2p-circuit"
+_CALLABLE = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/[0-9]+(/|$)")
 
 
 def base58(data: bytes) -> str:
@@ -166,20 +168,40 @@ def listening(host: str | None, port: int | None) -> list[str]:
 def announced(text: str, port: int | None) -> str:
     """What a user asked to announce, as a multiaddr: ADDRESS, ADDRESS:PORT, [IPV6]:PORT or a multiaddr."""
     if text.startswith("/"):
-        to_bytes(text)
-        if "/tcp/0" in text:
-            raise ConfigError(f"announce {text!r}: name the port that others must call, not 0")
-        return text.partition("/p2p/")[0]
+        return _announced_multiaddr(text)
     name, number = _name_and_port(text, port)
-    if number is None:
-        raise ConfigError(f"announce {text!r} has no port and none was chosen: write {text}:PORT or set the port too")
     try:
         ip = ipaddress.ip_address(name)
-        return f"/ip{ip.version}/{ip}/tcp/{number}"
+        way = f"/ip{ip.version}/{ip}"
     except ValueError:
-        if not name or not all(part and part.replace("-", "").isalnum() for part in name.rstrip(".").split(".")):
+        parts = name.rstrip(".").split(".")
+        if not all(part.replace("-", "").isalnum() for part in parts) or parts[-1].isdecimal():
             raise ConfigError(f"announce {text!r} is not ADDRESS, ADDRESS:PORT or a multiaddr") from None
-        return f"/dns/{name}/tcp/{number}"
+        way = f"/dns/{name}"
+    if number is None:
+        raise ConfigError(f"announce {text!r} has no port and none was chosen: write {text}:PORT or set the port too")
+    return f"{way}/tcp/{number}"
+
+
+def _announced_multiaddr(text: str) -> str:
+    to_bytes(text)
+    if "/tcp/0" in text:
+        raise ConfigError(f"announce {text!r}: name the port that others must call, not 0")
+    if not _CALLABLE.match(text):
+        raise ConfigError(f"announce {text!r} does not say where to call: write /ip4/ADDRESS/tcp/PORT, say")
+    return text.partition("/p2p/")[0]
+
+
+def check_name(address: str) -> None:
+    """ConfigError if a name in an address that is to be announced is known to be nobody's."""
+    found = _CALLABLE.match(address)
+    if found is None or not found["kind"].startswith("dns"):
+        return
+    try:
+        socket.getaddrinfo(found["host"], None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise ConfigError(f"announce {found['host']!r}: no machine of that name is known") from error
 
 
 def _name_and_port(text: str, port: int | None) -> tuple[str, int | None]:
