@@ -93,11 +93,16 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write_results(benchmark: str, results: object, *, device: str | None = None) -> Path:
-    """benchmarks/results/<benchmark>-<processor or device>-….json, overwritten by each run."""
+def results_path(benchmark: str, device: str | None = None) -> Path:
+    """benchmarks/results/<benchmark>-<processor or device>-….json."""
     words = "".join(letter if letter.isalnum() else " " for letter in (device or _processor()).lower()).split()
     kept = [word for word in words if word not in ("r", "tm", "cpu", "processor")]
-    path = RESULTS / f"{benchmark}-{'-'.join(kept)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
+    return RESULTS / f"{benchmark}-{'-'.join(kept)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
+
+
+def write_results(benchmark: str, results: object, *, device: str | None = None) -> Path:
+    """Overwritten by each run."""
+    path = results_path(benchmark, device)
     path.parent.mkdir(exist_ok=True)
     where = machine() | ({} if device is None else {"device": device})
     path.write_text(json.dumps({"machine": where, "results": results}, indent=2) + "\n")

@@ -18,6 +18,7 @@ most 10 s; no joiner misses a round; full groups in at least 95 % of rounds.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from measuring import write_results
+from measuring import results_path, write_results
 from swarm_cases import RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
 
 PARTS = ("round", "losses", "joins", "crowd")
@@ -111,6 +112,12 @@ def measure(part: str, folder: Path, quick: bool) -> tuple[Any, list[str]]:
     return asdict(many), show_crowd(many)
 
 
+def _measured_before() -> dict[str, Any]:
+    """The parts that an earlier run has measured on such a machine."""
+    path = results_path("swarm")
+    return dict(json.loads(path.read_text())["results"]) if path.exists() else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
@@ -122,8 +129,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             results[part], problems = measure(part, Path(folder), given.quick)
         missed += problems
-    if not given.quick and given.only == list(PARTS):
-        print(f"written: {write_results('swarm', results).name}")
+    if not given.quick:
+        print(f"written: {write_results('swarm', _measured_before() | results).name}")
     for target in missed:
         print(f"target missed: {target}")
     return 1 if missed else 0
