@@ -102,9 +102,9 @@ class Transfer:
             async with asyncio.TaskGroup() as both:
                 if contributes:
                     both.create_task(self._send(stream, self._rows(self.posting.contribution, rows)))
-                both.create_task(self._fetch(stream, self._rows(self.posting.mean, rows)))
+                fetched = both.create_task(self._fetch(stream, rows))
             self._leave(stream)
-            await asyncio.get_running_loop().run_in_executor(_reducer, self._verify_mean, reducer, rows)
+            self._verify_mean(reducer, fetched.result())
         except (Unreachable, Malformed, ExceptionGroup) as problem:
             raise Trouble(reducer.peer, str(_first(problem))) from None
 
@@ -112,10 +112,18 @@ class Transfer:
         for first in range(0, len(data), _CHUNK_BYTES):
             await stream.write(data[first : first + _CHUNK_BYTES], self._stall)
 
-    async def _fetch(self, stream: Stream, into: memoryview) -> None:
-        got = 0
+    async def _fetch(self, stream: Stream, rows: range) -> float:
+        """The mean of these rows; its squared norm, which is taken while the rest is on its way."""
+        into, width, loop = self._rows(self.posting.mean, rows), self.posting.part_bytes, asyncio.get_running_loop()
+        got = taken = 0
+        norms: list[asyncio.Future[float]] = []
         while got < len(into):
             got += await read_frame_into(stream, into[got:], self._stall)
+            if got // width - taken >= self._chunk_rows or got == len(into):
+                part = range(rows.start + taken, rows.start + got // width)
+                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part))
+                taken = got // width
+        return sum(await asyncio.gather(*norms))
 
     # What this worker does for the others
 
@@ -212,15 +220,15 @@ class Transfer:
             raise Trouble(entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}", lie=True)
 
     @torch.no_grad()
-    def _verify_mean(self, reducer: Entry, rows: range) -> None:
+    def _squared_norm(self, rows: range) -> float:
+        """Of these rows of the mean."""
+        values = torch.empty(len(rows), self.posting.part_elements)
+        self._codec.decode(self._tensor(self.posting.mean, rows), values)
+        return float(torch.linalg.vector_norm(values)) ** 2
+
+    def _verify_mean(self, reducer: Entry, squares: float) -> None:
         """A mean is never longer than the longest of what it is a mean of."""
         longest = max(entry.parsed.claim.norm for entry in self.plan.contributors)
-        squares = 0.0
-        values = torch.empty(min(self._chunk_rows, len(rows)), self.posting.part_elements)
-        for first in range(rows.start, rows.stop, self._chunk_rows):
-            part = range(first, min(first + self._chunk_rows, rows.stop))
-            self._codec.decode(self._tensor(self.posting.mean, part), values[: len(part)])
-            squares += float(torch.linalg.vector_norm(values[: len(part)])) ** 2
         if not (math.isfinite(squares) and math.sqrt(squares) <= longest * _NORM_SLACK):
             raise Trouble(
                 reducer.peer, f"its part of the mean is longer than any contribution ({longest:.3g})", lie=True
