@@ -18,7 +18,7 @@ from diloco.cli.display import Display, picture, plain_line
 from diloco.cli.join import agreed, check_clock, check_space, receive_text
 from diloco.cli.main import parsed_config, run
 from diloco.cli.status import headline, lines, rows
-from diloco.cli.swarm import with_text
+from diloco.cli.swarm import inviting, with_text
 from diloco.cli.train import check_out
 from diloco.cli.view import RunView
 from diloco.config import merge, to_toml
@@ -101,6 +101,43 @@ def test_what_happens_to_members_is_noted_once_and_without_control_characters() 
     assert len(view.notes) == 7
     assert not any("\x1b" in note for note in view.notes)
     assert "training alone at the moment" in view.notes[2]
+
+
+def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_loss_once() -> None:
+    at = {"member": 5, "label": "a", "peer": "x"}
+    lost = [
+        event("member_lost", 3, **at, reason="12D3KooWx could not be reached a moment ago"),
+        event("member_lost", 4, **at, reason="silent for 5 s"),
+    ]
+    view = view_of(event("member_joined", **at, already=True), *lost)
+    assert view.notes == ["worker 5 (a) is lost (it cannot be reached); training goes on without it"]
+    for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
+        view.update(one | {"time": 100.0})
+    assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]
+
+
+def test_one_member_is_a_member() -> None:
+    view = view_of()
+    view.members = 1
+    assert "· 1 member\n" in shown(view).replace(" \n", "\n")
+
+
+def test_who_was_never_heard_is_shown_as_such() -> None:
+    told = member(2, live=False, label="", position=0, silent_seconds=28552.1)
+    (row,) = rows({**TOLD, "members": [told]})
+    assert row[-3] == "never" and row[-1] == "not met"
+
+
+def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    (tmp_path / "events").mkdir()
+    poll = inviting(console, tmp_path)
+    poll()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
+    poll()
+    poll()
+    assert console.file.getvalue().count("not in the swarm yet") == 1  # type: ignore[attr-defined]
 
 
 def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:

@@ -101,6 +101,21 @@ def test_a_bad_configuration_is_told_as_such(tmp_path: Path, monkeypatch: pytest
         machine.run()
 
 
+@pytest.mark.parametrize(("code", "kind"), [(EXCLUDED_CODE, "Excluded"), (1, "RendezvousError")])
+def test_what_the_others_answered_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [code])
+    (tmp_path / "swarm" / "worker-0.json").unlink()
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "worker-0.log"
+    text = f"Traceback (most recent call last):\n  File ...\ndiloco.errors.{kind}: it is so"
+    monkeypatch.setattr(swarm_launcher, "put_aside", lambda _: log.write_text(text))
+    with pytest.raises(WorkerFailed, match=r"^local worker 0 has ended: it is so$") as caught:
+        machine.run()
+    assert not caught.value.output
+
+
 def test_after_a_stop_nobody_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, [0], [-signal.SIGKILL, 0])
     monkeypatch.setattr(machine.workers, "_pass_on", lambda: None)

@@ -219,7 +219,7 @@ def _worker_cells(worker: WorkerView) -> list[str]:
 
 def _round(view: RunView) -> Text:
     if view.config.mode == "data-parallel":
-        return Text(f"averaging gradients at every step · {view.members} members", style="dim")
+        return Text(f"averaging gradients at every step · {_members(view)}", style="dim")
     if view.round_in_progress is not None:
         state = f"round {view.round_in_progress + 1} in progress"
     else:
@@ -230,7 +230,11 @@ def _round(view: RunView) -> Text:
     trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
-    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike} · {view.members} members", style="dim")
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike} · {_members(view)}", style="dim")
+
+
+def _members(view: RunView) -> str:
+    return "1 member" if view.members == 1 else f"{view.members} members"
 
 
 def _validation(view: RunView) -> Text:

@@ -110,7 +110,7 @@ def rows(told: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{one['loss']:.3f}" if one["loss"] >= 0 else "-",
             f"{one['tokens']:,}",
             f"round {one['contributed'] + 1}" if one["contributed"] >= 0 else "none yet",
-            f"{one['silent_seconds']:.1f} s ago",
+            f"{one['silent_seconds']:.1f} s ago" if _was_heard(one) else "never",
             f"{1000 * one['latency_seconds']:.0f} ms" if one["latency_seconds"] else "-",
             _state(one),
         )
@@ -118,9 +118,16 @@ def rows(told: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def _was_heard(one: dict[str, Any]) -> bool:
+    """Others may have told of it only: then nothing but its number is known."""
+    return bool(one["live"] or one["left"] or one["label"] or one["position"])
+
+
 def _state(one: dict[str, Any]) -> str:
     if one["left"]:
         return "left"
+    if not _was_heard(one):
+        return "not met"
     if not one["live"]:
         return "lost"
     return "training" if one["holds"] else "receiving the state"

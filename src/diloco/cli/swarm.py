@@ -1,6 +1,7 @@
 """A swarm's workers on this machine: how `diloco train --engine swarm` begins a run or goes on with one, and what is
 the same for `diloco join` once it has what it needs."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -49,6 +50,11 @@ from diloco.training.swarm_launcher import SwarmWorkers
 SWARM_TEXT = "swarm"
 """data.source of a worker that reads what the swarm shares out."""
 _DAY_SECONDS = 86_400.0
+_PATIENT_SECONDS = 20.0
+_LOOKING = (
+    "not in the swarm yet: looking for the others and asking the one who leads them for a number takes two minutes at "
+    "most (logs/worker-0-swarm.log in the run folder tells more)"
+)
 
 
 @dataclass(frozen=True)
@@ -177,13 +183,17 @@ def check_going_on(folder: Path, config: RunConfig, corpus_digest: str) -> None:
 
 
 def inviting(console: Console, folder: Path) -> Callable[[], None]:
-    """Says how others can join, as soon as a worker of this machine can be reached."""
+    """Says how others can join, as soon as a worker of this machine is in the swarm; and before, what it waits for."""
     reader, said = EventReader(folder), [False]
     reader.skip()
+    patient_until = [time.monotonic() + _PATIENT_SECONDS]
 
     def poll() -> None:
         if said[0]:
             return
+        if time.monotonic() > patient_until[0]:
+            patient_until[0] = math.inf
+            console.print(Text(_LOOKING), soft_wrap=True)
         for event in reader.new_events():
             if event["type"] == "swarm" and not said[0]:
                 said[0] = True

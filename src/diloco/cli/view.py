@@ -1,10 +1,13 @@
 """What a run looks like at a moment, from its events: no terminal, no clock, no files."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.training.config import RunConfig
 from diloco.training.events import Event
+
+_SAME_NEWS_SECONDS = 60.0
 
 
 @dataclass
@@ -63,6 +66,8 @@ class RunView:
         self.round_in_progress: int | None = None
         self.last_round_seconds: float | None = None
         self.similarity: float | None = None
+        self._told: dict[tuple[str, int, str], tuple[int, float]] = {}
+        """Who told last what of which member, and when."""
 
     def update(self, event: Event) -> None:
         worker = self.workers.setdefault(event["worker"], WorkerView())
@@ -160,24 +165,26 @@ class RunView:
 
     def _on_member_joined(self, event: Event, worker: WorkerView) -> None:
         del worker
-        if event["member"] not in self.workers:
-            self._note(f"{_who(event)} has joined")
+        if event["member"] not in self.workers and not event.get("already"):
+            self._news(event, f"{_who(event)} has joined")
 
     def _on_member_left(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"{_who(event)} has left")
+        self._news(event, f"{_who(event)} has left")
 
     def _on_member_lost(self, event: Event, worker: WorkerView) -> None:
+        """What exactly was tried is in the events."""
         del worker
-        self._note(f"{_who(event)} is lost ({event['reason']}); training goes on without it")
+        reason = event["reason"] if event["reason"].startswith("silent") else "it cannot be reached"
+        self._news(event, f"{_who(event)} is lost ({reason}); training goes on without it")
 
     def _on_member_banned(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"{_who(event)} is banned: {event['reason']}")
+        self._news(event, f"{_who(event)} is banned: {event['reason']}")
 
     def _on_member_expelled(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"{_who(event)} is out: {event['reason']}")
+        self._news(event, f"{_who(event)} is out: {event['reason']}")
 
     def _on_alone(self, event: Event, worker: WorkerView) -> None:
         del event
@@ -202,6 +209,14 @@ class RunView:
         del worker
         shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
         self._note(f"shards {shards} could not be fetched ({event['reason']}); they are asked for again later")
+
+    def _news(self, event: Event, text: str) -> None:
+        """Of a member: not again when another worker of this machine sees the same a little later."""
+        what = (event["type"], event["member"], event["peer"])
+        teller, told_at = self._told.get(what, (event["worker"], -math.inf))
+        if teller == event["worker"] or event["time"] - told_at > _SAME_NEWS_SECONDS:
+            self._told[what] = (event["worker"], event["time"])
+            self.notes.append(printable(text))
 
     def _note(self, text: str) -> None:
         """Once, though several workers of this machine may tell of it."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
 from diloco.training.config import RunConfig
 from diloco.training.events import EventReader
-from diloco.training.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
+from diloco.training.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place, local_worker
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -136,6 +136,8 @@ def failure(who: str, log: Path, code: int, more: str = "") -> Exception:
         return ConfigError(reason)
     elif code == CHECKPOINT_CODE:
         return CheckpointError(reason)
+    elif code == EXCLUDED_CODE or reason_is_enough(output):
+        return WorkerFailed(f"{who} has ended: {reason}")
     return WorkerFailed(f"{who} failed: {reason}{more}", output)
 
 
@@ -157,6 +159,11 @@ def put_aside(log: Path) -> None:
         while (older := log.with_suffix(f".{number}.log")).exists():
             number += 1
         log.rename(older)
+
+
+def reason_is_enough(output: str) -> bool:
+    """The others' answer, or that there was none: where in the program it was heard helps nobody."""
+    return any(line.startswith("diloco.errors.RendezvousError: ") for line in output.splitlines()[-1:])
 
 
 def _last_line(output: str) -> str:

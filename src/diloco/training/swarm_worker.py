@@ -103,8 +103,8 @@ class SwarmEvents:
     def into(self, log: EventLog) -> None:
         with self._lock:
             self._log, early = log, self._early
-        for type_, fields in early:
-            self._emit(type_, fields)
+        for type_, fields in early:  # whoever was met before this worker had its number was there already
+            self._emit(type_, fields | ({"already": True} if type_ == "member_joined" else {}))
 
     def _emit(self, type_: str, fields: dict[str, Any]) -> None:
         assert self._log is not None

@@ -119,7 +119,7 @@ async def _greet_all(membership: Membership) -> None:
 
 async def _ask_for_number(membership: Membership, wished: int) -> int:
     """Of the leader; views of who that is settle within some beats."""
-    end = time.monotonic() + _SEARCH_SECONDS
+    end, problem = time.monotonic() + _SEARCH_SECONDS, "nobody leads it: none of those known has the state of the run"
     while time.monotonic() < end:
         leader = membership.leader()
         if leader is not None and leader != membership.me:
@@ -128,10 +128,19 @@ async def _ask_for_number(membership: Membership, wished: int) -> int:
                     leader, pack("number", wished=wished), membership.settings.lost_seconds
                 )
                 return Message.unpack(data).number("number")
-            except (Unreachable, CallRefused, Malformed) as problem:
-                logger.info("no number from %s: %s", leader, problem)
+            except (CallRefused, Malformed) as refused:
+                problem = f"{_name(membership, leader)}, which leads it, says: {refused}"
+            except Unreachable as unreachable:
+                problem = f"{_name(membership, leader)}, which leads it, cannot be reached from here"
+                logger.info("no number from %s: %s", leader, unreachable)
+            logger.info("no number yet: %s", problem)
         await asyncio.sleep(_PAUSE_SECONDS)
         await asyncio.gather(*(_try(membership, p.name, p.addresses) for p in list(membership.peers.values())))
     raise RendezvousError(
-        f"the swarm has nobody who leads it: none of its {len(membership.peers)} known workers has the state of the run"
+        f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
+        f"({len(membership.peers)} workers are known); see diloco doctor INVITATION, and try again"
     )
+
+
+def _name(membership: Membership, peer: str) -> str:
+    return f"worker {membership.number_of(peer)} ({peer[-6:]})"
