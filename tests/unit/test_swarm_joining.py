@@ -326,3 +326,21 @@ def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: s
 
     assert told(story) == b"true" * 9
     assert not (tmp_path / "no").exists()
+
+
+def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.engines.swarm.joining._SEARCH_SECONDS", 0.7)
+
+    async def story(swarm: MemorySwarm) -> None:
+        (first,) = await founded(swarm, 1)
+
+        def refuse(name: str, wished: int) -> int:
+            raise CallRefused("not today")
+
+        monkeypatch.setattr(first.node.membership, "number_for", refuse)
+        await swarm.start()
+
+    with pytest.raises(
+        RendezvousError, match=r"no number within 0\.7 s: worker 0 \(.*\), which leads it, says: not today"
+    ):
+        told(story)

@@ -170,7 +170,8 @@ class RunView:
 
     def _on_member_left(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._news(event, f"{_who(event)} has left")
+        if event["member"] not in self.workers:  # those here are in the display, and in its end
+            self._news(event, f"{_who(event)} has left")
 
     def _on_member_lost(self, event: Event, worker: WorkerView) -> None:
         """What exactly was tried is in the events."""
