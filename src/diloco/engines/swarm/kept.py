@@ -1,7 +1,9 @@
 """The last rounds, kept for whoever missed their end: plans, and the encoded means."""
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 
 from diloco.engines.swarm.plan import Plan
 
@@ -14,6 +16,10 @@ class Kept:
     plan: Plan
     mean: bytes
     """Empty if the round had none."""
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.mean).hexdigest()
 
 
 class KeptRounds:

@@ -236,7 +236,7 @@ class Node:
         strays = {e.number for e in plan.entries if "is not the others'" in plan.decision.refused.get(e.number, "")}
         for number, reason in plan.decision.refused.items():
             name = names.get(number)
-            if name is None or number in strays:
+            if name is None or number in strays or not plan.contributors:  # all at once is no one's offence
                 continue
             if self.trust.refused(name, reason):
                 self._happened("member_banned", {"peer": name, "number": number, "reason": reason})
@@ -303,7 +303,9 @@ class Node:
             case "outcome":
                 return pack("answer", **self.states.outcome(message))
             case "called":
-                self._trainer.called(message.number("sequence"))
+                sequence = message.number("sequence")
+                if peer == self.membership.leader() and sequence <= self.own.next:
+                    self._trainer.called(sequence)
                 return pack("answer", state="heard")
             case kind if kind in _LEADING:
                 return await self.leading.told(peer, message)
