@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.plan import MAX_NOTE_BYTES, Authority, Entry, Plan
+from diloco.engines.swarm.plan import MAX_NOTE_BYTES, Authority, Entry, Plan, parse_header
 from diloco.engines.swarm.transport import CallRefused, Unreachable
 from diloco.engines.swarm.wire import Malformed, Message, pack
 
@@ -68,7 +68,10 @@ class LedRound:
 
     def check(self, entry: Entry) -> None:
         """Only what trains the same thing may be in a round; says so to whoever does not, where that is known yet."""
-        reference = self.taking_part.layout
+        own = self.taking_part.rounds.get(self.sequence)
+        reference = None if own is None else parse_header(0, own.posting.header).layout_digest
+        if reference is None and self.plan is not None:
+            reference = self.plan.entries[0].parsed.layout_digest
         if reference is not None and entry.parsed.layout_digest != reference:
             raise CallRefused(
                 f"worker {entry.number} trains something else than the others (layout {entry.parsed.layout_digest} "

@@ -21,7 +21,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.kept import KeptRounds
 from diloco.engines.swarm.membership import Membership
 from diloco.engines.swarm.outcomes import Outcome, Outcomes, check_mean
-from diloco.engines.swarm.plan import Authority, Plan, authority_from, parse_header
+from diloco.engines.swarm.plan import Authority, Plan, authority_from
 from diloco.engines.swarm.transfer import Transfer, Trouble
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.wire import Malformed, Message, pack
@@ -88,8 +88,6 @@ class TakingPart:
         self.membership, self.kept = membership, kept
         self.transport, self.settings = membership.transport, membership.settings
         self.outcomes = Outcomes(membership, kept)
-        self.layout: str | None = None
-        """What this worker trains, as its headers say; None before its first post."""
         self.rounds: dict[int, Round] = {}
         self.lead: LeadsRounds | None = None
         """Set by the node: what leads rounds here."""
@@ -105,7 +103,6 @@ class TakingPart:
     async def post(self, posting: Posting) -> Ended:
         """To the end of the round, whatever that is."""
         round_ = self.rounds[posting.key.sequence] = Round(posting)
-        self.layout = parse_header(0, posting.header).layout_digest
         self.membership.status.next = max(self.membership.status.next, round_.sequence)
         try:
             async with asyncio.timeout(posting.deadline_seconds):
