@@ -15,10 +15,10 @@ swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
 	$(BIN)/diloco train --engine swarm $(ARGS)
 
 test: $(VENV)/.dev            ## the whole suite, real processes and kills included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: lint                   ## what every commit must pass: lint, then the fast tests
-	$(BIN)/python -m pytest -m "not slow" -q $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" -q $(ARGS)
 
 lint: $(VENV)/.dev            ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

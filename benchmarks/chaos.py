@@ -51,6 +51,7 @@ class Plan:
     """Rounds between two deeds."""
     round_seconds: float = 40.0
     """A round that takes longer is a hang."""
+    most_loss: float = MOST_LOSS
 
     def deeds(self) -> dict[int, list[str]]:
         """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
@@ -247,8 +248,11 @@ class Outcome:
 
 
 def short(seed: int) -> Plan:
-    """What the test suite has time for: fewer rounds, and whoever is lost is found out sooner."""
-    return Plan(_FEWEST_ROUNDS, seed, lost_seconds=2.0, step_seconds=0.07, every=1)
+    """What the test suite has time for: fewer rounds, and whoever is lost is found out sooner.
+
+    A deed a round in the first sixteen rounds costs more than it does over sixty: the loss may be further off.
+    """
+    return Plan(_FEWEST_ROUNDS, seed, lost_seconds=2.0, step_seconds=0.07, every=1, most_loss=1.15)
 
 
 def outcome(plan: Plan, folder: Path) -> Outcome:
@@ -262,7 +266,7 @@ def outcome(plan: Plan, folder: Path) -> Outcome:
     losses = chronicle.losses(sorts.finishing)
     loss = max(losses, default=float("nan"))
     faults = chronicle.faults(sorts, plan.rounds)
-    if not loss <= MOST_LOSS * calm_loss:
+    if not loss <= plan.most_loss * calm_loss:
         faults.append(f"the loss is {loss:.4f}, the calm run's {calm_loss:.4f}")
     seconds = time.monotonic() - chaos.started
     return Outcome(
