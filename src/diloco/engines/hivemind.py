@@ -11,6 +11,7 @@ memory meanwhile. Linux only.
 
 import atexit
 import logging
+import math
 import struct
 import threading
 import time
@@ -39,6 +40,8 @@ START_SECONDS = 120.0
 _JOIN_SECONDS = 6 * 3600.0  # a large state may come over a slow line; the sidecar itself sees when nothing comes
 _GRACE_SECONDS = 5.0  # that the sidecar has after a deadline, to say so itself
 _PROGRESS_SECONDS = 0.5
+_LAST_ROUND_SECONDS = 10.0
+_LOOK_UP_SECONDS = 0.5
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
@@ -75,6 +78,7 @@ class SwarmEngine(Engine):
         self._known = 0  # how many sidecars had been lost when this worker last had the others' state
         self._files: dict[str, str] = {}
         self._told_progress = 0.0
+        self.leaves_at = math.inf  # then a round that has not ended is given up; see `leave_soon`
         self._provider: snapshots.Provider | None = None
         self._free: dict[tuple[int, int], list[tuple[SharedMemory, SharedMemory]]] = {}
         self._sidecar = KeptSidecar(settings, self.log, self._hear, self._tell_event, command or COMMAND)
@@ -239,6 +243,10 @@ class SwarmEngine(Engine):
                     f"{what} did not come within {seconds:g} s: can the others be reached? See {self.log}"
                 ) from None
 
+    def leave_soon(self) -> None:
+        """From now on rounds in flight have some seconds left; may be called from a signal handler."""
+        self.leaves_at = min(self.leaves_at, time.monotonic() + _LAST_ROUND_SECONDS)
+
     def close(self) -> None:
         """Tell the others, and end the sidecar; in a few seconds, whatever happens."""
         atexit.unregister(self.close)
@@ -280,6 +288,9 @@ class SwarmEngine(Engine):
                 logger.exception("an event (%s) could not be told", type_)
 
 
+class _Leaving(Exception): ...
+
+
 class _Failed(PendingRound):
     def __init__(self, failure: RoundFailed) -> None:
         self._failure = failure
@@ -317,7 +328,9 @@ class _SwarmRound(PendingRound):
     def _ended(self) -> say.RoundEnded:
         """Memory of a round that ended otherwise is not used again: the sidecar may still write into it."""
         try:
-            ended = self._answer.result(max(0.0, self._deadline - time.monotonic()))
+            ended = self._awaited()
+        except _Leaving:
+            raise self._failed("this worker leaves, and it had not ended", resync=False) from None
         except SidecarLost as lost:
             raise self._failed(str(lost), resync=True) from lost
         except RoundFailed as failure:
@@ -328,6 +341,18 @@ class _SwarmRound(PendingRound):
             raise self._failed(reason, resync=True) from None
         assert isinstance(ended, say.RoundEnded)
         return ended
+
+    def _awaited(self) -> object:
+        """The answer; looks up now and then, since this worker may be asked to leave meanwhile."""
+        while True:
+            now = time.monotonic()
+            if now >= self._engine.leaves_at:
+                raise _Leaving
+            try:
+                return self._answer.result(max(0.0, min(_LOOK_UP_SECONDS, self._deadline - now)))
+            except TimeoutError:
+                if time.monotonic() >= self._deadline:
+                    raise
 
     def _failed(self, reason: str, *, resync: bool) -> RoundFailed:
         prefix = f"round {self._key.sequence}: "

@@ -159,7 +159,12 @@ def _train_with(
     if start is not None and saved:
         training.resume(start)
     engine.hold_back(False)
-    _on_stop(training.request_stop)
+
+    def stop() -> None:
+        training.request_stop()
+        engine.leave_soon()
+
+    _on_stop(stop)
     try:
         training.run()
     except Exception as error:
