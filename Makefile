@@ -15,7 +15,8 @@ swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
 	$(BIN)/diloco train --engine swarm $(ARGS)
 
 test: $(VENV)/.dev            ## the whole suite, real processes and kills included
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore-glob='*/integration/test_swarm_*' $(ARGS)
+	$(BIN)/python -m pytest tests/integration/test_swarm_*.py $(ARGS)
 
 check: lint                   ## what every commit must pass: lint, then the fast tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" -q $(ARGS)

@@ -318,11 +318,7 @@ class TakingPart:
             mine = None if plan is None else plan.entry(self.transport.peer)
             if round_.ended.done():
                 return
-            if (
-                plan is not None
-                and round_.plan is not None
-                and round_.complete == plan.authority == round_.plan.authority
-            ):
+            if round_.plan is not None and round_.complete == round_.plan.authority and round_.plan == plan:
                 self.settle(round_, round_.plan)
             elif outcome is not None and outcome.most and mine is not None and mine.header == round_.posting.header:
                 await self._take_mean(round_, outcome)
