@@ -1,9 +1,7 @@
 """The last rounds, kept for whoever missed their end: plans, and the encoded means."""
 
-import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
 
 from diloco.engines.swarm.plan import Plan
 
@@ -16,10 +14,6 @@ class Kept:
     plan: Plan
     mean: bytes
     """Empty if the round had none."""
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(self.mean).hexdigest()
 
 
 class KeptRounds:

@@ -17,7 +17,7 @@ from diloco.engines.swarm.files import REVOCATIONS_FILE
 from diloco.engines.swarm.invitation import NotWelcome
 from diloco.engines.swarm.peer import MAX_ADDRESSES, Peer
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.status import MAX_NUMBER, Status
+from diloco.engines.swarm.status import Status
 from diloco.engines.swarm.transport import CallRefused, Transport, Unreachable
 from diloco.engines.swarm.trust import Trust
 from diloco.engines.swarm.wire import PROTOCOL, Malformed, Message, pack, texts
@@ -80,15 +80,17 @@ class Membership:
         return min(holders)[1] if holders else None
 
     def most_ended(self, sequence: int) -> bool:
-        """Whether more than half of the others who have the state say that this round has ended."""
+        """Whether at least half of those who have the state say that this round has ended."""
         holders = [peer.status for peer in self.live() if peer.status.holds]
-        return 2 * sum(status.ended >= sequence for status in holders) > len(holders)
+        ended = sum(status.ended >= sequence for status in holders)
+        return 0 < len(holders) + self.status.holds <= 2 * ended
 
     def may_go_on(self) -> bool:
         """Not at once after most have fallen silent: then it may be this machine's own network that is cut.
 
-        Whoever is known to be dead does not count. With half of them silent the others wait a little, with most of them
-        a minute or so."""
+        Whoever is known to be dead does not count. With half of them silent the others wait a little, with most of
+        them silent a minute or so; a swarm that has really lost them goes on then.
+        """
         now = time.monotonic()
         silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.holds]
         here = 1 + sum(peer.status.holds for peer in self.live())
@@ -111,7 +113,7 @@ class Membership:
         try:
             await asyncio.wait_for(waiter.wait(), seconds)
         except TimeoutError:
-            return
+            pass
         finally:
             self._waiters.discard(waiter)
 
@@ -174,14 +176,12 @@ class Membership:
                         self._take_addresses(self.peers[name], texts(addresses))
                         continue
                     self.trust.vouch([name])
-                    number = number if 0 <= number <= MAX_NUMBER and not self._is_anothers(number, name) else -1
                     try:
                         self._add(name, credential, texts(addresses)).status.number = number
                     except NotWelcome as reason:
                         logger.debug("%s, whom another member knows, is not welcome: %s", name, reason)
                     else:
-                        if number >= 0:
-                            self.numbers.setdefault(name, number)
+                        self.numbers.setdefault(name, number)
                 case _:
                     raise Malformed("not an entry of a roster")
 
@@ -223,7 +223,7 @@ class Membership:
             raise CallRefused(f"not the leader; {leader} is")
         taken = {self.status.number: self.me} | {number: other for other, number in self.numbers.items()}
         if name not in self.numbers:
-            free = wished if 0 <= wished <= MAX_NUMBER and wished not in taken else max(taken) + 1
+            free = wished if wished >= 0 and wished not in taken else max(taken) + 1
             self.numbers[name] = free
         return self.numbers[name]
 
@@ -265,10 +265,6 @@ class Membership:
         task = asyncio.create_task(self._beat(self.peers[name]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def hear_all(self) -> None:
-        """Where everybody is now."""
-        await asyncio.gather(*(self._beat(peer) for peer in self.live()))
 
     async def _beat(self, peer: Peer) -> None:
         peer.asked = time.monotonic()
@@ -352,7 +348,7 @@ class Membership:
         peer.heard = time.monotonic()
         number = peer.status.number
         peer.status = status
-        if status.number < 0 or self._is_anothers(status.number, peer.name):
+        if status.number < 0:
             status.number = number
         if status.number >= 0:
             self.numbers[peer.name] = status.number
@@ -363,10 +359,6 @@ class Membership:
         elif number < 0 <= status.number:
             self._tell("member_joined", peer)
         self.changed()
-
-    def _is_anothers(self, number: int, name: str) -> bool:
-        held = [(self.me, self.status.number), *((peer.name, peer.status.number) for peer in self.peers.values())]
-        return any(other != name and taken == number for other, taken in held)
 
     def _tell(self, type_: str, peer: Peer, **more: object) -> None:
         self.on_event(type_, {"peer": peer.name, "number": peer.status.number, "label": peer.status.label, **more})

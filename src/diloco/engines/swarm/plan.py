@@ -97,14 +97,10 @@ class Plan:
         return self.decision.total_weight > 0
 
     def ranges(self, num_parts: int) -> dict[str, range]:
-        """Which parts each contributor reduces: consecutive ones, shared out as evenly as whole parts allow.
-
-        In another attempt each gets another's, so that who accuses somebody of a lie is not the only one to look.
-        """
+        """Which parts each contributor reduces: consecutive ones, shared out as evenly as whole parts allow."""
         count = len(self.contributors)
         bounds = [num_parts * index // count for index in range(count + 1)] if count else [0]
-        turned = [(index + self.authority.attempt - 1) % count for index in range(count)]
-        return {e.peer: range(bounds[i], bounds[i + 1]) for e, i in zip(self.contributors, turned, strict=True)}
+        return {entry.peer: range(bounds[i], bounds[i + 1]) for i, entry in enumerate(self.contributors)}
 
     def to_wire(self) -> dict[str, object]:
         return {

@@ -8,11 +8,9 @@ counted and bounded; nothing is unpickled (safetensors and numbers).
 
 import asyncio
 import logging
-import os
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +18,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.kept import KeptRounds
 from diloco.engines.swarm.membership import Membership
 from diloco.engines.swarm.peer import Peer
+from diloco.engines.swarm.plan import Plan
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.taking_part import TakingPart
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
@@ -30,7 +29,7 @@ from diloco.errors import EngineError
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
-_LARGEST_STATE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # what fits into this machine
+_LARGEST_STATE = 1 << 42
 _AT_ONCE = 2
 _POLL_SECONDS = 0.25
 _NOBODY_SECONDS = 60.0
@@ -94,9 +93,7 @@ class States:
 
     def outcome(self, message: Message) -> dict[str, object]:
         kept = self.kept.get(message.number("sequence"))
-        if kept is None:
-            return {"state": "unknown"}
-        return {"state": "kept", "plan": kept.plan.to_wire(), "digest": kept.digest}
+        return {"state": "unknown"} if kept is None else {"state": "kept", "plan": kept.plan.to_wire()}
 
     # Taking
 
@@ -125,18 +122,17 @@ class States:
         return None
 
     def _sources(self) -> list[Peer]:
-        """Those who have the state; first those who are where most are, not always the same one among them."""
+        """Those who have the state, the furthest first; not always the same one among equals."""
         holders = [peer for peer in self.membership.live() if peer.status.holds]
-        counts = Counter(peer.status.ended for peer in holders)
         random.shuffle(holders)
-        return sorted(holders, key=lambda peer: (-counts[peer.status.ended], -peer.status.ended))
+        return sorted(holders, key=lambda peer: -peer.status.ended)
 
     async def _from(self, source: Peer) -> Arrived | None:
         try:
             base = await self._base(source)
             if base is None:
                 return None
-            means, sequence = await self._means(base.sequence)
+            means, sequence = await self._means(base.sequence, source)
             return Arrived(base.snapshot, means, sequence, self._position())
         except (Unreachable, CallRefused, Malformed) as problem:
             logger.info("no state from %s: %s", source.name, problem)
@@ -170,21 +166,21 @@ class States:
         finally:
             stream.close()
 
-    async def _means(self, sequence: int) -> tuple[tuple[tuple[RoundKey, bytes], ...], int]:
-        """All that has ended since, up to now, as most tell it; and the round after it."""
+    async def _means(self, sequence: int, source: Peer) -> tuple[tuple[tuple[RoundKey, bytes], ...], int]:
+        """All that has ended since, up to now; and the round after it."""
         means: list[tuple[RoundKey, bytes]] = []
-        outcomes = self.taking_part.outcomes
-        await self.membership.hear_all()
-        while (outcome := await outcomes.of(sequence)) is not None and outcome.most:
-            plan = outcome.plan
-            mean = await outcomes.fetch_mean(outcome) if plan.has_mean else b""
+        while True:
+            answer = await self.taking_part.tell(source.name, pack("outcome", sequence=sequence))
+            if answer.text("state") != "kept":
+                if sequence <= source.status.ended:  # it is gone already
+                    raise CallRefused(f"round {sequence} is not kept any more")
+                return tuple(means), sequence
+            plan = Plan.from_wire(answer.map("plan"))
+            mean = await self.taking_part.fetch_kept(sequence, source.name) if plan.has_mean else b""
             if plan.has_mean:
                 means.append((plan.key, mean))
             self.kept.keep(plan, mean)
             sequence += 1
-        if self.membership.most_ended(sequence):  # it is gone already
-            raise CallRefused(f"round {sequence} is not kept any more")
-        return tuple(means), sequence
 
     def _position(self) -> int:
         positions = [peer.status.position for peer in self.membership.live() if peer.status.holds]

@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.engines.swarm.wire import Malformed, Message
 
-MAX_NUMBER = 1 << 20
+_MAX_NUMBER = 1 << 20
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Status:
         values: dict[str, Any] = {}
         for field in fields(cls):
             if field.type is int:
-                values[field.name] = message.number(field.name, -1, MAX_NUMBER if field.name == "number" else 1 << 62)
+                values[field.name] = message.number(field.name, -1, _MAX_NUMBER if field.name == "number" else 1 << 62)
             elif field.type is float:
                 values[field.name] = message.real(field.name)
             elif field.type is bool:

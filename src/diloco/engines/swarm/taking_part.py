@@ -20,11 +20,10 @@ from typing import Protocol
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.kept import KeptRounds
 from diloco.engines.swarm.membership import Membership
-from diloco.engines.swarm.outcomes import Outcome, Outcomes, check_mean
 from diloco.engines.swarm.plan import Authority, Plan, authority_from
 from diloco.engines.swarm.transfer import Transfer, Trouble
 from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.wire import Malformed, Message, pack
+from diloco.engines.swarm.wire import Malformed, Message, pack, read_frame_into, write_frame
 from diloco.engines.swarm.worker import Ended, Posting, Present
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ class TakingPart:
     def __init__(self, membership: Membership, kept: KeptRounds) -> None:
         self.membership, self.kept = membership, kept
         self.transport, self.settings = membership.transport, membership.settings
-        self.outcomes = Outcomes(membership, kept)
         self.rounds: dict[int, Round] = {}
         self.lead: LeadsRounds | None = None
         """Set by the node: what leads rounds here."""
@@ -110,14 +108,11 @@ class TakingPart:
                     if self.membership.out is not None:
                         round_.end(_failed(round_, self.membership.out, fatal=True))
                         break
-                    if not self.membership.status.holds:
-                        round_.end(_failed(round_, "the others went on without this worker", resync=True))
-                        break
                     await self._announce(round_)
                     await self._watch(round_)
         except TimeoutError:
-            if self.outcomes.who_ended(round_.sequence):
-                await self.missed(round_)
+            if ahead := self._who_ended(round_.sequence):
+                await self.missed(round_, ahead)
             round_.end(_failed(round_, f"no result within {posting.deadline_seconds:g} s"))
         finally:
             round_.stop_transfer()
@@ -158,7 +153,7 @@ class TakingPart:
             case "waiting":
                 round_.leader = leader
             case "ended":
-                await self.missed(round_)
+                await self.missed(round_, leader)
                 await self.membership.wait_for_change(_POLL_SECONDS)
             case _:  # it does not think that it leads; views settle within a beat
                 self.membership.beat_soon(leader)
@@ -172,10 +167,14 @@ class TakingPart:
             await asyncio.wait({round_.ended}, timeout=_POLL_SECONDS)
             if round_.leader is not None and not self.membership.is_live(round_.leader):
                 round_.leader = None
-            if self.outcomes.who_ended(round_.sequence) and not round_.ended.done():
+            ahead = self._who_ended(round_.sequence)
+            if ahead is not None and not round_.ended.done():
                 others_ended = others_ended or time.monotonic()
                 if time.monotonic() - others_ended > _SETTLE * self.settings.lost_seconds:
-                    await self.missed(round_)
+                    await self.missed(round_, ahead)
+
+    def _who_ended(self, sequence: int) -> str | None:
+        return next((peer.name for peer in self.membership.live() if peer.status.ended >= sequence), None)
 
     async def tell(self, peer: str, data: bytes) -> Message:
         """A call to another node, or to this one."""
@@ -204,7 +203,7 @@ class TakingPart:
         if message.kind == "plan":
             self._planned(round_, sender, Plan.from_wire(message))
         elif message.kind == "commit":
-            self._committed(round_, authority_from(message.items("of")))
+            self._committed(round_, sender, authority)
         else:
             return self._inquired(round_, authority)
         return {"state": "ok"}
@@ -226,16 +225,17 @@ class TakingPart:
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
 
-    def _committed(self, round_: Round, of: Authority) -> None:
-        """`of`: the plan that counts; a new leader may have found it complete."""
-        if round_.plan is not None and round_.complete == round_.plan.authority == of:
+    def _committed(self, round_: Round, sender: str, authority: Authority) -> None:
+        if round_.plan is not None and round_.complete == authority:
             self.settle(round_, round_.plan)
+            return
+        task = asyncio.create_task(self.missed(round_, sender))  # a new leader has found that somebody has it already
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _inquired(self, round_: Round, authority: Authority) -> dict[str, object]:
         """A new leader asks what there is of a round. From here on older ones are not heeded."""
         posting = round_.posting
         answer: dict[str, object] = {"state": "posted", "header": posting.header, "note": posting.note}
-        answer["ratio"] = posting.max_norm_ratio
         if round_.complete is not None and round_.plan is not None:
             answer["plan"] = round_.plan.to_wire()
         round_.authority = authority
@@ -308,41 +308,55 @@ class TakingPart:
         status.ended, status.holds = max(status.ended, sequence), False
         self.membership.changed()
 
-    async def missed(self, round_: Round) -> None:
-        """Others say that they have ended this round: with this worker in it, or without."""
-        async with round_.fetching:
-            if round_.ended.done():
-                return
-            outcome = await self.outcomes.of(round_.sequence)
-            plan = None if outcome is None else outcome.plan
-            mine = None if plan is None else plan.entry(self.transport.peer)
-            if round_.ended.done():
-                return
-            if round_.plan is not None and round_.complete == round_.plan.authority and round_.plan == plan:
-                self.settle(round_, round_.plan)
-            elif outcome is not None and outcome.most and mine is not None and mine.header == round_.posting.header:
-                await self._take_mean(round_, outcome)
-            elif self.membership.most_ended(round_.sequence):
-                self._left_behind(round_)
-
-    async def _take_mean(self, round_: Round, outcome: Outcome) -> None:
-        """Of a round that has this worker in it."""
-        round_.stop_transfer()
+    async def missed(self, round_: Round, peer: str) -> None:
+        """Others have ended this round: with this worker in it, or without."""
         try:
-            if outcome.plan.has_mean:
-                data = await self.outcomes.fetch_mean(outcome)
-                check_mean(outcome.plan, round_.posting, data)
-                round_.posting.mean[:] = data
-                round_.bytes_received += len(data)
-        except Malformed as problem:
-            logger.info("round %d: %s", round_.sequence, problem)
-            self._left_behind(round_)
-            return
-        self.settle(round_, outcome.plan)
+            answer = await self.tell(peer, pack("outcome", sequence=round_.sequence))
+            if answer.text("state") == "kept":
+                plan = Plan.from_wire(answer.map("plan"))
+                mine = plan.entry(self.transport.peer)
+                if mine is not None and mine.header == round_.posting.header:
+                    async with round_.fetching:
+                        if not round_.ended.done():
+                            await self._fetch_mean(round_, plan, peer)
+                            self.settle(round_, plan)
+                    return
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: its outcome cannot be had from %s: %s", round_.sequence, peer, problem)
+            if isinstance(problem, Unreachable):
+                self.membership.suspect(peer, problem)
+                await asyncio.sleep(_POLL_SECONDS)
+                return
+        if not round_.ended.done() and self.membership.most_ended(round_.sequence):
+            self.membership.status.holds = False
+            round_.end(_failed(round_, "the others ended it without this worker", resync=True))
 
-    def _left_behind(self, round_: Round) -> None:
-        self.membership.status.holds = False
-        round_.end(_failed(round_, "the others ended it without this worker", resync=True))
+    async def _fetch_mean(self, round_: Round, plan: Plan, peer: str) -> None:
+        if not plan.has_mean or round_.complete == plan.authority:
+            return
+        round_.stop_transfer()
+        data = await self.fetch_kept(round_.sequence, peer)
+        if len(data) != len(round_.posting.mean):
+            raise Malformed(f"a mean of {len(data)} bytes instead of {len(round_.posting.mean)}")
+        round_.posting.mean[:] = data
+        round_.bytes_received += len(data)
+
+    async def fetch_kept(self, sequence: int, peer: str) -> bytes:
+        """The mean of a round that has ended, from somebody who keeps it."""
+        stream = await self.transport.open(peer, self.stall_seconds)
+        try:
+            await write_frame(stream, pack("mean", sequence=sequence), self.stall_seconds)
+            size = int.from_bytes(await stream.read(8, self.stall_seconds), "little")
+            if size > self.kept.largest:
+                raise Malformed(f"a mean of {size} bytes")
+            data = bytearray(size)
+            view, got = memoryview(data), 0
+            while got < size:
+                got += await read_frame_into(stream, view[got:], self.stall_seconds)
+            await stream.write(b"\1", self.stall_seconds)
+            return bytes(data)
+        finally:
+            stream.close()
 
     # Streams of others
 
