@@ -20,4 +20,7 @@ def test_whatever_is_done_to_its_workers_the_swarm_trains_on_as_one(tmp_path: Pa
     deeds = " ".join(deed for _, _, deed in told.done)
     for certain in ("SIGKILL for founder", "SIGSTOP", "joins", "comes back to life", "without an invitation"):
         assert certain in deeds
-    assert len(told.joins) >= 2 and set(told.joins.values()) <= {0, 1}  # 0 where the machine is not too busy
+    assert told.joins and set(told.joins.values()) <= {
+        0,
+        1,
+    }  # 0 where the machine is not too busy; some are killed first
