@@ -1,10 +1,10 @@
 """How a worker gets the others' state: at its start, after a round that it missed, after it went astray.
 
 With a fixed membership all are there from the first step on, and a missed round is made up for fragment by fragment,
-before the next post of each; the worker keeps its parameters (I6), and its next outer gradient carries its work.
-With an elastic engine the others may be anywhere: everything is taken over at once, anchors, outer momentum, the number
-of the next round and the position in the schedule. There a worker keeps what it has learnt since its last anchor (I6),
-and puts that onto the new one: parameters from many rounds ago would draw everybody back to where they were (ADR 19).
+before the next post of each. With an elastic engine the others may be anywhere: everything is taken over at once,
+anchors, outer momentum, the number of the next round and the position in the schedule. Either way a worker that has
+missed a round keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries its work.
+Only one that was absent, and took fewer steps than the others, moves along with them for those (ADR 19).
 
 A state is checked before any of it is used. Nothing here posts or waits. When everything is taken over no round of this
 worker is in flight; those that ended well after the missed one are in the state, and the parameters must follow them
@@ -12,7 +12,7 @@ worker is in flight; those that ended well after the missed one are in the state
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -109,11 +109,15 @@ class CatchingUp:
         self.replica.changed(index)
 
     def _take_over(self, states: Sequence[GlobalState], *, start: bool) -> None:
-        """`start`: also what is equal only at the start; else this worker's own work is put onto the new anchors."""
+        """All but the parameters, which move with the anchor as far as this worker was absent (ADR 19).
+
+        `start`: also what is equal only at the start.
+        """
         state, theirs = self.state, states[0]
         self._check(states, start=start)
+        absences = {} if start else self._absences(theirs.numbers["sequence"])
         with state.lock:
-            self._part(-1.0, start=start)
+            self._move(absences, -1.0)
             if theirs.tensors:
                 for lane, one in zip(state.lanes, states, strict=True):
                     lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
@@ -124,21 +128,37 @@ class CatchingUp:
                     self._merge_mean(key.fragment, [one.means[position][1] for one in states])
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             state.jump_to(self._position(theirs))
-            self._part(1.0, start=start)
+            self._move(absences, 1.0)
         state.gather_digests(range(state.num_fragments))
         self.note = theirs.note
 
-    def _part(self, factor: float, *, start: bool) -> None:
-        """The parameters from the old anchor (−1) and onto the new one (1).
+    def _absences(self, sequence: int) -> dict[int, float]:
+        """For each fragment: which share of the others' way, up to before that round, this worker has not gone itself.
 
         What is only counted stays as it is, and so does what follows a round with this worker's work in it (`follow`).
         """
-        buffers = self.replica.tensors.averaged_buffers
+        state, buffers = self.state, self.replica.tensors.averaged_buffers
         following = {posted.key.fragment for posted, _ in self.owed}
+        shares = {}
         for index, group in enumerate(self.replica.groups):
-            if not start and index not in following and not buffers.keys() & set(group.names):
-                for _, fragment in self.state.fragments_of(index):
-                    fragment.add_anchor(factor)
+            way = self._posted_before(sequence, index) - self._posted_before(state.unmerged, index)
+            work = state.steps_taken - state.merged_at[index]
+            if way > work and index not in following and not buffers.keys() & set(group.names):
+                shares[index] = 1.0 - work / way
+        return shares
+
+    def _posted_before(self, sequence: int, index: int) -> int:
+        """The position of a fragment's last post before that round."""
+        for earlier in range(sequence - 1, max(-1, sequence - 1 - self.state.num_fragments), -1):
+            if self.schedule.fragment_of(earlier) == index:
+                return self.schedule.post_step(earlier)
+        return 0
+
+    def _move(self, shares: Mapping[int, float], sign: float) -> None:
+        """Parameters by their shares of the anchors: off the old ones (−1), or onto the new ones (1)."""
+        for index, share in shares.items():
+            for _, fragment in self.state.fragments_of(index):
+                fragment.add_anchor(sign * share)
 
     def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
         """The outer step of all others in a round that this worker was not in; its parameters stay as they are."""

@@ -39,12 +39,6 @@ def parameters(world: ElasticWorld, number: int) -> list[torch.Tensor]:
     ]
 
 
-def work_of(world: ElasticWorld, number: int) -> list[torch.Tensor]:
-    """What a worker has learnt since its last merge, of each fragment."""
-    fragments = world.workers[number].outer.fragments
-    return [theirs - fragment.anchor for theirs, fragment in zip(parameters(world, number), fragments, strict=True)]
-
-
 # A calm run
 
 
@@ -137,7 +131,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
 
 @SYNCS
 @MEANS_ONLY
-def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_its_work_on_top_of_it(
+def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_keeps_its_parameters(
     sync: SyncConfig, means_only: bool
 ) -> None:
     world = ElasticWorld(3, sync, drop=[(1, 0), (1, 1)])
@@ -148,20 +142,41 @@ def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_its
     for _ in range(14):
         world.inner_step()
         world.post()
-        own = work_of(world, 1)
+        own = parameters(world, 1)
         missed = [p.key.fragment for p in missing._posted if p.key.sequence in (0, 1)]
         failed = missing.rounds_failed
         world.merge(0, 2)
         world.merge(1)
         if missing.rounds_failed > failed:
-            for index in missed:
-                torch.testing.assert_close(work_of(world, 1)[index], own[index], rtol=1e-4, atol=1e-6)
+            assert all(torch.equal(parameters(world, 1)[index], own[index]) for index in missed)
             assert missing.sequence == world.workers[0].outer.sequence
     assert (missing.rounds_failed, missing.resyncs) == (2, 1 if sync.overlap_steps else 2)
     assert told[0] == ("round 0: it ended without worker 1", told[0][1]) and told[0][1] >= 1
     world.finish()
     assert len(world.digests()) == 1
     assert missing.rounds == world.workers[0].outer.rounds
+
+
+@MEANS_ONLY
+def test_who_was_absent_moves_along_with_the_others_for_the_steps_that_it_did_not_take(means_only: bool) -> None:
+    """It posts round 0, and is frozen until they have ended four rounds: of 24 steps it took 6."""
+    world = ElasticWorld(3, PLAIN, drop=[(1, 0)])
+    world.swarm.means_only = means_only
+    world.inner_step(times=6)
+    world.post()
+    own, before = flat(world.workers[1].model), anchors(world.workers[1].optimizer)
+    world.merge(0, 2)
+    for sequence in (1, 2, 3):
+        world.inner_step(0, 2, times=6)
+        world.post(0, 2)
+        world.swarm.leave_out(1, sequence)
+        world.merge(0, 2)
+    world.merge(1)
+    after = anchors(world.workers[0].optimizer)
+    assert world.workers[1].outer.resyncs == 1 and len(world.digests()) == 1
+    torch.testing.assert_close(flat(world.workers[1].model), own + 0.75 * (after - before), rtol=1e-5, atol=1e-6)
+    world.step(times=6)
+    assert world.workers[1].outer.state.merged_at == [12]  # none of its work is lost
 
 
 def test_i6_work_from_two_missed_rounds_of_two_fragments_is_in_later_means() -> None:

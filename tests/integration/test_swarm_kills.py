@@ -36,10 +36,8 @@ class Expected:
         self.work[worker] = self.work.get(worker, 0) + steps
 
     def average(self, *workers: int) -> None:
-        total, before = sum(self.work[worker] for worker in workers), self.anchor
+        total = sum(self.work[worker] for worker in workers)
         self.anchor = sum(self.work[worker] * self.parameters[worker] for worker in workers) / total
-        for worker in self.parameters:
-            self.parameters[worker] += self.anchor - before  # whoever missed it puts its work onto the new anchor
         for worker in workers:
             self.parameters[worker], self.work[worker] = self.anchor, 0
 

@@ -192,7 +192,7 @@ class Fragment:
 
     @torch.no_grad()
     def add_anchor(self, factor: float) -> None:
-        """θ_i ← θ_i + factor · anchor: −1 leaves what θ_i is apart from the anchor, 1 puts that onto a new one."""
+        """θ_i ← θ_i + factor · anchor."""
         for span, anchor, _ in self.visit():
             self.write(span, self.read(span).add_(anchor, alpha=factor))
 
