@@ -247,3 +247,27 @@ def test_a_new_leader_has_the_patience_of_the_one_before_it() -> None:
         return [worker.node.leading.patience_seconds for worker in workers]
 
     assert max(told(3, story)) < 60.0
+
+
+def test_joiners_that_outnumber_the_others_follow_a_round_that_ended_without_them() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[str | None], tuple[int, ...]]:
+        await all_post(workers, 0)
+        old, joiners = list(workers), []
+        for _ in range(3):
+            joiners.append(await swarm.start())
+            await joiners[-1].catch_up()
+            joiners[-1].node.own.holds = False  # nobody knows it yet: the round does not wait for it
+        await asyncio.sleep(0.3)
+        await all_post(old, 1)
+        for joiner in joiners:
+            joiner.node.own.holds = True
+        late = await all_post(joiners, 1, seconds=8.0)
+        for joiner in joiners:
+            await joiner.catch_up()
+        await asyncio.sleep(0.3)
+        ended, _ = (await all_post([*old, *joiners], 2))[0]
+        return [one.failure for one, _ in late], ended.contributors
+
+    failures, contributors = told(2, story, lost_seconds=2.0)
+    assert all(failure is not None and "without this worker" in failure for failure in failures)
+    assert contributors == (0, 1, 2, 3, 4)

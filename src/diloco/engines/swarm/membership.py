@@ -80,10 +80,13 @@ class Membership:
         return min(holders)[1] if holders else None
 
     def most_ended(self, sequence: int) -> bool:
-        """Whether at least half of those who have the state say that this round has ended."""
-        holders = [peer.status for peer in self.live() if peer.status.holds]
-        ended = sum(status.ended >= sequence for status in holders)
-        return 0 < len(holders) + self.status.holds <= 2 * ended
+        """Whether at least half of those who have the state say that this round has ended.
+
+        Those whose work is in the latest rounds have a say: many that join or come back at once have not.
+        """
+        holders = [status for status in (self.status, *(peer.status for peer in self.live())) if status.holds]
+        asked = [status for status in holders if status.contributed >= self.status.ended >= 0] or holders
+        return 0 < len(asked) <= 2 * sum(status.ended >= sequence for status in asked)
 
     def may_go_on(self) -> bool:
         """Not at once after most have fallen silent: then it may be this machine's own network that is cut.

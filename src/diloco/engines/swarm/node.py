@@ -166,11 +166,15 @@ class Node:
             self._trainer.called(self.own.next)
 
     def _notice_being_astray(self) -> None:
-        """Most others are behind, and were not in what this worker ended last: it was cut off and went on alone."""
+        """Most others are behind, and were not in what this worker ended last: it was cut off and went on alone.
+
+        Whoever has not been in any round yet says nothing about that, however many of them join at once.
+        """
         last = self.taking_part.kept.get(self.own.ended)
-        behind = [p for p in self.membership.live() if p.status.holds and p.status.ended < self.own.ended]
+        known = [p for p in self.membership.live() if p.status.holds and p.status.contributed >= 0]
+        behind = [p for p in known if p.status.ended < self.own.ended]
         others = [p for p in behind if last is None or last.plan.entry(p.name) is None]
-        if not self.own.holds or 2 * len(others) <= 1 + sum(p.status.holds for p in self.membership.live()):
+        if not self.own.holds or 2 * len(others) <= 1 + len(known):
             self._astray_since = None
             return
         self._astray_since = self._astray_since or time.monotonic()
