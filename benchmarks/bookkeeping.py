@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import diloco
-from diloco.models.presets import preset
-from diloco.models.transformer import Transformer
+from diloco.models.native.presets import preset
+from diloco.models.native.transformer import Transformer
 from measuring import Spread, write_results
 
 MAX_SHARE = 0.005

@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from chaos_worker import Story, Task
-from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
-from diloco.engines.swarm.invitation import RunKey, invite
-from diloco.engines.swarm.reaching import Network
+from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
+from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.node.wire import PROTOCOL, pack, write_frame
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.status import Status
-from diloco.engines.swarm.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.wire import PROTOCOL, pack, write_frame
+from diloco.engines.swarm.trust.invitation import RunKey, invite
 from diloco.version import __version__
 
 _SECONDS = 5.0

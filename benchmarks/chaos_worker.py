@@ -20,15 +20,15 @@ from torch import Tensor
 
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.local import LocalSwarm
 from diloco.engines.rounds import Contribution, RoundKey
+from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.settings import Settings
 from diloco.errors import DiLoCoError
-from diloco.models.config import ModelConfig
-from diloco.models.transformer import Transformer
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
-from diloco.worker_round import RoundEvent
+from diloco.outer.ranks.worker_round import RoundEvent
 
 H = 10
 LENGTH, BATCH = 32, 8

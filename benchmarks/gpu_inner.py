@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.models.config import ModelConfig
-from diloco.models.native import NativeModel
-from diloco.models.presets import preset
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.model import NativeModel
+from diloco.models.native.presets import preset
 from diloco.training.compute import prepare
-from diloco.training.config import ComputeConfig, InnerConfig
+from diloco.training.config.run import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer
 from measuring import write_results
 

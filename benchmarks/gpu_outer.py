@@ -24,8 +24,8 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov
 from diloco.core.outer_step import outer_gradient, outer_step
-from diloco.models.native import NativeModel
-from diloco.models.presets import preset
+from diloco.models.native.model import NativeModel
+from diloco.models.native.presets import preset
 from measuring import write_results
 
 

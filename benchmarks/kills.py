@@ -24,9 +24,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from diloco.training.events import Event, read_events
-from diloco.training.manifests import find_checkpoints
-from diloco.training.summary import read_summary
+from diloco.training.checkpoints.manifests import find_checkpoints
+from diloco.training.records.events import Event, read_events
+from diloco.training.records.summary import read_summary
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looks", "at", "rain", "while", "small", "birds", "sing")
 H = 10

@@ -14,11 +14,11 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
-from diloco.engines.swarm.files import INVITATION_FILE, write_private
-from diloco.engines.swarm.invitation import RunKey, invite
+from diloco.engines.swarm.engine import SwarmEngine
+from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust.invitation import RunKey, invite
 from diloco.errors import RoundFailed
 from measuring import Spread
 from swarm_hivemind import Exchange, average_raw

@@ -15,14 +15,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from diloco.engines.swarm.files import INVITATION_FILE, write_private
-from diloco.engines.swarm.invitation import RunKey, invite
-from diloco.engines.swarm.known_peers import read_peers
+from diloco.engines.swarm.network.known_peers import read_peers
+from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust.invitation import RunKey, invite
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch._dynamo", "diloco.optimizer", "diloco.engines.hivemind", "diloco.models.transformer"]
+    ["torch._dynamo", "diloco.optimizer", "diloco.engines.swarm.engine", "diloco.models.native.transformer"]
 )
 
 _DAY_SECONDS = 86_400.0

@@ -22,11 +22,11 @@ from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
 from diloco.core.fragments import PartLayout, span_elements
 from diloco.core.outer_optimizers import SGD
-from diloco.engines.hivemind import SwarmEngine
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.settings import Settings
 from diloco.optimizer import DiLoCo
-from diloco.worker_round import RoundEvent
+from diloco.outer.ranks.worker_round import RoundEvent
 from swarm_hivemind import Exchange
 
 _RAMP = 7

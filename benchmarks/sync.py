@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.core.digest import digest
-from diloco.models.config import ModelConfig
-from diloco.models.transformer import Transformer
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.transformer import Transformer
 from measuring import Spread, peak_memory, reset_peak_memory, socket_bytes_sent, write_results
 from sync_sides import LIMIT_SECONDS, PLAIN, STEPS_PER_SYNC, TORCHFT, WORKERS, Task, side
 

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from diloco.core.outer_optimizers import Adam as Adam
     from diloco.core.outer_optimizers import Nesterov as Nesterov
     from diloco.core.outer_optimizers import SGDMomentum as SGDMomentum
-    from diloco.engines.connecting import connect as connect
+    from diloco.engines.connect import connect as connect
     from diloco.engines.local import LocalSwarm as LocalSwarm
     from diloco.engines.local import alone as alone
-    from diloco.engines.swarm.own_loops import join_swarm as join_swarm
+    from diloco.engines.swarm.join import join_swarm as join_swarm
     from diloco.optimizer import DiLoCo as DiLoCo
 
 _HOMES = {
     "DiLoCo": "diloco.optimizer",
-    "connect": "diloco.engines.connecting",
-    "join_swarm": "diloco.engines.swarm.own_loops",
+    "connect": "diloco.engines.connect",
+    "join_swarm": "diloco.engines.swarm.join",
     "alone": "diloco.engines.local",
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
-from diloco.elastic_loop import ElasticLoop
 from diloco.engines.base import Membership
 from diloco.errors import ConfigError
-from diloco.held import as_tensors, copy_into
-from diloco.outer_loop import OuterLoop
-from diloco.parameters import model_tensors
+from diloco.outer.elastic_loop import ElasticLoop
+from diloco.outer.loop import OuterLoop
+from diloco.outer.model_tensors import model_tensors
+from diloco.outer.tensor_pieces import as_tensors, copy_into
 
 
 class DiLoCo(torch.optim.Optimizer):

@@ -18,6 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from worlds.problem import Story, train
+from worlds.processes import in_processes
+from worlds.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
+from worlds.swarms import LoopbackSwarm, Shifted, together
+from worlds.threads import in_threads
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
@@ -29,11 +34,6 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import GlobalState, Report, RoundKey
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError, RoundFailed
-from worlds.problem import Story, train
-from worlds.processes import in_processes
-from worlds.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
-from worlds.swarms import LoopbackSwarm, Shifted, together
-from worlds.threads import in_threads
 
 Scenario = Callable[[Engine], Any]
 

@@ -12,7 +12,7 @@ from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
 from diloco.core.outer_step import outer_gradient, outer_step
-from diloco.models.head import next_token_loss
+from diloco.models.native.head import next_token_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

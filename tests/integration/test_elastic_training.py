@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from saved.runs import quick_runs, small_config
+from worlds.elastic import ElasticEngine, ElasticSwarm
 
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.shards import prepare
+from diloco.data.preparation.shards import prepare
 from diloco.errors import EngineError
-from diloco.training.config import RunConfig, TrainingConfig
-from diloco.training.events import Event, EventLog, read_events
+from diloco.training.checkpoints.resuming import newest
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.resuming import newest
-from diloco.training.summary import summarize
-from saved.runs import quick_runs, small_config
-from worlds.elastic import ElasticEngine, ElasticSwarm
+from diloco.training.records.events import Event, EventLog, read_events
+from diloco.training.records.summary import summarize
 
 STEPS, H = 24, 4
 
@@ -249,7 +249,7 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
     company.check_progress(["no network"] * 50, 2.0)
     with pytest.raises(EngineError, match="the loss is inf: lower"):
         company.check_progress(["no contribution"] * 3, float("inf"))
-    monkeypatch.setattr("diloco.training.company.CUT_OFF_SECONDS", -1.0)
+    monkeypatch.setattr("diloco.training.swarm_data.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
         company.check_progress(["no network"] * 3, 2.0)
 

@@ -6,16 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from diloco.core.config import SyncConfig
-from diloco.data.config import DataConfig
-from diloco.data.corpus import Corpus
-from diloco.data.order import union_progress
-from diloco.errors import ConfigError
-from diloco.training.config import CheckpointConfig, ComputeConfig, RunConfig
-from diloco.training.events import read_events
-from diloco.training.history import current
-from diloco.training.loop import Training
 from saved.runs import (
     STEPS,
     H,
@@ -30,6 +20,16 @@ from saved.runs import (
     tensors_of,
     train,
 )
+
+from diloco.core.config import SyncConfig
+from diloco.data.config import DataConfig
+from diloco.data.corpus import Corpus
+from diloco.data.order import union_progress
+from diloco.errors import ConfigError
+from diloco.training.config.run import CheckpointConfig, ComputeConfig, RunConfig
+from diloco.training.loop import Training
+from diloco.training.records.events import read_events
+from diloco.training.records.history import current
 
 PLAIN = SyncConfig(H, "fp16")
 STREAMED = SyncConfig(H, "fp16", fragments=2, overlap_steps=4, mixing=0.5)

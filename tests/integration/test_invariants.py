@@ -4,17 +4,17 @@ import itertools
 
 import pytest
 import torch
+from worlds.in_turn import InTurn
+from worlds.problem import Net, anchors, flat, loss_of, net, train
+from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
-from diloco.data_parallel import DataParallel
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.local import LocalSwarm
 from diloco.errors import ConfigError
-from worlds.in_turn import InTurn
-from worlds.problem import Net, anchors, flat, loss_of, net, train
-from worlds.threads import in_threads
+from diloco.training.data_parallel import DataParallel
 
 VARIANTS = {
     "plain": SyncConfig(num_inner_steps=4),

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from diloco.sinks.following import read_state
-from diloco.sinks.process import SinkProcesses
 from launched.train import start, write_text
 from sinks.recorded import RUN, append, run_folder
 from sinks.stand_ins import broken_packages
+
+from diloco.sinks.following import read_state
+from diloco.sinks.process import SinkProcesses
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from launched.train import Run, start, write_text
 
 from diloco.cli.main import run as command
-from diloco.engines.swarm.files import SWARM_FOLDER
-from diloco.engines.swarm.invitation import RunKey, invite
-from diloco.models.saving import load_model
-from launched.train import Run, start, write_text
+from diloco.engines.swarm.run_files import SWARM_FOLDER
+from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.models.native.saving import load_model
 
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=20")
 

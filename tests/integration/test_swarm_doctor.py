@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import run
-from diloco.engines.swarm import checks, checks_outside
-from diloco.engines.swarm.daemon import HivemindTransport, protocol_of
-from diloco.engines.swarm.files import INVITATION_FILE, write_private
-from diloco.engines.swarm.invitation import Invitation, RunKey, invite
-from diloco.engines.swarm.node import Node
-from diloco.engines.swarm.reaching import Network
+from diloco.engines.swarm.doctor import local_checks as checks
+from diloco.engines.swarm.doctor import remote_checks as checks_outside
+from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
+from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.node.node import Node
+from diloco.engines.swarm.node.trainer import Snapshot
+from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust import Trust
-from diloco.engines.swarm.worker import Snapshot
+from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.trust.permissions import Trust
 
 KEY = RunKey.create()
 

@@ -18,17 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from diloco.engines import hivemind
-from diloco.engines.hivemind import SwarmEngine
-from diloco.engines.rounds import GlobalState, RoundKey
-from diloco.engines.swarm import installed, kept_sidecar
-from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.settings import Settings
-from diloco.errors import ConfigError, EngineError, RoundFailed
 from worlds.processes import context
 from worlds.rounds import contribution, decoded, values
 from worlds.sidecars import COMMAND, processes_with
+
+from diloco.engines.rounds import GlobalState, RoundKey
+from diloco.engines.swarm import engine as hivemind
+from diloco.engines.swarm import installed
+from diloco.engines.swarm.engine import SwarmEngine
+from diloco.engines.swarm.installed import check_swarm
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.sidecar import supervisor as kept_sidecar
+from diloco.errors import ConfigError, EngineError, RoundFailed
 
 pytestmark = pytest.mark.slow
 

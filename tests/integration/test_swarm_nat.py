@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.launched.peer import LaunchedPeer
-from tests.worlds import networks
-from tests.worlds.networks import Internet, internet
+from launched.peer import LaunchedPeer
+from worlds import networks
+from worlds.networks import Internet, internet
 
 _MISSING = networks.missing()
 pytestmark = [

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worlds import networks
-from tests.worlds.networks import Internet, internet
+from worlds import networks
+from worlds.networks import Internet, internet
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
-from diloco.engines.reducing import reduce_parts
-from diloco.engines.swarm.files import INVITATION_FILE, write_private
-from diloco.engines.swarm.invitation import RunKey, invite
+from diloco.engines.reduction import reduce_parts
+from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust.invitation import RunKey, invite
 
 _MISSING = networks.missing()
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING) and networks.REQUIRED not in os.environ, reason=_MISSING or ""),
 ]
 NUMEL = 600_000
-WORKER = Path(__file__).parents[1] / "launched" / "averaging.py"
+WORKER = Path(__file__).parents[1] / "support" / "launched" / "averaging.py"
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def hear(process: "subprocess.Popen[str]") -> Any:
 
 
 def reference_mean() -> bytes:
-    from tests.worlds.rounds import values
+    from worlds.rounds import values
 
     vectors = []
     for number in range(3):

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm import daemon
-from diloco.engines.swarm.daemon import HivemindTransport
-from diloco.engines.swarm.reaching import Network
-from diloco.engines.swarm.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
+from diloco.engines.swarm.network import p2pd_transport as daemon
+from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
+from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 from diloco.errors import ConfigError, RendezvousError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the swarm runs on Linux only")]
@@ -258,8 +258,8 @@ def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -
 _KILLED = """
 import asyncio, sys
 from pathlib import Path
-from diloco.engines.swarm.daemon import HivemindTransport
-from diloco.engines.swarm.reaching import Network
+from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
+from diloco.engines.swarm.network.reachability import Network
 
 async def main():
     transport = await HivemindTransport.create(Path(sys.argv[1]), "/diloco-test/1", Network(host="127.0.0.1"))
@@ -285,7 +285,7 @@ def test_no_daemon_is_left_when_its_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_hivemind_itself_is_not_imported() -> None:
-    used = "import sys, diloco.engines.swarm.daemon as d; d.Control('/a', '/b')"
+    used = "import sys, diloco.engines.swarm.network.p2pd_transport as d; d.Control('/a', '/b')"
     code = f"{used}; print({{'torch', 'hivemind'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

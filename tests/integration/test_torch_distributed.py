@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from worlds.problem import Story, anchors, build, flat, loss_of, net, train
+from worlds.processes import in_processes
+from worlds.sockets import tcp_bytes_sent
+from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Adam
-from diloco.data_parallel import DataParallel
 from diloco.engines.base import Engine
 from diloco.engines.rounds import GlobalState
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError
 from diloco.optimizer import DiLoCo
-from worlds.problem import Story, anchors, build, flat, loss_of, net, train
-from worlds.processes import in_processes
-from worlds.sockets import tcp_bytes_sent
-from worlds.threads import in_threads
+from diloco.training.data_parallel import DataParallel
 
 pytestmark = pytest.mark.slow
 

@@ -8,19 +8,19 @@ from typing import Literal
 
 import pytest
 import torch
+from launched.train import completed, tiny_options, write_text
 
 from diloco.cli.main import run as command
 from diloco.data.config import DataConfig
-from diloco.data.shards import prepare
+from diloco.data.preparation.shards import prepare
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
-from diloco.models.config import ModelConfig
-from diloco.models.saving import save_model
-from diloco.models.transformer import Transformer
-from diloco.training.config import RunConfig, TrainingConfig
-from diloco.training.events import EventLog
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.saving import save_model
+from diloco.models.native.transformer import Transformer
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
-from launched.train import completed, tiny_options, write_text
+from diloco.training.records.events import EventLog
 
 WORDS = {
     "law": "court statute appeal clause",

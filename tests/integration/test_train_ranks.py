@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from diloco.models.saving import load_model
 from launched.train import Run, completed, start, tiny_options, write_text
+
+from diloco.models.native.saving import load_model
 
 pytestmark = pytest.mark.slow
 

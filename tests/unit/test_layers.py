@@ -23,5 +23,6 @@ def test_the_core_never_mentions_torch_distributed(path: Path) -> None:
 
 
 def test_the_configuration_and_the_launcher_import_no_torch() -> None:
-    code = "import sys, diloco.config, diloco.training.launcher, diloco.cli.train; sys.exit('torch' in sys.modules)"
+    modules = "diloco.training.config.run_file, diloco.training.processes.launcher, diloco.cli.train"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.cli.report import comparison
+from diloco.cli.display.report import comparison
 from diloco.errors import ConfigError
-from diloco.training.summary import read_summary
+from diloco.training.records.summary import read_summary
 
 
 def compare(*runs: Path) -> None:

@@ -20,17 +20,17 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display import PatientConsole
+from diloco.cli.display.live import PatientConsole
 from diloco.cli.train import load_features
-from diloco.data.building import train_tokenizer
 from diloco.data.corpus import Corpus
 from diloco.data.order import count_windows
-from diloco.data.shards import prepare as prepare_corpus
-from diloco.data.sources import open_source
+from diloco.data.preparation.building import train_tokenizer
+from diloco.data.preparation.shards import prepare as prepare_corpus
+from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import check_place
 from diloco.data.tokenizer_files import TELLING_FILES
 from diloco.errors import ConfigError
-from diloco.training.config import RunConfig
+from diloco.training.config.run import RunConfig
 
 _LINE_SECONDS = 10.0
 

@@ -11,8 +11,8 @@ from rich.text import Text
 from diloco.errors import EngineError
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.checks import Finding
-    from diloco.engines.swarm.reaching import Network
+    from diloco.engines.swarm.doctor.local_checks import Finding
+    from diloco.engines.swarm.network.reachability import Network
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -46,7 +46,7 @@ def doctor(
     folder
         Where runs are kept.
     """
-    from diloco.engines.swarm.reaching import Network
+    from diloco.engines.swarm.network.reachability import Network
 
     failed = asyncio.run(_print_all(_findings(invitation, Network(host, port, announce), folder)))
     if failed:
@@ -54,7 +54,7 @@ def doctor(
 
 
 async def _findings(invitation: str | None, network: "Network", folder: Path) -> "AsyncIterator[Finding]":
-    from diloco.engines.swarm import checks
+    from diloco.engines.swarm.doctor import local_checks as checks
 
     missing = False
     for finding in checks.look_at_packages():
@@ -71,7 +71,7 @@ async def _findings(invitation: str | None, network: "Network", folder: Path) ->
     yield daemon
     if invitation is None or "failed" in (daemon.state, port.state):
         return
-    from diloco.engines.swarm import checks_outside
+    from diloco.engines.swarm.doctor import remote_checks as checks_outside
 
     finding, parsed = checks_outside.look_at_invitation(invitation)
     yield finding

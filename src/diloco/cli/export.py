@@ -7,12 +7,12 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.config import read_run_file
 from diloco.errors import DiLoCoError
 from diloco.models.folders import check_unused, size_bytes
-from diloco.training.model_card import model_card
-from diloco.training.run_folder import RUN_FILE, run_model
-from diloco.training.summary import read_summary
+from diloco.training.config.run_file import read_run_file
+from diloco.training.records.model_card import model_card
+from diloco.training.records.run_folder import RUN_FILE, run_model
+from diloco.training.records.summary import read_summary
 
 
 def export(

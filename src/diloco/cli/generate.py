@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco.cli.display import PatientConsole
-from diloco.cli.view import printable
+from diloco.cli.display.live import PatientConsole
+from diloco.cli.display.view import printable
 from diloco.errors import ConfigError
-from diloco.training.run_folder import any_model
+from diloco.training.records.run_folder import any_model
 
 _TEMPERATURE, _TOP_K = 0.8, 50
 
@@ -61,7 +61,7 @@ def generate(
     useless = [name for name, value in chosen.items() if value is not None]
     if greedy and useless:
         raise ConfigError(f"{useless[0]} has no effect with --greedy: leave out one of the two")
-    from diloco.models.writing import Writer
+    from diloco.models.text.writing import Writer
 
     console = PatientConsole()
     with console.status("loading the model"):

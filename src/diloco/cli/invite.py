@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.errors import ConfigError
-from diloco.training.run_lock import trains
+from diloco.training.processes.run_lock import trains
 
 
 def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -28,7 +28,7 @@ def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Pa
     fresh
         A new one or none: fails where the run did not begin.
     """
-    from diloco.engines.swarm import inviting
+    from diloco.engines.swarm.trust import run_owner as inviting
 
     folder = inviting.swarm_folder(run)
     if inviting.may_invite(folder):
@@ -63,7 +63,7 @@ def revoke(run: Path, peer: str, /) -> None:
     peer
         A worker's number, or its peer id, or the beginning or end of it.
     """
-    from diloco.engines.swarm import inviting
+    from diloco.engines.swarm.trust import run_owner as inviting
 
     done = inviting.revoke(inviting.swarm_folder(run), peer, time.time())
     record = done.record

@@ -18,33 +18,33 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display import Display, PatientConsole
+from diloco.cli.display.live import Display, PatientConsole
 from diloco.cli.swarm import SWARM_TEXT, Prepared, check_network, check_text, run_workers, with_text
 from diloco.cli.train import check_out, new_run_folder
-from diloco.config import known_keys, options
 from diloco.data.corpus import TOKENIZER, CorpusMeta
-from diloco.data.receiving import (
+from diloco.data.preparation.receiving import (
     bytes_to_receive,
     find_received,
     receive_description,
     receive_files,
     received_folder,
 )
-from diloco.data.shards import prepare
-from diloco.engines.swarm.files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
+from diloco.data.preparation.shards import prepare
 from diloco.engines.swarm.installed import check_swarm
+from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError, DataError
-from diloco.models.presets import PRESETS, preset
+from diloco.models.native.presets import PRESETS, preset
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig, is_shared, may_change
-from diloco.training.described import MAX_BYTES, RUN_JSON, Described
-from diloco.training.recipes import check_run_model
-from diloco.training.run_lock import run_lock
-from diloco.training.sharing import shards_of
+from diloco.training.config.recipes import check_run_model
+from diloco.training.config.run import RunConfig, is_shared, may_change
+from diloco.training.config.run_file import known_keys, options
+from diloco.training.processes.run_lock import run_lock
+from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, Described
+from diloco.training.shard_claims import shards_of
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.guest import Guest
-    from diloco.engines.swarm.invitation import Invitation
+    from diloco.engines.swarm.node.guest import Guest
+    from diloco.engines.swarm.trust.invitation import Invitation
 
 CLOCK_SECONDS = 30.0
 """A clock that is off by more is refused: expiry and logs would make no sense."""
@@ -96,7 +96,7 @@ def join(
         return
     check_swarm()
     tokens = own_options(given)
-    from diloco.engines.swarm.invitation import Invitation
+    from diloco.engines.swarm.trust.invitation import Invitation
 
     come_in(Invitation.parse(invitation, time.time()), tokens, console)
 
@@ -114,7 +114,7 @@ def own_options(given: Sequence[str]) -> list[str]:
 
 def come_in(invitation: "Invitation", tokens: list[str], console: Console) -> None:
     """Look at the swarm, take what is needed, and train."""
-    from diloco.engines.swarm.guest import Guest
+    from diloco.engines.swarm.node.guest import Guest
 
     with ExitStack() as held:
         with Guest(invitation) as guest:

@@ -8,9 +8,9 @@ from cyclopts.exceptions import CycloptsError
 from rich.console import Console
 from rich.text import Text
 
-from diloco.config import merge
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
-from diloco.training.config import RunConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import merge
 from diloco.version import __version__
 
 app = App(

@@ -10,7 +10,7 @@ from rich.text import Text
 from diloco.errors import ConfigError, SinkFailed
 from diloco.sinks.following import Follower, following, sink_folder
 from diloco.sinks.registry import SINKS, check_installed
-from diloco.training.summary import SUMMARY_FILE
+from diloco.training.records.summary import SUMMARY_FILE
 
 _TURN_SECONDS = 1.0
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.view import printable
+from diloco.cli.display.view import printable
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, RendezvousError
-from diloco.training.run_lock import trains
+from diloco.training.processes.run_lock import trains
 
 _COLUMNS = (
     "worker",
@@ -44,7 +44,7 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
         For programs: everything that is known, as JSON.
     """
     check_swarm()
-    from diloco.engines.swarm.guest import Guest
+    from diloco.engines.swarm.node.guest import Guest
 
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     try:
@@ -69,8 +69,8 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
 
 def _invitation(run: str, folder: Path | None) -> Any:
     """The one given, or that of the run folder with the addresses that are known there."""
-    from diloco.engines.swarm import inviting
-    from diloco.engines.swarm.invitation import Invitation
+    from diloco.engines.swarm.trust import run_owner as inviting
+    from diloco.engines.swarm.trust.invitation import Invitation
 
     if folder is None:
         if "/" in run or run.startswith("."):

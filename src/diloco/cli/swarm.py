@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display import Display
+from diloco.cli.display.live import Display
 from diloco.cli.train import (
     begin_again,
     both,
@@ -28,24 +28,24 @@ from diloco.cli.train import (
 )
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, validation_batches
-from diloco.data.receiving import find_received
-from diloco.data.shards import prepare
-from diloco.engines.swarm.files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
+from diloco.data.preparation.receiving import find_received
+from diloco.data.preparation.shards import prepare
 from diloco.engines.swarm.installed import check_swarm
+from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError
 from diloco.models.pretrained import check_model
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig
-from diloco.training.described import RUN_JSON, Described
-from diloco.training.events import EventReader
-from diloco.training.manifests import find_checkpoints
-from diloco.training.recipes import check_run_model
-from diloco.training.resuming import check_lasting, check_steps
-from diloco.training.run_lock import run_lock
-from diloco.training.sharing import shards_of
-from diloco.training.spawn import Chair
-from diloco.training.swarm_launcher import SwarmWorkers
+from diloco.training.checkpoints.manifests import find_checkpoints
+from diloco.training.checkpoints.resuming import check_lasting, check_steps
+from diloco.training.config.recipes import check_run_model
+from diloco.training.config.run import RunConfig
+from diloco.training.processes.run_lock import run_lock
+from diloco.training.processes.spawn import Chair
+from diloco.training.processes.swarm_launcher import SwarmWorkers
+from diloco.training.records.events import EventReader
+from diloco.training.records.run_description import RUN_JSON, Described
+from diloco.training.shard_claims import shards_of
 
 SWARM_TEXT = "swarm"
 """data.source of a worker that reads what the swarm shares out."""
@@ -67,8 +67,8 @@ class Prepared:
 
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
-    from diloco.engines.swarm.addresses import announced, check_name, listening
-    from diloco.engines.swarm.p2pd import check_ports
+    from diloco.engines.swarm.network.addresses import announced, check_name, listening
+    from diloco.engines.swarm.network.p2pd import check_ports
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:
@@ -159,7 +159,7 @@ def check_text(config: RunConfig, text: Prepared) -> None:
 
 def found(folder: Path, config: RunConfig, corpus_digest: str) -> None:
     """The run's key, its first invitation, and what joiners are told of it."""
-    from diloco.engines.swarm.invitation import RunKey, invite
+    from diloco.engines.swarm.trust.invitation import RunKey, invite
 
     swarm = folder / SWARM_FOLDER
     key = RunKey.create()
@@ -203,7 +203,7 @@ def inviting(console: Console, folder: Path) -> Callable[[], None]:
 
 
 def _say_how(console: Console, folder: Path, founded: bool, going_on: bool) -> None:
-    from diloco.engines.swarm.inviting import own_invitation
+    from diloco.engines.swarm.trust.run_owner import own_invitation
 
     if founded and going_on:
         how = "nobody else of the swarm answers: going on from this machine's newest checkpoint; others can come to it"

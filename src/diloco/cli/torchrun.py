@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from diloco.cli.display import Display
-from diloco.cli.report import print_report
+from diloco.cli.display.live import Display
+from diloco.cli.display.report import print_report
 from diloco.cli.train import begin_again, both, check_data, is_complete, load_features, new_run_folder, noting
-from diloco.config import to_toml
 from diloco.data.corpus import Corpus
-from diloco.data.shards import prepare
-from diloco.engines.connecting import join_from_environment
+from diloco.data.preparation.shards import prepare
+from diloco.engines.connect import join_from_environment
 from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig
-from diloco.training.recipes import check_run_model
-from diloco.training.resuming import check_going_on
-from diloco.training.run_lock import hold_as_worker, run_lock
-from diloco.training.summary import write_summary
-from diloco.training.worker import START_SECONDS, train_here
+from diloco.training.checkpoints.resuming import check_going_on
+from diloco.training.config.recipes import check_run_model
+from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import to_toml
+from diloco.training.processes.run_lock import hold_as_worker, run_lock
+from diloco.training.processes.worker import START_SECONDS, train_here
+from diloco.training.records.summary import write_summary
 
 _POLL_SECONDS = 0.1
 _PREPARE_SECONDS = 3600.0

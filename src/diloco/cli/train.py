@@ -14,25 +14,25 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display import Display, PatientConsole
-from diloco.cli.report import print_report
-from diloco.config import dotted, sections, to_toml
-from diloco.data.clusters import FeatureModel, LoadFeatures
+from diloco.cli.display.live import Display, PatientConsole
+from diloco.cli.display.report import print_report
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
-from diloco.data.shards import prepare
+from diloco.data.preparation.clusters import FeatureModel, LoadFeatures
+from diloco.data.preparation.shards import prepare
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
 from diloco.models.pretrained import check_model, label
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.config import RunConfig
-from diloco.training.events import end_cut_line
-from diloco.training.launcher import LocalWorkers
-from diloco.training.recipes import check_run_model
-from diloco.training.resuming import check_going_on
-from diloco.training.run_lock import run_lock
-from diloco.training.spawn import STOP_SIGNALS
-from diloco.training.summary import SUMMARY_FILE, Summary, read_summary, write_summary
+from diloco.training.checkpoints.resuming import check_going_on
+from diloco.training.config.recipes import check_run_model
+from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import dotted, sections, to_toml
+from diloco.training.processes.launcher import LocalWorkers
+from diloco.training.processes.run_lock import run_lock
+from diloco.training.processes.spawn import STOP_SIGNALS
+from diloco.training.records.events import end_cut_line
+from diloco.training.records.summary import SUMMARY_FILE, Summary, read_summary, write_summary
 
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.data.hub import HUB_SECONDS, PREFIX, hub_error
+from diloco.data.sources.hub import HUB_SECONDS, PREFIX, hub_error
 from diloco.errors import DataError, SourceUnavailable, installing
 
 TOKENIZER_FILE = "tokenizer.json"

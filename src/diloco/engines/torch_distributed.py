@@ -27,7 +27,7 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
-from diloco.engines.reducing import Decision, decide, reduce_parts
+from diloco.engines.reduction import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.waves import Wave, traffic, waves
 from diloco.engines.worker_ranks import new_group

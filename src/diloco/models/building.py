@@ -4,10 +4,10 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
-from diloco.models.config import ModelConfig
 from diloco.models.hugging_face import HuggingFaceModel
-from diloco.models.native import NativeModel
-from diloco.models.presets import preset
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.model import NativeModel
+from diloco.models.native.presets import preset
 from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_transformers
 
 

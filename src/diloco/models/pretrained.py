@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, installing
-from diloco.models.config import ModelConfig
 from diloco.models.hub import cached_folder, hub_folder
-from diloco.models.presets import PRESETS, preset
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.presets import PRESETS, preset
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -18,8 +18,8 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.sinks.base import Sink
 from diloco.sinks.points import PointReader
-from diloco.training.events import EventReader
-from diloco.training.summary import SUMMARY_FILE
+from diloco.training.records.events import EventReader
+from diloco.training.records.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco.sinks.base import Point
-from diloco.training.events import Event
+from diloco.training.records.events import Event
 
 _OF_STEP = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
 _OF_WORKER_IN_ROUND = ("norm", "waited_seconds", "bytes_sent")

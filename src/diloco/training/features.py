@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco.data.clusters import FeatureModel
+from diloco.data.preparation.clusters import FeatureModel
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
-from diloco.models.saving import load_model
-from diloco.models.transformer import Transformer
+from diloco.models.native.saving import load_model
+from diloco.models.native.transformer import Transformer
 
 LOOK_AT_TOKENS = 128
 AT_ONCE = 32

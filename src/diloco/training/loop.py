@@ -20,23 +20,23 @@ from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
 from diloco.models.building import build_model
-from diloco.outer_loop import OuterLoop
-from diloco.training.checkpoints import Checkpoints, Seat
-from diloco.training.company import FAILURES_IN_A_ROW, Company, starting_shards
+from diloco.outer.loop import OuterLoop
+from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.training.batches import Reading, Texts
+from diloco.training.checkpoints.resuming import Start
+from diloco.training.checkpoints.saving import Saving
+from diloco.training.checkpoints.store import Checkpoints, Seat
+from diloco.training.checkpoints.worker_state import HasState, WorkerState
 from diloco.training.compute import prepare
-from diloco.training.config import RunConfig
-from diloco.training.events import EventLog
-from diloco.training.harvest import sample, write_model
+from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.precision import Precision
-from diloco.training.reading import Reading, Texts
-from diloco.training.resuming import Start
-from diloco.training.saving import Saving
+from diloco.training.records.events import EventLog
+from diloco.training.records.outputs import sample, write_model
 from diloco.training.sharding import spread, whole_number
+from diloco.training.swarm_data import FAILURES_IN_A_ROW, Company, starting_shards
 from diloco.training.validation import Validation
-from diloco.training.worker_state import HasState, WorkerState
-from diloco.worker_round import RoundEvent
 
 logger = logging.getLogger(__name__)
 

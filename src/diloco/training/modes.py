@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from diloco.core.outer_optimizers import outer_optimizer
-from diloco.data_parallel import DataParallel
 from diloco.engines.base import Engine, Membership
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
-from diloco.outer_loop import OuterLoop
-from diloco.training.config import RunConfig
+from diloco.outer.loop import OuterLoop
+from diloco.training.config.run import RunConfig
+from diloco.training.data_parallel import DataParallel
 from diloco.training.precision import Precision
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Membership
 from diloco.models.base import LanguageModel
-from diloco.training.config import RunConfig
+from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
-from diloco.training.events import EventLog
 from diloco.training.modes import Mode
 from diloco.training.precision import Precision
+from diloco.training.records.events import EventLog
 
 
 class Validation:

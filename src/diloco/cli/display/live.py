@@ -1,0 +1,245 @@
+"""The live display of a run: what the events say, as a picture in a terminal or as plain lines elsewhere."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.display.view import MemberView, RunView, WorkerView, duration, printable
+from diloco.models.pretrained import label
+from diloco.training.config.run import RunConfig
+from diloco.training.records.events import EventReader
+
+_REFRESH_SECONDS = 0.25
+_PLAIN_SECONDS = 10.0
+_NOTES = 4
+_STOPPING = "stopping after a last round; once more ends at once"
+_LEAVING = "leaving the swarm, which goes on; once more ends at once"
+
+
+class PatientConsole(Console):
+    """A console whose reader may go away (`| head`, a closed terminal): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush at its end
+
+
+class Display:
+    """Shows a run from its preparation to its end; use it as a context."""
+
+    def __init__(self, console: Console, config: RunConfig) -> None:
+        self.console = console
+        self.view = RunView(config)
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._next = 0.0
+        self._stage = ""
+        self._validations_told = 0
+        self._notes_told = 0
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What is printed from here on stays below."""
+        if self._live is not None:
+            self._live.stop()
+
+    def preparing(self, stage: str, done: int, total: int | None) -> None:
+        """Progress of the data's preparation; `total` is None where nobody knows it."""
+        if self._live is not None:
+            if self._due(_REFRESH_SECONDS) or done == total:
+                line = Table.grid(padding=(0, 1))
+                line.add_row(f"preparing the data: {stage}", ProgressBar(total, done, width=30))
+                self._live.update(line, refresh=True)
+        elif stage != self._stage:
+            self._stage = stage
+            self.console.print(f"preparing the data: {stage}", highlight=False)
+
+    def follow(self, folder: Path, *, resumed: bool = False) -> Callable[[], None]:
+        """What to call several times a second while the run goes on; of a resumed one the earlier part is known."""
+        reader = EventReader(folder)
+        self.view.folder = folder
+        if resumed:
+            for event in reader.new_events():
+                self.view.update(event)
+            self.view.notes.clear()
+            self._validations_told = len(self.view.validations)
+        if self._live is None:
+            self.console.print(Text(f"run folder: {folder}"), soft_wrap=True)
+
+        def poll() -> None:
+            for event in reader.new_events():
+                self.view.update(event)
+            self._show()
+
+        return poll
+
+    def announcing(self, stop: Callable[[], None]) -> Callable[[], None]:
+        """`stop`, said on the screen the first time."""
+
+        def announced() -> None:
+            if not self.view.stopping:
+                self.view.stopping = True
+                if self._live is None:
+                    self.console.print(_stopping(self.view), highlight=False)
+            stop()
+
+        return announced
+
+    def _due(self, interval: float) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + interval
+        return True
+
+    def _show(self) -> None:
+        if self._live is not None:
+            if self._due(_REFRESH_SECONDS):
+                self._live.update(picture(self.view), refresh=True)
+            return
+        for note in self.view.notes[self._notes_told :]:
+            self.console.print(Text(note), soft_wrap=True)
+        self._notes_told = len(self.view.notes)
+        self._validations_told = min(self._validations_told, len(self.view.validations))
+        for step, perplexity in self.view.validations[self._validations_told :]:
+            self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
+        self._validations_told = len(self.view.validations)
+        if self.view.workers and self._due(_PLAIN_SECONDS):
+            self.console.print(plain_line(self.view), highlight=False, soft_wrap=True)
+
+
+def plain_line(view: RunView) -> str:
+    loss = f"{view.loss:.3f}" if view.loss is not None else "-"
+    return (
+        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
+        f"rounds {view.rounds}  on rounds {view.sync_share:.1%}  members {view.members}  "
+        f"left {duration(view.seconds_left)}"
+    )
+
+
+def picture(view: RunView) -> RenderableType:
+    """The whole display."""
+    more = [Text(note, style="yellow") for note in view.notes[-_NOTES:]]
+    if view.checkpoint_step:
+        more.append(Text(f"checkpoint of step {view.checkpoint_step}", style="dim"))
+    if view.folder is not None:
+        more.append(Text(f"run folder: {view.folder}", style="dim"))
+    if view.stopping:
+        more.append(Text(_stopping(view), style="bold yellow"))
+    swarm = [_swarm(view), Text()] if view.swarm else []
+    return Group(_title(view), _progress(view), Text(), _workers(view), *swarm, _round(view), _validation(view), *more)
+
+
+def _stopping(view: RunView) -> str:
+    return _LEAVING if view.config.engine == "swarm" else _STOPPING
+
+
+def _title(view: RunView) -> Text:
+    config = view.config
+    size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
+    what = f"{label(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
+    if config.engine == "swarm":
+        what = f"{label(config.model)}{size} · a swarm of {view.members} · {view.expected_workers} here"
+    if config.mode == "diloco":
+        what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
+    return Text.assemble(("diloco ", "bold cyan"), what)
+
+
+def _progress(view: RunView) -> RenderableType:
+    line = Table.grid(padding=(0, 1))
+    starting = "starting the workers" if len(view.workers) < view.expected_workers else "in the first steps"
+    left = f"left {duration(view.seconds_left)}" if view.step else starting
+    line.add_row(
+        ProgressBar(view.config.steps, view.step, width=40),
+        f"step {view.step}/{view.config.steps}",
+        f"{view.tokens_per_second:,.0f} tokens/s",
+        left,
+    )
+    return line
+
+
+def _workers(view: RunView) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("worker", "step", "loss", "tokens/s", "on rounds", "sent", ""):
+        table.add_column(name, justify="left" if name in ("worker", "") else "right")
+    for number, worker in sorted(view.workers.items()):
+        table.add_row(str(number), *_worker_cells(worker))
+    return table
+
+
+def _swarm(view: RunView) -> RenderableType:
+    """The members elsewhere: those here are in the table above."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("elsewhere", "where", "step", "behind", "loss", "last contribution", ""):
+        table.add_column(name, justify="left" if name in ("elsewhere", "where", "") else "right")
+    first = max((member.step for member in view.swarm.values()), default=0)
+    for number, member in sorted(view.swarm.items()):
+        if number not in view.workers:
+            table.add_row(str(number), *_member_cells(member, first))
+    return table if table.row_count else Text("nobody else is here yet", style="dim")
+
+
+def _member_cells(member: MemberView, first: int) -> list[str]:
+    return [
+        printable(member.where),
+        str(member.step),
+        str(max(0, first - member.step)),
+        "-" if member.loss is None else f"{member.loss:.3f}",
+        "none yet" if member.contributed is None else f"round {member.contributed + 1}",
+        member.state,
+    ]
+
+
+def _worker_cells(worker: WorkerView) -> list[str]:
+    return [
+        str(worker.step),
+        "-" if worker.loss is None else f"{worker.loss:.3f}",
+        f"{worker.tokens_per_second:,.0f}",
+        f"{worker.sync_share:.1%}",
+        f"{worker.bytes_sent / 1e6:.1f} MB",
+        worker.state,
+    ]
+
+
+def _round(view: RunView) -> Text:
+    if view.config.mode == "data-parallel":
+        return Text(f"averaging gradients at every step · {_members(view)}", style="dim")
+    if view.round_in_progress is not None:
+        state = f"round {view.round_in_progress + 1} in progress"
+    else:
+        H = view.config.sync.num_inner_steps
+        state = f"next round in {H - view.step % H} steps"
+    last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
+    alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
+    trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
+    refused = f" · {view.refused} contributions refused" if view.refused else ""
+    rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike} · {_members(view)}", style="dim")
+
+
+def _members(view: RunView) -> str:
+    return "1 member" if view.members == 1 else f"{view.members} members"
+
+
+def _validation(view: RunView) -> Text:
+    if not view.validations:
+        return Text("validation perplexity: after the first round", style="dim")
+    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-5:])
+    unigram = f"   (unigram {view.unigram_perplexity:,.0f})" if view.unigram_perplexity else ""
+    return Text.assemble("validation perplexity  ", (points, "bold green"), (unigram, "dim"))

@@ -1,0 +1,166 @@
+"""The end of a run on one screen, and several runs in one table."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.display.view import duration, printable
+from diloco.training.checkpoints.manifests import find_checkpoints
+from diloco.training.records import history
+from diloco.training.records.events import read_events
+from diloco.training.records.run_folder import resume_command
+from diloco.training.records.summary import Summary, perplexity_gap
+
+
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def print_report(console: Console, folder: Path, summary: Summary) -> None:
+    """What a person wants to know when a run has ended."""
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
+    *_, latest = [[], *history.starts(read_events(folder))]  # an earlier start may have left a sample of its own
+    sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
+    if sample is not None:
+        text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
+        console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
+    console.print(Text(f"run folder: {folder}"), soft_wrap=True)
+    if summary["status"] != "complete" and find_checkpoints(folder)[0]:
+        console.print(Text(f"to go on: {resume_command(folder)}"), soft_wrap=True)
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("validation perplexity", _perplexity(summary)),
+        ("inner steps", _steps(summary)),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("outer steps", _rounds(summary)),
+        ("contributions refused", str(summary.get("contributions_refused") or "")),
+        ("states taken over", str(summary.get("resyncs") or "")),
+        ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
+        ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
+        ("data parallel sends", _baseline(summary)),
+        ("compute utilisation", _share(summary["compute_utilization"])),
+        ("time", _time(summary)),
+        ("anchors", _anchors(summary["anchor_digests"])),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _perplexity(summary: Summary) -> str:
+    before, after = summary["initial_validation_perplexity"], summary["validation_perplexity"]
+    if after is None:
+        return "not measured"
+    start = f"{before:,.1f} before, " if before is not None else ""
+    unigram = f" (unigram model: {summary['unigram_perplexity']:,.1f})" if summary["unigram_perplexity"] else ""
+    when = "after" if summary["validation_step"] == summary["inner_steps"] else f"at step {summary['validation_step']}"
+    return f"{start}[bold green]{after:,.2f} {when}[/]{unigram}"
+
+
+def _steps(summary: Summary) -> str:
+    each = "on each of" if summary["status"] == "complete" else "at most, on"
+    if summary.get("engine") == "swarm":
+        seen = summary["members_seen"]
+        at = f"{summary['inner_steps']:,}, in a swarm of {summary['workers']} at its end"
+        return f"{at}, {seen} in all" if seen != summary["workers"] else at
+    if summary["workers"] == 1:
+        return f"{summary['inner_steps']:,}"
+    return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
+
+
+def _time(summary: Summary) -> str:
+    resumes = summary.get("resumes")
+    again = f", resumed {resumes} times" if resumes and resumes > 1 else ", resumed once" if resumes else ""
+    return f"{duration(summary['seconds'])} (training {duration(summary['training_seconds'])}{again})"
+
+
+def _rounds(summary: Summary) -> str:
+    if summary["mode"] != "diloco":
+        return f"{summary['rounds']:,} (gradients averaged at every step)"
+    failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
+    return f"{summary['rounds']:,}{failed}, one every {summary['num_inner_steps']} inner steps, {summary['codec']}"
+
+
+def _baseline(summary: Summary) -> str:
+    if summary["mode"] != "diloco" or not summary["communication_reduction"]:
+        return ""
+    return (
+        f"{megabytes(summary['data_parallel_bytes_per_worker'])} for the same steps: "
+        f"[bold]{_times(summary['communication_reduction'])} as much[/]"
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:,.1f} times"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _anchors(digests: list[str]) -> str:
+    if not digests:
+        return "-"
+    if len(set(digests)) == 1:
+        return f"{digests[0]} on all {len(digests)} workers" if len(digests) > 1 else digests[0]
+    return "[bold red]different[/]: " + ", ".join(digests)
+
+
+def comparison(runs: list[tuple[str, Summary]]) -> Table:
+    """Runs as columns; the first data-parallel run, or else the first run, is what the others are measured against."""
+    reference = next((s for _, s in runs if s["mode"] == "data-parallel"), runs[0][1])
+    table = Table(title="runs side by side", title_justify="left")
+    table.add_column("")
+    for name, _ in runs:
+        table.add_column(Text(name), justify="right")
+    rows: dict[str, Callable[[Summary], str]] = {
+        "status": lambda s: s["status"],
+        "mode": lambda s: s["mode"],
+        "model": lambda s: f"{s['model']} ({s['parameters'] / 1e6:.2f}M)" if s["parameters"] else s["model"],
+        "workers": lambda s: str(s["workers"]),
+        "inner steps": lambda s: f"{s['inner_steps']:,}",
+        "tokens": lambda s: f"{s['tokens']:,}",
+        "outer steps": lambda s: f"{s['rounds']:,}",
+        "codec": lambda s: s["codec"],
+        "validation loss": lambda s: _number(s["validation_loss"], ".4f"),
+        "validation perplexity": lambda s: _number(s["validation_perplexity"], ".2f"),
+        "perplexity against reference": lambda s: _gap(s, reference),
+        "sent by a worker": lambda s: megabytes(s["bytes_sent_per_worker"]),
+        "sent against reference": lambda s: _less(s, reference),
+        "compute utilisation": lambda s: _share(s["compute_utilization"]),
+        "training time": lambda s: duration(s["training_seconds"]),
+    }
+    for title, cell in rows.items():
+        table.add_row(title, *(cell(summary) for _, summary in runs))
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _gap(run: Summary, reference: Summary) -> str:
+    gap = perplexity_gap(run, reference)
+    if run is reference:
+        return "reference"
+    if gap is None:
+        return "-"
+    return f"{gap:+.2%}" + ("" if run["tokens"] == reference["tokens"] else " (other tokens)")
+
+
+def _less(run: Summary, reference: Summary) -> str:
+    mine, theirs = run["bytes_sent_per_worker"], reference["bytes_sent_per_worker"]
+    if run is reference:
+        return "reference"
+    if not mine or not theirs:
+        return "-"
+    return f"{theirs / mine:,.1f}x less" if mine <= theirs else f"{mine / theirs:,.1f}x more"

@@ -1,0 +1,330 @@
+"""The preparation itself: a source becomes the files of a corpus, in steps that survive a kill.
+
+    state.json           how far it has come; replaced as a whole, after everything it speaks of is on the disk
+    digests.bin          of the documents seen so far, so that copies are still known after an interruption
+    clusters.npz         where the clusters are, if shards are clusters
+    tokenizer.json, train-*.bin, validation.bin   of the corpus, growing
+    meta.json            written last: from here on the corpus is complete
+
+Batches of passages are cut the same wherever a walk begins, since durable points lie between batches; so the files
+come out the same, byte for byte, however often the work was interrupted. Counts and digest are taken from the finished
+files.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.config import DataConfig
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, token_dtype, whole_digest
+from diloco.data.preparation.clusters import ByCluster, Clusters, LoadFeatures, find_clusters
+from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
+from diloco.data.preparation.writer import Dealer, Evenly, ShardWriter, append
+from diloco.data.sources.base import Source
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with (stage, done, total) while a corpus is prepared; `total` is None where nobody knows it."""
+
+TOKENIZER_SAMPLE_BYTES = 4 << 20
+"""The BPE learns from so much text, spread evenly: twice as much gives < 1 % more bytes per token."""
+
+ENCODE_BATCH_BYTES = 1 << 20
+COMMIT_SECONDS = 5.0
+COMMIT_BYTES = 64 << 20
+LABELS_AT_MOST = 1024
+STREAM_SAMPLE_PASSAGES = 1 << 16
+
+STATE, DIGESTS, CLUSTERS = "state.json", "digests.bin", "clusters.npz"
+SCAFFOLDING = (STATE, DIGESTS, CLUSTERS)
+"""What a finished corpus has no use for."""
+
+
+@dataclass
+class State:
+    """What state.json holds."""
+
+    fingerprint: str
+    walk: Walk = field(default_factory=Walk)
+    tokens: dict[str, int] = field(default_factory=dict)
+    digests: int = 0
+    label_tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        partial = folder / f".{STATE}.partial"
+        partial.write_bytes(b"")
+        append(partial, json.dumps(asdict(self)).encode())
+        partial.replace(folder / STATE)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # the new name too
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def load(cls, folder: Path) -> "State":
+        told = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return cls(**{**told, "walk": Walk(**told["walk"])})
+
+
+@final
+class Preparation:
+    """Of one corpus, in a folder that nobody else writes to."""
+
+    def __init__(
+        self, config: DataConfig, source: Source, folder: Path, progress: Progress, load_features: LoadFeatures | None
+    ) -> None:
+        self.config, self.source, self.folder = config, source, folder
+        self._progress, self._load_features = progress, load_features
+
+    def run(self) -> None:
+        """Write all files of the corpus, going on from an earlier attempt's last durable point."""
+        if (self.folder / META).exists():
+            self._clear_up()
+            return
+        self.state = self._resumed() or self._fresh()
+        self.tokenizer = self._obtain_tokenizer()
+        self.writer = self._open_writer()
+        self._write(self._dealer())
+        self._finish()
+        self._clear_up()
+
+    def _clear_up(self) -> None:
+        for name in SCAFFOLDING:
+            (self.folder / name).unlink(missing_ok=True)
+
+    # Where to begin
+
+    def _resumed(self) -> State | None:
+        if not (self.folder / STATE).exists():
+            return None
+        try:
+            state = State.load(self.folder)
+            sizes = state.digests * DIGEST_BYTES
+            if state.digests and (self.folder / DIGESTS).stat().st_size < sizes:
+                raise ValueError(f"{DIGESTS} is too short")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("the interrupted preparation cannot be taken up again (%s): it starts anew", error)
+            return None
+        if state.fingerprint != self.source.fingerprint():
+            logger.warning("data.source %r has changed since its preparation was interrupted: it starts anew",
+                           self.config.source)  # fmt: skip
+            return None
+        return state
+
+    def _fresh(self) -> State:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        state = State(self.source.fingerprint())
+        state.save(self.folder)
+        return state
+
+    # What is needed before the first token
+
+    def _obtain_tokenizer(self) -> Tokenizer:
+        path = self.folder / TOKENIZER
+        if path.exists():
+            return Tokenizer.load(path)
+        if self.config.tokenizer is not None:
+            tokenizer = Tokenizer.load(self.config.tokenizer)
+        else:
+            self._progress("training the tokenizer", 0, 1)
+            tokenizer = train_tokenizer(self.config, self.source)
+            self._progress("training the tokenizer", 1, 1)
+        tokenizer.save(path)
+        return tokenizer
+
+    def _open_writer(self) -> ShardWriter:
+        try:
+            return ShardWriter(self.folder, self.config.shards, self.tokenizer, self.state.tokens)
+        except ValueError as error:
+            logger.warning("the interrupted preparation is damaged (%s): it starts anew", error)
+            self.state = self._fresh()
+            self.tokenizer = self._obtain_tokenizer()
+            return ShardWriter(self.folder, self.config.shards, self.tokenizer, {})
+
+    def _dealer(self) -> Dealer:
+        if self.config.partition == "iid":
+            return Evenly(self.writer.shard_tokens)
+        assert self.config.feature_model is not None
+        if self._load_features is None:
+            raise DataError("data.partition = clusters needs a model to take features from, and this caller has none")
+        model = self._load_features(Path(self.config.feature_model).expanduser())
+        path = self.folder / CLUSTERS
+        if not path.exists():
+            passages = Passages(self.source, self.config)
+            # A stream may have no end.
+            bounded = passages if passages.size_bytes is not None else islice(passages, STREAM_SAMPLE_PASSAGES)
+
+            def told(done: int, total: int) -> None:
+                self._progress("finding clusters", done, total)
+
+            find_clusters(bounded, model, self.config.shards, told).save(path)
+        return ByCluster(model, Clusters.load(path))
+
+    # The bulk
+
+    def _write(self, dealer: Dealer) -> None:
+        passages = Passages(self.source, self.config, self.state.walk)
+        passages.seen = self._seen()
+        last = time.monotonic()
+        for batch in batches(passages):
+            for passage, shard, tokens in self.writer.write(batch, dealer):
+                self._count_label(passage, shard, tokens)
+            done, total = passages.progress()
+            self._progress("tokenising", done if total is None else min(done, total), total)
+            if time.monotonic() - last >= COMMIT_SECONDS or self.writer.pending_bytes >= COMMIT_BYTES:
+                self._commit(passages)
+                last = time.monotonic()
+        self._commit(passages)
+        done, total = passages.progress()
+        self._progress("tokenising", total or done, total or done)
+
+    def _seen(self) -> set[bytes]:
+        path = self.folder / DIGESTS
+        content = path.read_bytes()[: self.state.digests * DIGEST_BYTES] if path.exists() else b""
+        path.write_bytes(content)
+        return {content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES)}
+
+    def _commit(self, passages: Passages) -> None:
+        """A durable point: the files first, then the state that speaks of them."""
+        self.writer.commit()
+        append(self.folder / DIGESTS, b"".join(passages.new_digests))
+        self.state.digests += len(passages.new_digests)
+        passages.new_digests.clear()
+        self.state.tokens = dict(self.writer.tokens)
+        self.state.save(self.folder)
+
+    def _count_label(self, passage: Passage, shard: int, tokens: int) -> None:
+        # Shards of one kind hold a share of every label; that is counted only where someone asks for it.
+        if passage.label is None or (self.config.partition == "iid" and self.config.label_field is None):
+            return
+        counts = self.state.label_tokens
+        if passage.label not in counts:
+            if len(counts) == LABELS_AT_MOST:
+                raise DataError(
+                    f"the documents of data.source {self.config.source!r} have more than {LABELS_AT_MOST} different "
+                    f"labels (data.label_field {self.config.label_field!r}): choose a field that names domains"
+                )
+            counts[passage.label] = [0] * self.config.shards
+        counts[passage.label][shard] += tokens
+
+    # The end
+
+    def _finish(self) -> None:
+        walk = self.state.walk
+        skipped = self._account_for(walk)
+        counts, digest, files = self._read_back()
+        tokenizer_bytes = (self.folder / TOKENIZER).stat().st_size
+        meta = CorpusMeta(
+            vocab_size=self.tokenizer.vocab_size,
+            end_of_text=self.tokenizer.end_of_text,
+            shard_tokens=tuple(self.writer.shard_tokens),
+            validation_tokens=self.writer.validation_tokens,
+            documents=walk.documents,
+            characters=walk.characters,
+            train_bytes=walk.train_bytes,
+            validation_bytes=walk.validation_bytes,
+            unigram_perplexity=unigram_perplexity(counts["train"], counts["validation"]),
+            tokenizer_bytes=tokenizer_bytes,
+            digest=digest,
+            files=files,
+            skipped=skipped,
+            partition=self.config.partition,
+            label_tokens={label: tuple(tokens) for label, tokens in self.state.label_tokens.items()},
+        )
+        partial = self.folder / f".{META}.partial"
+        partial.write_text(meta.to_json(), encoding="utf-8")
+        partial.replace(self.folder / META)
+
+    def _account_for(self, walk: Walk) -> dict[str, int]:
+        """Refuse a corpus without a training and a validation part; say and return what was left out of it."""
+        if not walk.validation_bytes:
+            raise DataError(
+                f"data.source {self.config.source!r} has {walk.train_bytes} bytes of text in {walk.documents} "
+                "documents: too little for a training and a validation part; give more text"
+            )
+        skipped = self.source.skipped
+        if skipped:
+            counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+            logger.warning("data.source %r: files left out: %s", self.config.source, counts)
+        return {**skipped, **walk.left_out}
+
+    def _read_back(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
+        """How often each token occurs, the digest of tokenizer and tokens, and of each file, from the files as they
+        are."""
+        size = self.tokenizer.vocab_size
+        counts = {"train": np.zeros(size, np.int64), "validation": np.zeros(size, np.int64)}
+        dtype = token_dtype(size)
+        files = {}
+        for number, name in enumerate(self.writer.names):
+            self._progress("reading back", number, len(self.writer.names))
+            part = hashlib.sha256()
+            with (self.folder / name).open("rb") as file:
+                while content := file.read(1 << 24):
+                    part.update(content)
+                    kind = "validation" if name == VALIDATION else "train"
+                    counts[kind] += np.bincount(np.frombuffer(content, dtype), minlength=size)
+            files[name] = part.hexdigest()
+        return counts, whole_digest((self.folder / TOKENIZER).read_bytes(), files), files
+
+
+def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
+    """A BPE of the training passages of a source."""
+    tokenizer = Tokenizer.train(_tokenizer_sample(Passages(source, config)), config.vocab_size)
+    if tokenizer.vocab_size < config.vocab_size:
+        logger.warning(
+            "data.source %r supports a vocabulary of %d tokens, not the %d asked for (data.vocab_size)",
+            config.source, tokenizer.vocab_size, config.vocab_size,
+        )  # fmt: skip
+    return tokenizer
+
+
+def _tokenizer_sample(passages: Passages) -> Iterator[str]:
+    """Training passages, about TOKENIZER_SAMPLE_BYTES of them, spread evenly over a source whose size is known."""
+    known = passages.size_bytes
+    share = 1.0 if known is None else min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, known))
+    taken = 0
+    for passage in passages:
+        if passage.is_validation:
+            continue
+        if taken <= share * passages.walk.train_bytes:
+            taken += passage.size_bytes
+            yield passage.text
+        if known is None and taken >= TOKENIZER_SAMPLE_BYTES:
+            return  # a stream may have no end
+
+
+def batches(passages: Passages) -> Iterator[list[Passage]]:
+    """Groups of passages that are big enough to keep all cores of the tokenizer busy."""
+    batch: list[Passage] = []
+    size = 0
+    for passage in passages:
+        batch.append(passage)
+        size += passage.size_bytes
+        if size >= ENCODE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def unigram_perplexity(train_counts: NDArray[np.int64], validation_counts: NDArray[np.int64]) -> float:
+    """Perplexity of the validation tokens under the training frequencies with add-one smoothing."""
+    probabilities = (train_counts + 1) / (train_counts.sum() + len(train_counts))
+    return math.exp(-float(validation_counts @ np.log(probabilities)) / float(validation_counts.sum()))

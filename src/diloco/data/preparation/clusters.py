@@ -1,0 +1,159 @@
+"""Shards of different kind: k-means on a pre-trained model's features, one cluster a shard.
+
+Paper (DiLoCo, section 3, non-i.i.d. data): the shards are clusters of documents by the features of a pre-trained
+model's last layer. Clusters are found on a bounded sample, then every training passage goes to the nearest. Their
+sizes differ; they become the workers' weights. The model comes from above as a function, since this layer knows none.
+Needs scikit-learn (extra `lab`) to find clusters, not to use them.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.preparation.passages import Passage
+from diloco.data.preparation.writer import Dealer
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import DataError, installing
+
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+SAMPLE_PASSAGES = 4096
+AT_ONCE = 64
+CHARACTERS_PER_TOKEN = 16
+"""More than any text has on average: so many characters hold as many tokens as are looked at."""
+
+Told = Callable[[int, int], None]
+
+
+@final
+@dataclass(frozen=True)
+class FeatureModel:
+    """A model as this layer sees it. It has a tokenizer of its own, and looks at the first `length` tokens."""
+
+    tokenizer: Tokenizer
+    length: int
+    features: Callable[[Int64], Float32]
+    """[n, length] tokens, −1 after the end of a shorter passage -> [n, D]."""
+
+    def of(self, texts: Sequence[str]) -> Float32:
+        """[n, D] features of the texts."""
+        encoded = self.tokenizer.encode_batch([text[: self.length * CHARACTERS_PER_TOKEN] for text in texts])
+        tokens = np.full((len(texts), self.length), -1, np.int64)
+        for row, found in zip(tokens, encoded, strict=True):
+            seen = found[: self.length] or [self.tokenizer.end_of_text]
+            row[: len(seen)] = seen
+        return self.features(tokens)
+
+
+LoadFeatures = Callable[[Path], FeatureModel]
+
+
+@final
+@dataclass(frozen=True)
+class Clusters:
+    """Where the clusters are, in features scaled to have mean 0 and variance 1 over the sample."""
+
+    mean: Float32
+    scale: Float32
+    centres: Float32
+
+    @classmethod
+    def fit(cls, features: Float32, sizes: Int64, clusters: int) -> "Clusters":
+        """k-means on [n, D] features. The same features give the same clusters.
+
+        A passage counts by its size: otherwise a few kinds of short documents would take all the clusters, and long
+        ones share what is left.
+        """
+        try:
+            from sklearn.cluster import KMeans
+        except ImportError as error:
+            raise DataError(f"data.partition = clusters needs scikit-learn: {installing('lab')}") from error
+        distinct = len(np.unique(features, axis=0))
+        if distinct < clusters:
+            raise DataError(
+                f"data.partition = clusters: {len(features)} passages with {distinct} different features cannot make "
+                f"{clusters} clusters (data.shards): give more text, or fewer shards"
+            )
+        mean = features.mean(0)
+        scale = features.std(0) + 1e-6
+        found = KMeans(clusters, n_init=10, random_state=0).fit((features - mean) / scale, sample_weight=sizes)
+        return cls(mean, scale, found.cluster_centers_.astype(np.float32))
+
+    def assign(self, features: Float32) -> Int64:
+        """[n]: the nearest cluster of each row."""
+        scaled = (features - self.mean) / self.scale
+        # |x − c|² without |x|², which is the same for all c
+        distances = (self.centres**2).sum(1) - 2 * scaled @ self.centres.T
+        return np.asarray(distances.argmin(1), np.int64)
+
+    def save(self, path: Path) -> None:
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            np.savez(file, mean=self.mean, scale=self.scale, centres=self.centres)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Clusters":
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(arrays["mean"], arrays["scale"], arrays["centres"])
+
+
+@final
+class ByCluster(Dealer):
+    def __init__(self, model: FeatureModel, clusters: Clusters) -> None:
+        self._model, self._clusters = model, clusters
+
+    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+        if not passages:
+            return []
+        features = self._model.of([passage.text for passage, _ in passages])
+        shards: list[int] = self._clusters.assign(features).tolist()
+        return shards
+
+
+def sample(passages: Iterable[Passage], length: int) -> list[tuple[str, int]]:
+    """The beginnings of at most SAMPLE_PASSAGES training passages, and the sizes of these passages in bytes.
+
+    Those with the smallest hashes: every passage has the same chance wherever it stands and however many there are.
+    """
+    kept: list[tuple[int, str, int]] = []  # a heap: the largest hash first
+    for passage in passages:
+        if passage.is_validation:
+            continue
+        digest = int.from_bytes(hashlib.blake2b(passage.text.encode(), digest_size=8).digest(), "big")
+        item = (-digest, passage.text[: length * CHARACTERS_PER_TOKEN], passage.size_bytes)
+        if len(kept) < SAMPLE_PASSAGES:
+            heapq.heappush(kept, item)
+        elif item > kept[0]:
+            heapq.heapreplace(kept, item)
+    return [(text, size) for _, text, size in sorted(kept, reverse=True)]
+
+
+def find_clusters(passages: Iterable[Passage], model: FeatureModel, clusters: int, told: Told) -> Clusters:
+    """The clusters of a source; `told` hears how many of the sampled passages have been looked at."""
+    chosen = sample(passages, model.length)
+    if not chosen:
+        raise DataError("data.partition = clusters: the source has no text to group; give more text")
+    parts = []
+    for start in range(0, len(chosen), AT_ONCE):
+        told(start, len(chosen))
+        parts.append(model.of([text for text, _ in chosen[start : start + AT_ONCE]]))
+    told(len(chosen), len(chosen))
+    sizes = np.array([size for _, size in chosen], np.int64)
+    return Clusters.fit(np.concatenate(parts), sizes, clusters)
+
+
+def model_identity(folder: str) -> list[tuple[str, int, int]]:
+    """What the cache knows a feature model by: its files."""
+    path = Path(folder).expanduser().resolve()
+    if not path.is_dir():
+        raise DataError(f"data.feature_model {folder!r} is not a folder: give the folder of a saved model")
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,0 +1,124 @@
+"""A corpus that comes from elsewhere, file by file: what may be in it, and whether each file is what it should be.
+
+Everything hangs on one digest (corpus.py): of the tokenizer and of the other files' sha256. A description that does not
+have it is refused, and so is a file that the description does not know. Files are data: nothing here runs any of it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, shard_name, whole_digest
+from diloco.data.preparation.shards import cache_root
+from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokenizer_files import TELLING_FILES
+from diloco.errors import DataError
+
+FIRST_FILES = (META, TOKENIZER, TELLING_FILES[0])
+"""What must be there before anything else can be judged."""
+
+Fetch = Callable[[str, Path], None]
+"""A file by its name, to a path; raises DiLoCoError or OSError, and leaves nothing half written."""
+
+
+class FetchExactly(Protocol):
+    """Of at most that size and with that sha256; from another one if the first does not have it so."""
+
+    def __call__(self, name: str, path: Path, most_bytes: int, digest: str) -> None: ...
+
+
+Progress = Callable[[str, int, int | None], None]
+
+
+def corpus_files(corpus: Corpus) -> dict[str, Path]:
+    """What a worker that has this corpus can give to others; of one that is here in part, also what is yet to come."""
+    names = [*FIRST_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
+    return {name: corpus.folder / name for name in names}
+
+
+def received_folder(config: DataConfig, digest: str) -> Path:
+    """Where a corpus with that digest is put."""
+    return cache_root(config) / f"received-{digest[:32]}"
+
+
+def find_received(config: DataConfig, digest: str) -> Corpus | None:
+    """The corpus with that digest, if it is on this machine: prepared here, or received earlier and maybe in part."""
+    folder = received_folder(config, digest)
+    for path in sorted(folder.parent.glob(f"[!.]*/{META}"), key=lambda path: path.parent == folder):
+        try:
+            corpus = Corpus.open(path.parent, in_part=path.parent == folder)
+        except DataError:
+            continue
+        if corpus.digest == digest:
+            return corpus
+    return None
+
+
+def receive_description(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
+    """meta.json and the tokenizer of the corpus with that digest; DataError if they are not that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FIRST_FILES:
+        if not (folder / name).is_file():
+            fetch(name, folder / name)
+    try:
+        meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
+        _check(meta, (folder / TOKENIZER).read_bytes(), digest)
+        _check_tokenizer(folder, meta)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        for name in FIRST_FILES:
+            (folder / name).unlink(missing_ok=True)
+        reason = str(error) if isinstance(error, DataError) else repr(error)
+        raise DataError(f"what was received is not a description of the corpus {digest[:16]}: {reason}") from error
+    return meta
+
+
+def receive_files(
+    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchExactly, progress: Progress
+) -> Corpus:
+    """The validation text and these shards, as far as they are not here; every byte is checked."""
+    names, sizes = [VALIDATION, *map(shard_name, shards)], Corpus(folder, meta).file_sizes()
+    for number, name in enumerate(names):
+        progress("receiving the data", number, len(names))
+        if not (folder / name).is_file():
+            fetch(name, folder / name, sizes[name], meta.files[name])
+            check_file(meta, folder / name)
+    progress("receiving the data", len(names), len(names))
+    return Corpus.open(folder, in_part=True)
+
+
+def bytes_to_receive(folder: Path, meta: CorpusMeta, shards: Sequence[int]) -> int:
+    sizes = Corpus(folder, meta).file_sizes()
+    names = [VALIDATION, *map(shard_name, shards)]
+    return sum(sizes[name] for name in names if not (folder / name).is_file())
+
+
+def check_file(meta: CorpusMeta, path: Path) -> None:
+    """Remove a file that is not what the corpus says it is, and say so."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != meta.files.get(path.name):
+        path.unlink()
+        raise DataError(f"{path.name}, as it was received, is not a file of the corpus {meta.digest[:16]}")
+
+
+def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
+    expected = [VALIDATION, *(shard_name(shard) for shard in range(len(meta.shard_tokens)))]
+    if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
+        raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
+    if meta.digest != digest or whole_digest(tokenizer, meta.files) != digest:
+        raise DataError("its tokenizer and files do not have that digest")
+    counts = (*meta.shard_tokens, meta.validation_tokens)
+    if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):
+        raise DataError("its counts of tokens make no sense")
+    if not (isinstance(meta.vocab_size, int) and 0 <= meta.end_of_text < meta.vocab_size <= LARGEST_VOCAB_SIZE):
+        raise DataError(f"its vocabulary of {meta.vocab_size} tokens makes no sense")
+
+
+def _check_tokenizer(folder: Path, meta: CorpusMeta) -> None:
+    """The file beside the tokenizer is not in the digest: it says what ends a text, and nothing else."""
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if (tokenizer.end_of_text, tokenizer.vocab_size) != (meta.end_of_text, meta.vocab_size):
+        raise DataError(f"its tokenizer has {tokenizer.vocab_size} tokens, its description {meta.vocab_size}")
+    tokenizer.check_place(folder / TOKENIZER)

@@ -1,0 +1,170 @@
+"""prepare(): a source becomes a corpus of token shards, once; afterwards the cached one is opened.
+
+The cache folder's name is a hash of everything that decides its content. The corpus grows in a hidden folder beside it
+and is renamed when complete, so an interrupted preparation is never taken for a corpus; the next one goes on from its
+last durable point (building.py). A lock lets one process prepare while others wait for its result, and falls with its
+holder. A cached corpus that does not fit its own meta.json is rebuilt with a warning.
+
+Paper (DiLoCo, Algorithm 1, "data shards D_1..D_k"): a worker reads one or more of the shards.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from diloco.data.config import DataConfig
+from diloco.data.corpus import FORMAT_VERSION, Corpus
+from diloco.data.preparation.building import Preparation, Progress
+from diloco.data.preparation.clusters import LoadFeatures, model_identity
+from diloco.data.sources.base import Source
+from diloco.data.sources.registry import open_source
+from diloco.data.tokenizer_files import find_tokenizer
+from diloco.errors import DataError, SourceUnavailable
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_AFTER_SECONDS = 7 * 24 * 3600
+LOCK_POLL_SECONDS = 0.2
+
+
+def prepare(config: DataConfig, progress: Progress | None = None, load_features: LoadFeatures | None = None) -> Corpus:
+    """The corpus that `config` describes: opened if it is in the cache, made otherwise.
+
+    `progress` is not called when it is in the cache; `load_features` is needed where data.partition = clusters.
+    """
+    source = open_source(config)
+    folder = cache_root(config) / _cache_name(config, source)
+    cached = _cached(folder)
+    if cached is not None:
+        return cached
+    tell = progress or _no_progress
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        with _locked(folder, tell):
+            return _cached(folder) or _prepared(
+                Preparation(config, source, _working(folder), tell, load_features), folder
+            )
+    except OSError as error:
+        raise DataError(
+            f"cannot write the prepared corpus to {folder.parent}: {error}; make room there, or choose "
+            "another folder with --data.cache_dir"
+        ) from error
+
+
+def _prepared(preparation: Preparation, folder: Path) -> Corpus:
+    """Do the work, or the rest of it, and give the result its name."""
+    try:
+        preparation.run()
+    except SourceUnavailable:
+        raise  # what is there stays: the same command goes on with it
+    except DataError:
+        shutil.rmtree(preparation.folder, ignore_errors=True)
+        raise
+    if folder.exists():  # damaged: moved away first, because a rename onto it would be refused
+        damaged = _working(folder).with_suffix(".damaged")
+        folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    preparation.folder.rename(folder)
+    return Corpus.open(folder)
+
+
+def _cached(folder: Path) -> Corpus | None:
+    if not folder.exists():
+        return None
+    try:
+        return Corpus.open(folder)
+    except DataError as error:
+        logger.warning("the cached corpus is damaged and will be rebuilt: %s", error)
+        return None
+
+
+def cache_root(config: DataConfig) -> Path:
+    """Where prepared corpora are kept."""
+    if config.cache_dir is not None:
+        return Path(config.cache_dir).expanduser()
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "diloco"
+
+
+def _no_progress(stage: str, done: int, total: int | None) -> None:
+    pass
+
+
+def _cache_name(config: DataConfig, source: Source) -> str:
+    """A readable part and a hash of all that decides the content. The sequence length is not part of it."""
+    tokenizer: object = config.vocab_size
+    if config.tokenizer is not None:
+        # The content, not the path: an edited tokenizer must not meet shards made with its former self.
+        found = find_tokenizer(config.tokenizer)
+        tokenizer = [hashlib.sha256(found.content.encode()).hexdigest(), found.end_of_text]
+    features = None if config.feature_model is None else model_identity(config.feature_model)
+    bounds = [config.max_documents, config.max_bytes]
+    decisive = [
+        FORMAT_VERSION,
+        source.identity(),
+        bounds,
+        tokenizer,
+        config.shards,
+        config.validation_fraction,
+        features,
+    ]
+    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    label = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(config.source).stem)[:40].strip("-") or "text"
+    return f"{label}-{digest[:16]}"
+
+
+def _working(folder: Path) -> Path:
+    """Where the corpus grows: beside its place, so that the rename is atomic."""
+    return folder.parent / f".{folder.name}.preparing"
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.lock"
+
+
+@contextmanager
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
+    """Alone with this corpus. The system opens the lock when its holder dies, however it dies."""
+    path = _lock_path(folder)
+    started = time.monotonic()
+    while (lock := _try_lock(path)) is None:
+        progress("waiting for another process that prepares the same", int(time.monotonic() - started), None)
+        time.sleep(LOCK_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _try_lock(path: Path) -> int | None:
+    """An open, locked file, or None while another holds it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_ino == path.stat().st_ino:
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or its last holder removed it between our two steps
+    os.close(lock)
+    return None
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete interrupted preparations of other corpora that nobody has come back to."""
+    for leftover in set(folder.parent.glob(".*.preparing")) - {_working(folder)}:
+        with suppress(FileNotFoundError):  # its owner has just finished
+            last_write = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+            if time.time() - last_write > ABANDONED_AFTER_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)

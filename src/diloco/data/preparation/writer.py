@@ -1,0 +1,106 @@
+"""Tokens into the files of a corpus, from one durable point to the next.
+
+What has been added since the last durable point is in memory; `commit` appends it to the files and makes the disk keep
+it. A preparation that was killed leaves files that are as long as at its last durable point or longer; the next writer
+cuts them back and goes on. Dealing passages to shards is a strategy of its own, since it may need a model.
+"""
+
+import heapq
+import os
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.corpus import VALIDATION, shard_name, token_dtype
+from diloco.data.preparation.passages import Passage
+from diloco.data.tokenizer import Tokenizer
+
+
+class Dealer(ABC):
+    """Decides which shard a training passage goes to."""
+
+    @abstractmethod
+    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+        """The shard of each passage; with it comes its number of tokens."""
+
+
+@final
+class Evenly(Dealer):
+    """The i.i.d. partition: always the shard with the fewest tokens so far, so that they end up equal to a passage."""
+
+    def __init__(self, loads: Sequence[int]) -> None:
+        self._lightest = [(load, shard) for shard, load in enumerate(loads)]
+        heapq.heapify(self._lightest)
+
+    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+        shards = []
+        for _, length in passages:
+            load, shard = self._lightest[0]
+            heapq.heapreplace(self._lightest, (load + length, shard))
+            shards.append(shard)
+        return shards
+
+
+@final
+class ShardWriter:
+    """Encodes passages and appends them to the files of their shards."""
+
+    def __init__(self, folder: Path, shards: int, tokenizer: Tokenizer, tokens: Mapping[str, int]) -> None:
+        """`tokens`: what each file holds already. Raises ValueError if a file holds less."""
+        self._folder, self._tokenizer = folder, tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self.names = [VALIDATION, *(shard_name(shard) for shard in range(shards))]
+        self.tokens = {name: tokens.get(name, 0) for name in self.names}
+        self.pending_bytes = 0
+        self._pending: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._cut_back()
+
+    def _cut_back(self) -> None:
+        for name, tokens in self.tokens.items():
+            with (self._folder / name).open("ab") as file:
+                expected = tokens * self._dtype.itemsize
+                if file.tell() < expected:
+                    raise ValueError(f"{name} has {file.tell()} bytes, less than the {expected} that were written")
+                file.truncate(expected)
+
+    @property
+    def shard_tokens(self) -> list[int]:
+        return [self.tokens[name] for name in self.names[1:]]
+
+    @property
+    def validation_tokens(self) -> int:
+        return self.tokens[VALIDATION]
+
+    def write(self, passages: Sequence[Passage], dealer: Dealer) -> list[tuple[Passage, int, int]]:
+        """Encode and keep for the next commit; returns (passage, its shard, its tokens) of the training passages."""
+        encoded = self._tokenizer.encode_batch([passage.text for passage in passages])
+        pieces = [np.array([*tokens, self._tokenizer.end_of_text], self._dtype) for tokens in encoded]
+        training = [i for i, passage in enumerate(passages) if not passage.is_validation]
+        dealt = dealer.deal([(passages[i], len(pieces[i])) for i in training])
+        names = dict(zip(training, map(shard_name, dealt), strict=True))
+        for i, piece in enumerate(pieces):
+            name = names.get(i, VALIDATION)
+            self._pending[name].append(piece)
+            self.tokens[name] += len(piece)
+            self.pending_bytes += piece.nbytes
+        return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, dealt, strict=True)]
+
+    def commit(self) -> None:
+        """Put what is pending into the files, for good."""
+        for name, pieces in self._pending.items():
+            append(self._folder / name, np.concatenate(pieces).tobytes())
+        self._pending.clear()
+        self.pending_bytes = 0
+
+
+def append(path: Path, content: bytes) -> None:
+    """Opened each time: thousands of shards must not need thousands of open files."""
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,179 @@
+"""Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, streamed; NAME is one on the hub, or a folder of the same format.
+
+A folder may be what a dataset repository holds (data files, a README with configurations) or what `save_to_disk`
+wrote. Nothing is downloaded as a whole. Before anything else the hub is asked once, with a bound, so that a missing
+network, an unknown name or a gated dataset is said within seconds. A hub dataset is known by name, configuration and
+split: a corpus that was prepared from it is found again without a network. Its revision is pinned while it is read,
+and a preparation that was interrupted starts again if the revision has changed since.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+from diloco.data.config import DataConfig
+from diloco.data.sources.base import Document, Fields, Source
+from diloco.errors import DataError, SourceUnavailable, installing
+
+PREFIX = "hf:"
+HUB_SECONDS = 15.0
+DISK_FILES = ("dataset_dict.json", "state.json")
+"""What `save_to_disk` writes for several splits, and for one."""
+
+
+@final
+class HuggingFaceDataset(Source):
+    def __init__(self, name: str, config_name: str | None, split: str | None, fields: Fields | None = None) -> None:
+        super().__init__()
+        self.name, self.config_name, self.split = name, config_name, split
+        self.fields = fields or Fields()
+        self.folder = _folder(name)
+        self._on_disk = self.folder is not None and any((self.folder / file).is_file() for file in DISK_FILES)
+        if self._on_disk and config_name is not None:
+            raise DataError(f"{self}: what save_to_disk wrote has no configurations: leave out ':{config_name}'")
+        self._revision: str | None = None
+        self._given = 0
+        self._total: int | None = None
+
+    @classmethod
+    def open(cls, config: DataConfig) -> "HuggingFaceDataset | None":
+        if not config.source.startswith(PREFIX):
+            return None
+        return cls(*parse(config.source), Fields.of(config))
+
+    def __str__(self) -> str:
+        """What the user calls it, for messages."""
+        config_name = f":{self.config_name}" if self.config_name else ""
+        return f"data.source '{PREFIX}{self.name}{config_name}{f'@{self.split}' if self.split else ''}'"
+
+    def identity(self) -> dict[str, object]:
+        files = []
+        if self.folder is not None:
+            found = sorted(path for path in self.folder.rglob("*") if path.is_file())
+            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+        name = self.name if self.folder is None else str(self.folder)
+        return {"kind": "hf", "name": name, "config": self.config_name, "split": self.split, "files": files,
+                "fields": self.fields}  # fmt: skip
+
+    @property
+    def size_bytes(self) -> None:
+        """Never told, though some datasets know: a folder and its original on the hub give the same corpus."""
+        return None
+
+    def progress(self) -> tuple[int, int | None]:
+        return self._given, self._total
+
+    def fingerprint(self) -> str:
+        if self.folder is not None:
+            return ""
+        if self._revision is None:
+            self._revision = _revision(self.name, str(self))
+        return self._revision
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        self.skipped = Counter()
+        self._given = start
+        rows = self._rows(start)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # datasets raises whatever its readers and transports raise
+                raise hub_error(str(self), error, "; configuration and split go into hf:NAME:CONFIG@SPLIT") from error
+            self._given += 1
+            yield self.fields.document(row, f"{self}, row {self._given}")
+
+    def _rows(self, start: int) -> Iterator[Any]:
+        dataset = self._saved() if self._on_disk else self._streamed()
+        self._check_fields(dataset.column_names)
+        if dataset.column_names is not None:
+            dataset = dataset.select_columns(self.fields.names)
+        yield from dataset.skip(start)
+
+    def _streamed(self) -> Any:
+        datasets = _import_datasets()
+        revision = self.fingerprint() or None
+        where = self.name if self.folder is None else str(self.folder)
+        dataset = datasets.load_dataset(
+            where, self.config_name, split=self.split or "train", streaming=True, revision=revision
+        )
+        splits = dataset.info.splits or {}
+        known = splits.get(self.split or "train")
+        self._total = known.num_examples or None if known is not None else None
+        return dataset
+
+    def _saved(self) -> Any:
+        dataset = _import_datasets().load_from_disk(str(self.folder))
+        if isinstance(dataset, dict):
+            name = self.split or "train"
+            if name not in dataset:
+                raise DataError(f"{self} has no split {name!r}; it has: {', '.join(dataset)}. Give one as @SPLIT")
+            dataset = dataset[name]
+        elif self.split is not None and self.split != str(dataset.split):
+            raise DataError(f"{self} was saved as a single split ({dataset.split}): leave out '@{self.split}'")
+        self._total = len(dataset)
+        return dataset
+
+    def _check_fields(self, columns: list[str] | None) -> None:
+        if columns is not None:
+            self.fields.document(dict.fromkeys(columns, ""), str(self))
+
+
+def parse(spec: str) -> tuple[str, str | None, str | None]:
+    """(name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may have those signs in it."""
+    rest = spec.removeprefix(PREFIX)
+    if _folder(rest) is not None:
+        return rest, None, None
+    name, _, split = rest.partition("@") if "@" in rest.rpartition("/")[2] else (rest, "", "")
+    name, _, config_name = name.partition(":")
+    if not name or ("@" in rest and not split) or (":" in rest and not config_name):
+        raise DataError(f"data.source {spec!r} is not of the form hf:NAME[:CONFIG][@SPLIT], as in hf:allenai/c4:en")
+    if name.startswith(("/", "./", "../", "~")) and _folder(name) is None:
+        raise DataError(f"data.source {spec!r}: there is no folder {name}")
+    return name, config_name or None, split or None
+
+
+def _folder(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    return path.resolve() if name and path.is_dir() else None
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"hf: sources need the datasets library: {installing('hf')}") from error
+    return datasets
+
+
+def _revision(name: str, what: str) -> str:
+    """The commit that is the dataset now; at the same time the quick question whether it can be had at all."""
+    _import_datasets()
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
+    except Exception as error:  # of the transport below, which is not ours to name
+        raise hub_error(what, error) from error
+
+
+def hub_error(what: str, error: Exception, hint: str = "") -> DataError:
+    """An error of the hub's libraries as one sentence with a remedy. They have no common root, so names decide."""
+    if isinstance(error, DataError):
+        return error
+    names = {kind.__name__ for kind in type(error).__mro__}
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if "GatedRepoError" in names:
+        return DataError(f"{what} is gated: accept its conditions on its page on the hub, then `hf auth login`")
+    if names & {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
+        return DataError(f"{what}: there is no such name on the hub, or it is private: check it, or `hf auth login`")
+    if "OfflineModeIsEnabled" in names:
+        return SourceUnavailable(f"{what}: offline mode is on: unset HF_HUB_OFFLINE, or give a local folder")
+    if names & {"TransportError", "RequestException", "ConnectionError", "TimeoutError", "HfHubHTTPError", "HTTPError"}:
+        return SourceUnavailable(
+            f"{what} cannot be reached: {reason}; check the network and HF_ENDPOINT, or fetch it on another machine "
+            "and give the folder"
+        )
+    return DataError(f"{what} cannot be read: {reason.rstrip('.')}{hint}")

@@ -1,0 +1,226 @@
+"""Text on this machine: the Python library, or files and folders in the formats of files.py.
+
+A text file in a folder that is no UTF-8 text is skipped and counted: half-decoded text is worse than none. A file that
+the system refuses to read is an error, because a worker that silently lacks a part of the data would differ from the
+others.
+"""
+
+import ast
+import os
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, final
+
+from diloco.data.config import DataConfig
+from diloco.data.sources.base import Document, Fields, Source
+from diloco.data.sources.files import (
+    EXPANSION,
+    DocumentFile,
+    NotText,
+    TextFile,
+    format_of,
+    is_compressed,
+    known_suffixes,
+    stem_of,
+)
+from diloco.errors import DataError
+
+LABELS_AT_MOST = 256
+"""In a folder of more files than this a file is no domain, and its name no label."""
+
+
+@final
+class StandardLibrary(Source):
+    """The running interpreter's library and the prose of `pydoc_data`: text that is on every machine.
+
+    Left out are the tests (the bulk of it, deliberately broken files among them, and Debian ships none) and
+    the character tables of `encodings`, which are data rather than text.
+    """
+
+    EXCLUDED_FOLDERS: ClassVar[frozenset[str]] = frozenset(
+        {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+    )
+    TOPICS = "pydoc_data/topics.py"
+
+    def __init__(self, root: Path | None = None) -> None:
+        super().__init__()
+        self.root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+        self._files = {
+            name: status for name, status in _walk(self.root, self.EXCLUDED_FOLDERS).items() if name.endswith(".py")
+        }
+        self._done_bytes = 0
+        if not self._files:
+            raise DataError(
+                f"data.source 'stdlib': there is no Python source under {self.root}; this interpreter keeps "
+                "its library elsewhere (frozen or zipped?), so give a text file or folder with --data.source"
+            )
+
+    @classmethod
+    def open(cls, config: DataConfig) -> "StandardLibrary | None":
+        if config.source != "stdlib":
+            return None
+        if Fields.of(config) != Fields():
+            raise DataError("data.source 'stdlib' has no fields: leave out data.text_field and data.label_field")
+        return cls()
+
+    def identity(self) -> dict[str, object]:
+        # Sizes but no times: reinstalling the same interpreter gives the same text.
+        version = f"{platform.python_implementation()} {platform.python_version()}"
+        files = [(name, status.st_size) for name, status in self._files.items()]
+        return {"kind": "stdlib", "version": version, "root": str(self.root), "files": files}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(status.st_size for status in self._files.values())
+
+    def progress(self) -> tuple[int, int | None]:
+        return self._done_bytes, self.size_bytes
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        self.skipped = Counter()
+        self._done_bytes = 0
+        return islice(self._all_documents(), start, None)  # a few megabytes: reading them again costs nothing
+
+    def _all_documents(self) -> Iterator[Document]:
+        for name, status in self._files.items():
+            self._done_bytes += status.st_size
+            try:
+                (document,) = TextFile(self.root / name, Fields()).documents(0)
+            except NotText:
+                self.skipped["not UTF-8 text"] += 1
+            else:
+                yield from self._topics(document.text) if name == self.TOPICS else [document]
+
+    @staticmethod
+    def _topics(text: str) -> Iterator[Document]:
+        """The prose itself: as source it would be escaped strings, one page to a line in older versions."""
+        for statement in ast.parse(text).body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+                topics: dict[str, str] = ast.literal_eval(statement.value)
+                yield from (Document(topics[name]) for name in sorted(topics))
+
+
+@final
+class LocalFiles(Source):
+    """A file in one of the formats of files.py, or all such files of a folder and its subfolders but hidden ones.
+
+    A document's label is its field `data.label_field`, or else the name of its file if there are several.
+    """
+
+    def __init__(self, path: Path, fields: Fields | None = None) -> None:
+        super().__init__()
+        self.path = path
+        self.fields = fields or Fields()
+        self._is_folder = path.is_dir()
+        found = _walk(path, frozenset({"__pycache__"})) if self._is_folder else {"": path.stat()}
+        paths = {path / name if name else path: status for name, status in found.items()}
+        self._files = {each: status for each, status in paths.items() if format_of(each) is not None}
+        self._other_suffixes = len(found) - len(self._files)
+        self._done_bytes = 0
+        self._open_file: DocumentFile | None = None
+        self._check()
+
+    def _check(self) -> None:
+        if not self._files and self._is_folder:
+            raise DataError(
+                f"data.source {str(self.path)!r}: none of the {self._other_suffixes} files in this folder is one "
+                f"that can be read; known suffixes are: {known_suffixes()}"
+            )
+        if not self._files:
+            raise DataError(
+                f"data.source {str(self.path)!r}: {self.path.suffix!r} is not the suffix of a file that can be read; "
+                f"convert or rename it to one of: {known_suffixes()}"
+            )
+        formats = {format_of(path) for path in self._files}
+        if self.fields != Fields() and not any(kind is not None and kind.has_fields for kind in formats):
+            raise DataError(
+                f"data.source {str(self.path)!r} has plain text only, whose documents have no fields: leave out "
+                "data.text_field and data.label_field, which are for .jsonl and .parquet files"
+            )
+
+    @classmethod
+    def open(cls, config: DataConfig) -> "LocalFiles":
+        path = Path(config.source).expanduser()
+        try:
+            usable = path.is_file() or path.is_dir()
+        except OSError as error:
+            raise DataError(f"data.source {config.source!r} cannot be looked at: {error}; make it readable") from error
+        if not usable:
+            raise DataError(
+                f"data.source {config.source!r}: there is no such file or folder (looked for {path.absolute()}); give "
+                "the path of a file or folder, 'stdlib' for the Python library, or hf:NAME for a Hugging Face dataset"
+            )
+        return cls(path.resolve(), Fields.of(config))
+
+    def identity(self) -> dict[str, object]:
+        files = [(str(path), status.st_size, status.st_mtime_ns) for path, status in self._files.items()]
+        return {"kind": "local", "files": files, "fields": self.fields}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(status.st_size * (EXPANSION if is_compressed(path) else 1) for path, status in self._files.items())
+
+    def progress(self) -> tuple[int, int | None]:
+        position = 0 if self._open_file is None else self._open_file.position
+        return self._done_bytes + position, sum(status.st_size for status in self._files.values())
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        self.skipped = Counter()
+        self._done_bytes = 0
+        if self._other_suffixes:
+            self.skipped["not a known suffix"] = self._other_suffixes
+        for path, status in self._files.items():
+            self._open_file = _file(path, self.fields)
+            try:
+                yield from self._labelled(self._open_file, start)
+            except NotText as error:
+                if not self._is_folder:
+                    raise DataError(
+                        f"data.source {str(path)!r} is not UTF-8 text; convert it (iconv -t UTF-8)"
+                    ) from error
+                self.skipped["not UTF-8 text"] += 1
+            start -= min(start, self._open_file.count)
+            self._done_bytes += status.st_size
+            self._open_file = None
+
+    def _labelled(self, file: DocumentFile, start: int) -> Iterator[Document]:
+        if self.fields.label is not None:
+            if not file.has_fields:
+                raise DataError(
+                    f"{file.path} is plain text, which has no field {self.fields.label!r} (data.label_field); leave "
+                    "the option out to use the names of the files, or move the file away"
+                )
+            yield from file.documents(start)
+        else:
+            label = stem_of(file.path) if 1 < len(self._files) <= LABELS_AT_MOST else None
+            for document in file.documents(start):
+                yield document._replace(label=label)
+
+
+def _file(path: Path, fields: Fields) -> DocumentFile:
+    kind = format_of(path)
+    assert kind is not None, path
+    return kind(path, fields)
+
+
+def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_result]:
+    """Files below `root` by relative path, sorted: file systems list them in different orders."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot look at {error.filename}: {error.strerror}; make it readable") from error
+
+    files: dict[str, os.stat_result] = {}
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [n for n in subfolders if n not in excluded_folders and not n.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            try:
+                if not name.startswith(".") and path.is_file():
+                    files[path.relative_to(root).as_posix()] = path.stat()
+            except OSError as error:
+                refuse(error)
+    return dict(sorted(files.items()))

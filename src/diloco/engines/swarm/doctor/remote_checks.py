@@ -1,0 +1,222 @@
+"""How a swarm looks from this machine, with an invitation: who can be reached and how well, and whether they reach us.
+
+For `diloco doctor`. This machine is a guest for the time: it shows the invitation's credential under a name of its own,
+is no member, and leaves nothing behind.
+"""
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from diloco.engines.swarm.doctor.local_checks import Finding, State
+from diloco.engines.swarm.network import addresses as multiaddr
+from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
+from diloco.engines.swarm.network.reachability import Network, own_addresses
+from diloco.engines.swarm.network.relaying import somebody_is_at
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
+from diloco.engines.swarm.trust.invitation import Invitation
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.version import __version__
+
+_SECONDS = 5.0
+_LATENCIES = 5
+_PIECE = 512 << 10
+_MEASURE_SECONDS = 2.0
+_MAX_PIECES = 64
+_AT_A_TIME = 4
+_MAX_PEERS = 8
+_MOST_SKEW, _SOME_SKEW = 30.0, 3.0
+_LITTLE_RELAY = 1 << 30
+_NO_ANSWER = "is a worker running there, its port open, or behind a router with no relay? Ask for a fresh invitation"
+Problem = (Unreachable, CallRefused, Malformed)
+
+
+def look_at_invitation(text: str) -> tuple[Finding, Invitation | None]:
+    try:
+        invitation = Invitation.parse(text, time.time())
+    except ConfigError as error:
+        return Finding("invitation", "failed", str(error), "ask for a new one: diloco invite RUN"), None
+    told = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
+    if not invitation.addresses:
+        return Finding("invitation", "failed", told, "ask for one with addresses, while a worker runs"), None
+    return Finding("invitation", "ok", told), invitation
+
+
+async def look_outside(invitation: Invitation, network: Network) -> AsyncIterator[Finding]:
+    """One after the other; stops where nothing more can be found out."""
+    with TemporaryDirectory(prefix="diloco-doctor-") as folder:
+        key = Path(folder) / "doctor.key"
+        try:
+            transport = await HivemindTransport.create(
+                key, protocol_of(invitation.run_id), replace(network, guest=True)
+            )
+        except DiLoCoError as error:
+            yield Finding("p2pd", "failed", str(error), "see the lines above")
+            return
+        try:
+            await transport.serve(_nothing, _no_stream)
+            look = _Look(transport, invitation)
+            async for finding in look.all():
+                yield finding
+        finally:
+            await transport.close()
+
+
+class _Look:
+    def __init__(self, transport: HivemindTransport, invitation: Invitation) -> None:
+        self._transport, self._invitation = transport, invitation
+        self._hosts: list[str] = []
+        """Who has let us in, the first of them asked first."""
+
+    async def all(self) -> AsyncIterator[Finding]:
+        for finding in await self._addresses():
+            yield finding
+        if not self._hosts:
+            return
+        yield await self._clock()
+        async for finding in self._peers():
+            yield finding
+        for finding in await self._reach():
+            yield finding
+
+    async def _addresses(self) -> list[Finding]:
+        """Each alone, so that one that works does not hide one that does not."""
+        tried: list[tuple[str, str | None]] = []
+        for address in self._invitation.addresses:
+            way, peer = multiaddr.split_peer(address)
+            problem: str | None = None
+            try:
+                await self._transport.forget(peer)
+                started = time.monotonic()
+                if not await somebody_is_at(way, _SECONDS):  # p2pd alone would also try the peer's other addresses
+                    raise Unreachable("nobody there speaks libp2p")
+                await self._transport.introduce(peer, [address], _SECONDS)
+                took = time.monotonic() - started
+                await self._hello(peer)
+                tried.append((f"{way} answers, connected in {took * 1000:.0f} ms", None))
+            except Problem as error:
+                problem = str(error)
+                tried.append((f"{way} does not: {problem}", problem))
+        every = all(problem is not None for _, problem in tried)
+        return [
+            Finding("address", "ok", told)
+            if problem is None
+            else Finding("address", "failed" if every else "warning", told, _NO_ANSWER)
+            for told, problem in tried
+        ]
+
+    async def _hello(self, peer: str) -> None:
+        credential = self._invitation.credential(self._transport.peer).data()
+        own = Status().to_wire()
+        greeting = {"protocol": PROTOCOL, "version": __version__, "role": "guest", "time": time.time()}
+        data = pack("hello", **greeting, credential=credential, addresses=[], status=own, revocations=[])
+        Message.unpack(await self._transport.call(peer, data, _SECONDS))
+        if peer not in self._hosts:
+            self._hosts.append(peer)
+
+    async def _clock(self) -> Finding:
+        try:
+            started = time.time()
+            told = Message.unpack(await self._transport.call(self._hosts[0], pack("clock"), _SECONDS)).real("time")
+            skew = (started + time.time()) / 2 - told
+        except Problem as error:
+            return Finding("clock", "warning", f"cannot be compared: {error}", "run it again")
+        told_skew = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the swarm's"
+        if abs(skew) > _MOST_SKEW:
+            return Finding(
+                "clock", "failed", told_skew, "set this machine's clock (timedatectl set-ntp true), or theirs"
+            )
+        return Finding("clock", "warning" if abs(skew) > _SOME_SKEW else "ok", told_skew)
+
+    async def _reach(self) -> list[Finding]:
+        for peer in self._hosts:
+            with contextlib.suppress(*Problem):
+                seen = await self._transport.ask_reach(peer)
+                if seen is None:
+                    continue
+                relayed = await self._relay()
+                if seen.reachable:
+                    return [Finding("reachable", "ok", f"open: the swarm can call this machine at {seen.ip}"), relayed]
+                own = seen.ip in map(str, own_addresses())
+                kind = "behind a firewall" if own else f"behind a router whose address is {seen.ip}"
+                remedy = (
+                    "let the port (--port) in" if own else "forward a port to this machine and choose it with --port"
+                )
+                way = "others reach it through a relay" if relayed.state == "ok" else "and nobody relays for it"
+                state: State = "warning" if relayed.state == "ok" else "failed"
+                return [Finding("reachable", state, f"{kind}: {way}", f"for direct connections {remedy}"), relayed]
+        told = "nobody could try: only reached through a relay themselves"
+        return [Finding("reachable", "warning", told, "ask somebody with an open port for an invitation")]
+
+    async def _relay(self) -> Finding:
+        for peer in self._hosts:
+            with contextlib.suppress(*Problem):
+                if await self._transport.relay_limit(peer) >= _LITTLE_RELAY:
+                    return Finding("relay", "ok", f"{peer[-8:]} passes on what is for machines behind routers")
+        remedy = "machines behind routers need one worker with a public address or a forwarded port (--announce)"
+        return Finding("relay", "warning", "none of those who answered is one", remedy)
+
+    async def _peers(self) -> AsyncIterator[Finding]:
+        """All live members, not only those of the invitation."""
+        try:
+            status = Message.unpack(await self._transport.call(self._hosts[0], pack("status"), _SECONDS))
+            members = [member for member in status.maps("members") if member.flag("live")]
+        except Problem as error:
+            yield Finding("workers", "failed", f"the swarm does not tell who is there: {error}", "run it again")
+            return
+        yield Finding("workers", "ok", f"{len(members)} in the swarm")
+        for member in members[:_MAX_PEERS]:
+            yield await self._measured(member)
+
+    async def _measured(self, member: Message) -> Finding:
+        peer, name = member.text("peer"), f"worker {member.number('number', low=-1)}"
+        try:
+            if peer not in self._hosts:
+                await self._transport.introduce(peer, texts(member.items("addresses")), _SECONDS)
+                await self._hello(peer)
+            latency = await self._latency(peer)
+            up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
+            ways = (await self._transport.ways()).get(peer, [])
+        except (*Problem, ConfigError) as error:
+            return Finding(name, "warning", f"{peer[-8:]} does not answer here: {error}", _NO_ANSWER)
+        how = "through a relay" if ways and all(multiaddr.CIRCUIT in way for way in ways) else "directly"
+        told = f"{peer[-8:]} {how}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
+        return Finding(name, "ok", told)
+
+    async def _latency(self, peer: str) -> float:
+        taken = []
+        for _ in range(_LATENCIES):
+            started = time.monotonic()
+            await self._transport.call(peer, pack("clock"), _SECONDS)
+            taken.append(time.monotonic() - started)
+        return statistics.median(taken)
+
+    async def _speed(self, peer: str, *, up: bool) -> float:
+        """MB/s, as far as calls get it: a floor, not a ceiling."""
+        request = pack("measure", bytes=0 if up else _PIECE, padding=bytes(_PIECE if up else 0))
+        started, done = time.monotonic(), 0
+
+        async def ask() -> None:
+            nonlocal done
+            while time.monotonic() - started < _MEASURE_SECONDS and done < _MAX_PIECES:
+                await self._transport.call(peer, request, _SECONDS + _MEASURE_SECONDS)
+                done += 1
+
+        await asyncio.gather(*(ask() for _ in range(_AT_A_TIME)))
+        return done * _PIECE / 1e6 / (time.monotonic() - started)
+
+
+async def _nothing(peer: str, request: bytes) -> bytes:
+    del peer, request
+    raise CallRefused("a guest answers nothing")
+
+
+async def _no_stream(stream: Stream) -> None:
+    stream.close()

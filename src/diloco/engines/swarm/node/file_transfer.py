@@ -1,0 +1,155 @@
+"""Files that members give to each other: the configuration, the tokenizer, shards of the corpus. Data, never code.
+
+A node serves only what its trainer has named, under names that are no paths. A file arrives under a temporary name, is
+held against its digest, and appears whole or not at all.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
+from diloco.engines.swarm.node.wire import Malformed, Message, pack, read_frame, write_frame
+from diloco.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+_LARGEST_FILE = 1 << 42
+_MAX_FILES = 70_000
+
+
+@dataclass(frozen=True)
+class _Digested:
+    stamp: tuple[int, int]
+    digest: str
+
+
+class SharedFiles:
+    """What this node gives to others."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, Path] = {}
+        self._digests: dict[str, _Digested] = {}
+
+    def serve(self, files: Mapping[str, Path]) -> None:
+        if len(self._paths) + len(files) > _MAX_FILES:
+            raise ValueError(f"more than {_MAX_FILES} files to share")
+        self._paths.update(files)
+
+    def names(self) -> list[str]:
+        return sorted(self._paths)
+
+    async def give(self, stream: Stream, message: Message, stall_seconds: float) -> None:
+        name = message.text("name")
+        path = self._paths.get(name)
+        if path is None or not path.is_file():
+            await write_frame(stream, pack("none"), stall_seconds)
+            return
+        size = path.stat().st_size
+        digest = await asyncio.get_running_loop().run_in_executor(None, self._digest, name, path)
+        await write_frame(stream, pack("file", size=size, digest=digest), stall_seconds)
+        with path.open("rb") as file:
+            left = size
+            while left:
+                data = file.read(min(_CHUNK_BYTES, left))
+                if not data:
+                    return  # it has become shorter; the other side sees an end that comes too early
+                await stream.write(data, stall_seconds)
+                left -= len(data)
+        await stream.read(1, stall_seconds)
+
+    def _digest(self, name: str, path: Path) -> str:
+        status = path.stat()
+        stamp = (status.st_mtime_ns, status.st_size)
+        known = self._digests.get(name)
+        if known is None or known.stamp != stamp:
+            with path.open("rb") as file:
+                known = _Digested(stamp, hashlib.file_digest(file, "sha256").hexdigest())
+            self._digests[name] = known
+        return known.digest
+
+
+class Fetched(NamedTuple):
+    bytes: int
+    digest: str
+
+
+async def fetch_file(
+    transport: Transport,
+    peers: list[str],
+    name: str,
+    path: Path,
+    stall_seconds: float,
+    most_bytes: int = _LARGEST_FILE,
+    digest: str | None = None,
+) -> Fetched:
+    """From the first of `peers` that has it: of at most that size and, if given, with that sha256. Raises EngineError,
+    and OSError if it cannot be written; `path` is then as it was."""
+    problems = []
+    for peer in peers:
+        try:
+            fetched = await _fetch_from(transport, peer, name, path, stall_seconds, most_bytes, digest)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            problems.append(f"{peer[-8:]}: {problem}")
+        else:
+            if fetched is not None:
+                return fetched
+            problems.append(f"{peer[-8:]}: does not have it")
+    raise EngineError(f"nobody in the swarm can give '{name}' ({'; '.join(problems) or 'nobody is there'})")
+
+
+async def _fetch_from(
+    transport: Transport,
+    peer: str,
+    name: str,
+    path: Path,
+    stall_seconds: float,
+    most_bytes: int,
+    wanted: str | None,
+) -> Fetched | None:
+    stream = await transport.open(peer, stall_seconds)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        await write_frame(stream, pack("file", name=name), stall_seconds)
+        head = Message.unpack(await read_frame(stream, 1 << 12, 4 * stall_seconds))
+        if head.kind != "file":
+            return None
+        size, digest = head.number("size", high=most_bytes), head.text("digest")
+        if wanted not in (None, digest):
+            raise Malformed("it has another file of that name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < size:
+            raise OSError(
+                f"'{name}' has {size} bytes, and {path.parent} has {free} bytes left: free some space, or choose "
+                "another place with --out or --data.cache-dir"
+            )
+        await _receive(stream, draft, size, digest, stall_seconds)
+        await stream.write(b"\1", stall_seconds)
+        draft.replace(path)
+        return Fetched(size, digest)
+    finally:
+        draft.unlink(missing_ok=True)
+        stream.close()
+
+
+async def _receive(stream: Stream, draft: Path, size: int, digest: str, stall_seconds: float) -> None:
+    seen = hashlib.sha256()
+    with draft.open("wb") as file:
+        left = size
+        while left:
+            data = await stream.read(min(_CHUNK_BYTES, left), stall_seconds)
+            seen.update(data)
+            file.write(data)
+            left -= len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    if seen.hexdigest() != digest:
+        raise Malformed("it is not what it was said to be")

@@ -1,0 +1,203 @@
+"""What a run folder allows its owner: invitations for others, and taking a peer out again. Torch-free.
+
+Reads and writes RUN/swarm only. A worker that runs there sees a revocation by the file (Trust.load) and passes it on.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.engines.swarm.network import identity
+from diloco.engines.swarm.network.addresses import ip_of, is_public
+from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
+from diloco.engines.swarm.run_files import (
+    INVITATION_FILE,
+    PEERS_FILE,
+    REVOCATIONS_FILE,
+    RUN_KEY_FILE,
+    SWARM_FOLDER,
+    append_line,
+    write_private,
+)
+from diloco.engines.swarm.trust.invitation import Invitation, NotWelcome, Revocation, RunKey, invite
+from diloco.errors import ConfigError
+
+DAYS = 30.0
+"""So long a new invitation is good for if nothing else is asked for."""
+MOST_DAYS = 3650.0
+_ADDRESSES = 4
+_LIVE_SECONDS = 60.0
+"""Whoever was last heard of so long before the latest news is left out of invitations."""
+_DAY_SECONDS = 86_400.0
+_PEER_ID_LENGTH = 52
+_SHOWN = 5
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """What became of it."""
+
+    peer: str
+    record: Revocation
+    news: bool
+    renewed: Invitation | None
+    """This machine's own invitation was revoked with the peer's; this one has taken its place."""
+
+
+def swarm_folder(run: Path) -> Path:
+    """RUN/swarm of a run that has one."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a run folder: there is no such folder")
+    folder = run / SWARM_FOLDER
+    if not (folder / INVITATION_FILE).is_file():
+        raise ConfigError(f"{run} is not a run of a swarm: it has no {SWARM_FOLDER}/{INVITATION_FILE}")
+    return folder
+
+
+def may_invite(folder: Path) -> bool:
+    """Whether this is the machine where the run began: only there are new invitations made."""
+    return (folder / RUN_KEY_FILE).exists()
+
+
+def new_invitation(folder: Path, days: float, now: float) -> Invitation:
+    """Signed with the run's key."""
+    if not (math.isfinite(days) and 0 < days <= MOST_DAYS):
+        raise ConfigError(f"--days {days:g} must be above 0 and at most {MOST_DAYS:g}")
+    key = _run_key(folder, "makes new invitations")
+    return invite(key, _addresses(folder), max(1.0, days * _DAY_SECONDS), now)
+
+
+def own_invitation(folder: Path, now: float) -> Invitation:
+    """The one that this machine came with, with the addresses that are known now."""
+    own = Invitation.parse((folder / INVITATION_FILE).read_text(), now)
+    if any(record.invitation == own.id for record in revocations(folder, own.run_public)):
+        raise ConfigError(
+            "the invitation that this machine came with was revoked: ask the owner of the run for a new one"
+        )
+    return own.with_addresses(_addresses(folder))
+
+
+def revoke(folder: Path, who: str, now: float) -> Revoked:
+    """Take out a peer (its id, a beginning or end of it that is no other's, or its worker number), and its invitation.
+
+    The others who came with that invitation are named in the record, and stay.
+    """
+    key = _run_key(folder, "can revoke")
+    peers = read_peers(folder / PEERS_FILE)
+    peer = _find(peers, who)
+    own = _own_peers(folder)
+    if peer.seat is not None or peer.peer in own:
+        seat = peer.seat or own[peer.peer]
+        raise ConfigError(f"{peer.peer} is this machine's own {seat}: stop it instead")
+    before = [
+        record
+        for record in revocations(folder, key.public)
+        if peer.peer in record.peers and peer.invitation in (None, record.invitation)
+    ]
+    if before:
+        return Revoked(peer.peer, before[-1], False, None)
+    kept = {p.peer for p in peers if p.invitation == peer.invitation} | own.keys() if peer.invitation else set()
+    record = key.revoke([peer.peer], peer.invitation, kept - {peer.peer}, now)
+    append_line(folder / REVOCATIONS_FILE, record.data.decode())
+    return Revoked(peer.peer, record, True, _renewed(folder, key, record, now))
+
+
+def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
+    """Those in the file that the run's key has signed."""
+    path, found = folder / REVOCATIONS_FILE, []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            found.append(Revocation.read(line, run_public))
+        except NotWelcome:  # half a line, say
+            continue
+    return found
+
+
+def _run_key(folder: Path, what: str) -> RunKey:
+    if not may_invite(folder):
+        raise ConfigError(f"{folder} has no {RUN_KEY_FILE}: only the machine where the run began {what}")
+    return RunKey.load(folder / RUN_KEY_FILE)
+
+
+def _own_peers(folder: Path) -> dict[str, str]:
+    """This machine's own workers: peer id -> seat. By their keys, since peers.json is a cache and may lack them."""
+    keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
+    return {identity.ensure(path): path.stem for path in keys}
+
+
+def _renewed(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitation | None:
+    """Workers that this machine starts later come with invitation.txt: it must not be a revoked one."""
+    path = folder / INVITATION_FILE
+    own = Invitation.parse(path.read_text(), None)
+    if own.id != record.invitation:
+        return None
+    left = own.expires - now
+    fresh = invite(key, own.addresses, left if left > 0 else DAYS * _DAY_SECONDS, now)
+    write_private(path, fresh.text() + "\n")
+    return fresh
+
+
+def _find(peers: list[KnownPeer], who: str) -> KnownPeer:
+    if who.isdecimal() and len(who) < 9:
+        found = [peer for peer in peers if peer.worker == int(who)]
+    else:
+        found = [peer for peer in peers if who and (peer.peer.startswith(who) or peer.peer.endswith(who))]
+        if not found and len(who) == _PEER_ID_LENGTH and who.isalnum():
+            return KnownPeer(who, None, ())
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(_name(peer) for peer in (found or peers)[:_SHOWN]) or "none"
+    if found:
+        raise ConfigError(f"{who!r} fits {len(found)} peers: {names}; write more of it")
+    raise ConfigError(f"{who!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id")
+
+
+def _name(peer: KnownPeer) -> str:
+    return peer.peer if peer.worker is None else f"{peer.peer} (worker {peer.worker})"
+
+
+# Addresses
+
+
+def _addresses(folder: Path) -> list[str]:
+    """Where a joiner should knock. What the machine's own invitation says only if nothing newer is known."""
+    own = Invitation.parse((folder / INVITATION_FILE).read_text(), None)
+    out = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
+    found = choose(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in out)
+    found = found or list(own.addresses)
+    if not found:
+        raise ConfigError(f"no address of this run is known yet ({folder / PEERS_FILE}): start a worker first")
+    return found
+
+
+def choose(peers: Iterable[KnownPeer]) -> list[str]:
+    """A few that lead to different machines: this one's two best, then one of each member elsewhere.
+
+    Only of those heard of in the last minute of which anything is known, and elsewhere only of those that have a worker
+    number; who can be called from anywhere comes first, then who has been there for longest.
+    """
+    known = list(peers)
+    latest = max((peer.seen for peer in known), default=0.0)
+    known = [peer for peer in known if peer.addresses and latest - peer.seen <= _LIVE_SECONDS]
+    own = [peer for peer in known if peer.seat is not None]
+    others = [(peer.worker, peer) for peer in known if peer.seat is None and peer.worker is not None]
+    ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]
+    chosen = _best(own[0])[:2] if own else []
+    chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
+    return chosen[:_ADDRESSES]
+
+
+def _best(peer: KnownPeer) -> list[str]:
+    """Those that most machines can call come first; those that none but this one can, only if there is nothing else."""
+    ranked = sorted(peer.addresses, key=_distance)
+    return [address for address in ranked if _distance(address) < 2] or ranked
+
+
+def _distance(address: str) -> int:
+    """0: may be called from anywhere (names and relays too), 1: from the same network, 2: from the same machine."""
+    if is_public(address):
+        return 0
+    ip = ip_of(address)
+    return 2 if ip is None or ip.is_loopback or ip.is_link_local or ip.is_unspecified else 1

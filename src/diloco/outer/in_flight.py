@@ -1,0 +1,166 @@
+"""Rounds that are posted and not yet merged, and how they are saved.
+
+A round in flight when a worker is saved ends as it would have ended: its result is waited for, and kept unmerged. The
+mean is saved as the fp32 values that it decodes to, by parameter, so that neither the codec's parts nor the number of
+ranks matter to whoever goes on; merging it later gives the same bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
+from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
+from diloco.errors import RoundFailed
+from diloco.outer.ranks.worker_round import Outcome, WorkerRound
+from diloco.outer.state import OuterState
+from diloco.outer.tensor_pieces import Held, Numbers
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A round in flight."""
+
+    key: RoundKey
+    at_step: int
+    """The position at which it was posted."""
+    work: int
+    """The inner steps that this worker had taken by then."""
+    norm: float
+    pending: "WorkerRound | Settled"
+
+
+class Settled:
+    """A round whose outcome is known."""
+
+    def __init__(self, outcome: Outcome | RoundFailed) -> None:
+        self.outcome = outcome
+
+    def wait(self) -> Outcome:
+        if isinstance(self.outcome, RoundFailed):
+            raise self.outcome
+        return self.outcome
+
+
+def settle(posted: Posted) -> Posted:
+    """Wait for the round's outcome without merging it."""
+    if isinstance(posted.pending, Settled):
+        return posted
+    try:
+        return replace(posted, pending=Settled(posted.pending.wait()))
+    except RoundFailed as failure:
+        return replace(posted, pending=Settled(failure))
+
+
+def outcome(posted: Posted) -> RoundResult | RoundFailed:
+    """Of a settled round, for the whole worker."""
+    assert isinstance(posted.pending, Settled)
+    ended = posted.pending.outcome
+    return ended if isinstance(ended, RoundFailed) else ended.result
+
+
+def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, Held], list[Numbers]]:
+    """Settled rounds as tensors and numbers."""
+    held: dict[str, Held] = {}
+    numbers = [_to_numbers(posted) for posted in rounds]
+    for posted, told in zip(rounds, numbers, strict=True):
+        if _has_mean(told):
+            held |= _held_means(posted.key, _decoded_means(posted, state), state)
+    return held, numbers
+
+
+def restoring_rounds(
+    numbers: Sequence[Numbers], state: OuterState
+) -> tuple[dict[str, Held], Callable[[], list[Posted]]]:
+    """The memory to load the rounds' means into, and what then gives the rounds."""
+    held: dict[str, Held] = {}
+    means: list[list[Tensor]] = []
+    for saved in numbers:
+        key = RoundKey(**saved["key"])
+        mine = [fragment for _, fragment in state.fragments_of(key.fragment)]
+        means.append([torch.empty_like(fragment.anchor) for fragment in mine] if _has_mean(saved) else [])
+        held |= _held_means(key, means[-1], state) if _has_mean(saved) else {}
+
+    def rounds() -> list[Posted]:
+        return [_from_numbers(saved, state, loaded) for saved, loaded in zip(numbers, means, strict=True)]
+
+    return held, rounds
+
+
+def _held_means(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, Held]:
+    return state.held_of(key.fragment, f"in_flight.{key.sequence}", means)
+
+
+def _has_mean(numbers: Mapping[str, Any]) -> bool:
+    return numbers["result"] is not None and numbers["result"]["total_weight"] > 0
+
+
+@torch.no_grad()
+def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
+    """The means of a settled round in fp32, flat, for what this rank has of the fragment."""
+    by_lane = dict(zip((lane.number for lane in state.lanes), posted.pending.wait().means, strict=True))
+    decoded = []
+    for lane, fragment in state.fragments_of(posted.key.fragment):
+        flat = torch.empty_like(fragment.anchor)
+        for span in fragment.spans():
+            flat[span.slice].copy_(by_lane[lane.number].decode(span.first_part, span.num_parts))
+        decoded.append(flat)
+    return decoded
+
+
+def _to_numbers(posted: Posted) -> Numbers:
+    """All of a settled round but its mean."""
+    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm")}
+    numbers["key"] = asdict(posted.key)
+    ended = outcome(posted)
+    if isinstance(ended, RoundFailed):
+        return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
+    result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
+    result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
+    result |= {"members": [member.told() for member in ended.members], "roster": list(ended.roster)}
+    return numbers | {"result": result, "failure": None}
+
+
+_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync")
+
+
+def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:
+    """The round again, settled; `loaded` is what its means decoded to. Whoever stopped then does not stop now."""
+    key = RoundKey(**numbers["key"])
+    if numbers["result"] is None:
+        ended: Outcome | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
+    else:
+        means = _encoded_means(state, key.fragment, loaded)
+        ended = Outcome(_result(numbers["result"], means[0]), means)
+    return Posted(key, numbers["at_step"], numbers["work"], numbers["norm"], Settled(ended))
+
+
+def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:
+    """One for each lane; empty where this rank has nothing of the fragment, or there was no mean."""
+    rest = list(loaded)
+    means = []
+    for fragment in (lane.fragments[index] for lane in state.lanes):
+        if fragment is None:
+            means.append(EncodedVector(codec("fp32"), PartLayout(0)))
+            continue
+        means.append(EncodedVector(codec("fp32"), fragment.layout, fragment.anchor.device))
+        if rest:
+            means[-1].encode(0, rest.pop(0))
+    return means
+
+
+def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
+    members = [member | {"report": Report(**member["report"] | {"stopping": False})} for member in saved["members"]]
+    return RoundResult(
+        mean=mean,
+        contributors=tuple(saved["contributors"]),
+        refused={int(worker): reason for worker, reason in saved["refused"].items()},
+        members=tuple(Member(**member) for member in members),
+        roster=tuple(saved["roster"]),
+        **{name: saved[name] for name in _RESULT_NUMBERS},
+    )

@@ -1,0 +1,94 @@
+"""What a worker reads: the batch of each inner step, from its own shards, wherever earlier workers had come in them.
+
+Batches are a function of the seed, the shards and how far each had been read when this worker took them over; so a
+count of batches is all that must be saved. With another number of workers the shards are shared out anew, and each goes
+on where its last reader had stopped: nothing is read twice in an epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.data.corpus import Corpus
+from diloco.data.order import Int64, Progress, ShardProgress, WorkerBatches
+from diloco.training.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run is about, and what this worker reads."""
+
+    shared: Corpus
+    """Shared out among the workers, and validated on by all; its tokenizer is the run's."""
+    own: Corpus | None = None
+    """In a swarm a worker may read text of its own instead."""
+    own_place: int = 0
+    own_places: int = 1
+    """Several workers of one machine share that out."""
+
+    @property
+    def read(self) -> Corpus:
+        return self.own or self.shared
+
+
+class Reading:
+    """One worker's share of the text."""
+
+    def __init__(self, corpus: Corpus, config: RunConfig, shards: Sequence[int]) -> None:
+        self._corpus, self._config = corpus, config
+        self.shards = list(shards)
+        self.step = 0
+        """Batches that have been read, with those that others had read for this worker before it took over."""
+        self.take(None, since=0)
+
+    def take(
+        self, progress: Progress | None, since: int | None = None, shards: Sequence[int] | None = None
+    ) -> list[int]:
+        """The shards as far as they had been read before batch `since` (default: the next one); None: from their
+        beginning. `shards`: others than before.
+
+        Returns the shards that `progress` knows nothing of: they too are read from their beginning.
+        """
+        if shards is not None:
+            self.shards = list(shards)
+        since = self.step if since is None else since
+        unknown = [] if progress is None else [shard for shard in self.shards if shard not in progress]
+        if progress is not None:
+            progress = {shard: progress.get(shard, ShardProgress()) for shard in self.shards}
+        config, length = self._config, self._config.data.sequence_length
+        batch = config.training.batch_size
+        self._batches = WorkerBatches(self._corpus, length, batch, self.shards, config.seed, progress)
+        self._since, self._before, self.step = since, progress, since
+        return unknown
+
+    def next(self) -> Int64:
+        """[batch_size, sequence_length + 1] tokens for the next inner step."""
+        batch = self._batches.batch(self.step - self._since)
+        self.step += 1
+        return batch
+
+    def progress(self) -> dict[int, ShardProgress]:
+        """How far every shard has been read."""
+        return self._batches.progress(self.step - self._since)
+
+    @property
+    def weight(self) -> float:
+        """Training tokens in these shards."""
+        return self._corpus.worker_weight(self.shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        before = None if self._before is None else as_json(self._before)
+        return {"step": self.step, "since": self._since, "before": before, "progress": as_json(self.progress())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Not if the number of workers has changed: `take` then says where the shards go on."""
+        if {int(shard) for shard in state["progress"]} != set(self.shards):
+            return
+        before = state["before"]
+        before = before and {int(shard): ShardProgress(*read) for shard, read in before.items()}
+        self.take(before, state["since"])
+        self.step = state["step"]
+
+
+def as_json(progress: Progress) -> dict[str, list[int]]:
+    return {str(shard): list(read) for shard, read in progress.items()}

@@ -1,0 +1,118 @@
+"""When a worker is saved, and how one that was saved goes on.
+
+A save happens after the same inner steps on all workers, at the end, and at a stop; always before the last rounds that
+end a run (`finish`), which an uninterrupted run would not have had. When another worker's stop cuts a round short, the
+last step is saved as an open one, without that round. A state that has merged such a round is not saved: whoever
+resumes then goes on from the checkpoint before.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.training.checkpoints.manifests import find_checkpoints
+from diloco.training.checkpoints.resuming import Start, check_lasting, check_steps
+from diloco.training.checkpoints.store import Checkpoints
+from diloco.training.checkpoints.worker_state import WorkerState
+from diloco.training.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One worker's state and its checkpoints."""
+
+    config: RunConfig
+    state: WorkerState
+    checkpoints: Checkpoints
+    tell: Callable[..., None]
+
+    def after_step(self) -> None:
+        step, swarm = self.state.mode.state.inner_steps, self.checkpoints.seat.workers is None
+        if self.checkpoints.jumped(self.config.checkpoints_until(step)) if swarm else self.config.checkpoint_due(step):
+            self._save()
+
+    def at_end(self, *, open_step: bool) -> None:
+        """Before the last rounds."""
+        if self.config.checkpoint.interval != 0:
+            self._save(open_step=open_step)
+
+    def before_cut(self) -> None:
+        """In the middle of a step, before its rounds, which another worker's stop has cut short."""
+        if self.config.checkpoint.interval != 0:
+            self._save(open_step=True)
+
+    def _save(self, *, open_step: bool = False) -> None:
+        """An open step, whose rounds are to come, does not count: the whole one may be saved later."""
+        outer = self.state.mode.state
+        outer.settle()
+        reason = outer.unsavable()
+        if reason is None:
+            self.checkpoints.save(outer.inner_steps - open_step, outer.sequence, *self.state.saved())
+        else:
+            logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
+            self.tell("checkpoint_skipped", step=outer.inner_steps, reason=reason)
+
+    def load(self, start: Start) -> dict[str, Any]:
+        """Go on from there; returns what an event tells of it."""
+        checkpoint, seat = start.checkpoint, self.checkpoints.seat
+        told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
+        told |= {"workers": seat.workers or 0, "workers_before": start.workers_before}
+        if checkpoint is not None:
+            check_steps(checkpoint, self.config.steps)
+            check_lasting(checkpoint, self.checkpoints.lasting)
+            told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
+            told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
+            told["new"] = seat.workers is not None and seat.worker >= checkpoint.moment.workers
+            if told["new"]:
+                self.state.mode.start_from_anchor()
+        self.checkpoints.begin(start.attempt, checkpoint)
+        notes = [*start.warnings, *self._notes(start)]
+        first = seat.worker == 0 or seat.workers is None
+        if first and told["steps_before"] not in (None, self.config.steps):
+            notes.append(
+                f"steps was {told['steps_before']} and is {self.config.steps}: from here on the learning rate follows "
+                "the schedule of that length"
+            )
+        return told | {"notes": notes}
+
+    def _notes(self, start: Start) -> list[str]:
+        """What going on here means, in words; the first worker tells what concerns all."""
+        seat, checkpoint = self.checkpoints.seat, start.checkpoint
+        if checkpoint is None:
+            return ["there is no checkpoint yet: the run begins again at its first step"] if seat.worker == 0 else []
+        before, notes = checkpoint.moment.workers, []
+        if seat.workers is None:
+            return []
+        if seat.worker >= before:
+            notes.append(
+                f"worker {seat.worker} is new: it starts from the anchor, with the inner optimizer of worker "
+                f"{seat.worker % before}"
+            )
+        if seat.worker == 0:
+            notes += [
+                f"worker {worker} takes no further part: {_lost(self.checkpoints.folder, start, worker)}"
+                for worker in range(seat.workers, before)
+            ]
+            if before != seat.workers:
+                notes.append(f"the data is shared out anew, from {before} workers to {seat.workers}")
+        return notes
+
+
+def _lost(run_folder: Path, start: Start, worker: int) -> str:
+    """Of the work of a worker that is left out, which only its own checkpoint knows."""
+    assert start.checkpoint is not None
+    theirs = [
+        checkpoint.manifests[0]
+        for checkpoint in find_checkpoints(run_folder)[0]
+        if checkpoint.worker == worker and checkpoint.moment == start.checkpoint.moment
+    ]
+    if not theirs:
+        return "its inner steps since its last round are lost; no checkpoint of it here tells how many"
+    outer = theirs[-1].state["outer"]
+    taken = theirs[-1].step - outer.get("jumped", 0)
+    lost = taken - min((value for key, value in outer.items() if key.endswith(".merged_at")), default=taken)
+    return f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"

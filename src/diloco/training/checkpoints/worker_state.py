@@ -1,0 +1,158 @@
+"""Everything of a worker that must be as it was, as tensors by name and numbers, and back: invariant I5.
+
+    model.NAME                 parameters θ_i and saved buffers
+    inner.KEY.NAME             the inner optimizer's state by parameter: the order of its groups does not matter
+    outer.KIND.NAME            anchors and outer momentum; in_flight.SEQUENCE.NAME: means that are not merged yet
+    rng.RANK.DEVICE            torch's random numbers
+    also.WHAT.KEY              whatever else has state_dict() and load_state_dict(): the loop, a gradient scaler
+
+Learning rates are not saved: they follow from the step, and from the number of steps if that is changed.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.lr_scheduler import LambdaLR
+
+from diloco.errors import CheckpointError
+from diloco.outer.model_tensors import bare_name
+from diloco.outer.tensor_pieces import Held, Numbers, hold
+from diloco.training.checkpoints.manifests import Checkpoint
+from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors
+from diloco.training.inner import set_position
+from diloco.training.modes import Mode
+
+
+class HasState(Protocol):
+    """Its state dict has tensors, numbers, texts, and lists and dictionaries of numbers and texts."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class WorkerState:
+    """The parts of one rank of a worker."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        mode: Mode,
+        also: Mapping[str, HasState],
+        rank: int = 0,
+    ) -> None:
+        self.model, self.inner, self.schedule, self.mode = model, inner, schedule, mode
+        self.also, self.rank = dict(also), rank
+
+    # Saving
+
+    def saved(self) -> tuple[dict[str, Held], Numbers]:
+        """Views of the live tensors, and numbers; rounds in flight must be settled."""
+        outer, outer_numbers = self.mode.state.saved()
+        tensors = self._model() | outer | self._random()
+        inner: dict[str, dict[str, Any]] = {}
+        for name, state in self._inner_states().items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"inner.{key}.{name}"] = hold(value)
+                else:
+                    inner.setdefault(name, {})[key] = value
+        also: dict[str, Numbers] = {}
+        for what, part in self.also.items():
+            also[what] = {}
+            for key, value in part.state_dict().items():
+                if isinstance(value, Tensor):
+                    tensors[f"also.{what}.{key}"] = hold(value)
+                else:
+                    also[what][key] = value
+        numbers: Numbers = {"outer": outer_numbers, "inner": inner, "also": also}
+        return tensors, numbers | {"schedule": self.mode.state.inner_steps}  # of the next step, also of an open one
+
+    def _model(self) -> dict[str, Held]:
+        return {f"model.{bare_name(name)}": hold(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def _inner_states(self) -> dict[str, dict[str, Any]]:
+        """By parameter name; parameters that have not been stepped have none."""
+        state = self.inner.state
+        return {name: state[p] for name, p in self._parameters().items() if p in state}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {bare_name(name): parameter for name, parameter in self.model.named_parameters()}
+
+    def _random(self) -> dict[str, Held]:
+        states = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states["cuda"] = torch.cuda.get_rng_state()
+        held = {f"rng.{self.rank}.{device}": hold(state) for device, state in states.items()}
+        return {name: Held(one.shape, one.dtype, one.pieces) for name, one in held.items()}  # each rank has its own
+
+    # Loading
+
+    def load(self, checkpoint: Checkpoint) -> Numbers:
+        """Everything as it was saved, whatever ranks it was saved from; returns the numbers."""
+        numbers: Numbers = dict(checkpoint.manifests[self.rank % len(checkpoint.manifests)].state)
+        saved = saved_tensors(checkpoint.folder)
+        outer, outer_loaded = self.mode.state.restoring(numbers["outer"])
+        inner = self._inner_targets(saved)
+        also = {name: _empty(data) for name, data in saved.items() if name.startswith("also.")}
+        random = {name: _empty(data) for name, data in saved.items() if name.startswith(self._random_prefix(saved))}
+        held = {name: hold(tensor) for name, tensor in (inner | also | random).items()}
+        read_tensors(checkpoint.folder, self._model() | outer | held)
+        outer_loaded()
+        self._load_inner(inner, numbers["inner"])
+        set_position(self.schedule, numbers["schedule"])
+        for what, part in self.also.items():
+            prefix = f"also.{what}."
+            own = {name.removeprefix(prefix): tensor for name, tensor in also.items() if name.startswith(prefix)}
+            if what in numbers["also"]:
+                part.load_state_dict(numbers["also"][what] | own)
+        self._load_random(random)
+        return numbers
+
+    def _inner_targets(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        parameters = self._parameters()
+        targets = {}
+        for full, data in saved.items():
+            if not full.startswith("inner."):
+                continue
+            name = full.split(".", 2)[2]
+            if name not in parameters:
+                raise CheckpointError(f"the checkpoint has the inner optimizer's state of '{name}', the model has none")
+            same = tuple(data.size) == tuple(parameters[name].shape) and data.size
+            targets[full] = (
+                torch.zeros_like(parameters[name], dtype=data.properties.dtype).detach() if same else _empty(data)
+            )
+        return targets
+
+    def _load_inner(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Through the optimizer's own load_state_dict, which knows on what device each thing belongs."""
+        states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
+        for full, tensor in tensors.items():
+            _, key, name = full.split(".", 2)
+            states.setdefault(name, {})[key] = tensor
+        names = {id(parameter): name for name, parameter in self._parameters().items()}
+        order = [names[id(parameter)] for group in self.inner.param_groups for parameter in group["params"]]
+        current = self.inner.state_dict()
+        current["state"] = {index: states[name] for index, name in enumerate(order) if name in states}
+        self.inner.load_state_dict(current)
+
+    def _random_prefix(self, saved: Mapping[str, TensorStorageMetadata]) -> str:
+        """Of this rank's own state, or, if there were fewer ranks then, of one of theirs."""
+        ranks = sorted({int(name.split(".")[1]) for name in saved if name.startswith("rng.")})
+        return f"rng.{ranks[self.rank % len(ranks)]}." if ranks else "rng.none."
+
+    def _load_random(self, states: Mapping[str, Tensor]) -> None:
+        for name, state in states.items():
+            if name.endswith(".cpu"):
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+
+
+def _empty(data: TensorStorageMetadata) -> Tensor:
+    return torch.zeros(data.size, dtype=data.properties.dtype)

@@ -1,0 +1,271 @@
+"""From a run file and a command line to one validated RunConfig, and back to a file.
+
+Raw values are merged first (recipe of the model and mode < run file < command line) and validated once, by the command
+line's parser and the dataclasses themselves; nothing is edited afterwards. A key of the file is an option of the
+command line: `lr` under `[outer]` is `--outer.lr`.
+"""
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.training.config.recipes import (
+    ENGINE_DEFAULTS,
+    MODE_DEFAULTS,
+    SWITCHED_OFF_BY_ZERO,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_WITH_ENGINE,
+    model_recipe,
+)
+from diloco.training.config.run import RunConfig, may_change
+
+_FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
+ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
+
+
+def sections(config: RunConfig) -> dict[str, Any]:
+    """The dataclasses of a run by the name of their table in a run file; the run's own keys are under ""."""
+    inner = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {"": config, **{name: value for name, value in inner.items() if is_dataclass(value)}}
+
+
+def own_fields(section: Any) -> list[str]:
+    """The names of a section's values, without the sections inside it."""
+    return [field.name for field in fields(section) if not is_dataclass(getattr(section, field.name))]
+
+
+@cache
+def known_keys() -> list[str]:
+    """Every dotted key of a run, in order."""
+    tables = sections(RunConfig()).items()
+    return [dotted(table, name) for table, section in tables for name in own_fields(section)]
+
+
+def dotted(table: str, name: str) -> str:
+    return f"{table}.{name}" if table else name
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The dotted keys of a TOML file; unknown ones are refused with the nearest name."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"run file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"run file {path} cannot be read as TOML: {error}") from error
+    values = dict(_flatten(raw))
+    known = known_keys()
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else "`diloco train --print-config` lists all keys"
+            raise ConfigError(f"run file {path}: unknown key '{key}'; {hint}")
+    return values
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        items += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return items
+
+
+def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Command-line tokens of `train` with everything that the recipe and the run file add, and notes for the user.
+
+    The run file, if any, is the first token.
+    """
+    tokens = _join_flags([_unalias(token) for token in tokens])
+    if "resume" in _given(tokens):
+        return _merge_resumed(tokens), []
+    has_file = bool(tokens) and not tokens[0].startswith("-")
+    file = read_run_file(Path(tokens[0])) if has_file else {}
+    given = _given(tokens)
+    _check_tables(given)
+    _check_whole(file | given)
+    model = str(given.get("model", file.get("model", RunConfig.model)))
+    mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
+    engine = str(given.get("engine", file.get("engine", RunConfig.engine)))
+    notes = _check_effect(mode, engine, file, given)
+    recipe = ENGINE_DEFAULTS.get(engine, {}) | _recipe(model, mode, file | given)
+    merged = {key: value for key, value in (recipe | file).items() if key not in given}
+    return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Options that are not part of a whole run's: the tokens as the parser takes them, and their values by name."""
+    tokens = _join_flags([_unalias(token) for token in tokens])
+    given = _given(tokens)
+    _check_tables(given)
+    _check_whole(given)
+    return tokens, given
+
+
+def _merge_resumed(tokens: Sequence[str]) -> list[str]:
+    """A run that goes on has its own run file; the command line may change what does not make another run of it."""
+    given = _given(tokens)
+    named = given.pop("resume")
+    if not named or named.startswith("--"):
+        raise ConfigError("--resume without a run folder: name the one to go on with, as in --resume runs/RUN")
+    folder = Path(named)
+    path = folder / "config.toml"
+    if not tokens[0].startswith("-"):
+        raise ConfigError(f"--resume {folder} has a run file of its own, {path}: leave {tokens[0]} out")
+    if not folder.is_dir() or not path.exists():
+        missing = "there is no such folder" if not folder.is_dir() else "it has no config.toml"
+        raise ConfigError(f"--resume {folder} is not a run folder: {missing}")
+    file = read_run_file(path)
+    _check_tables(given)
+    _check_whole(given)
+    if "out" in given:
+        raise ConfigError(f"--out {given['out']} with --resume: a run that goes on stays in its folder")
+    for key, value in given.items():
+        if key in known_keys() and not may_change(key) and not _same(value, file.get(key)):
+            raise ConfigError(
+                f"--{key} {value}: this run was begun with {key} = {_token(file.get(key, 'none'))}, and going on with "
+                "another would make another run of it; leave it out, or start a new run"
+            )
+    _check_switched_off(file, given)
+    kept = {key: value for key, value in file.items() if key not in given and key != "out"}
+    return [f"--{key}={_token(value)}" for key, value in kept.items()] + [f"--out={folder}"] + list(tokens)
+
+
+def _same(text: str, value: object) -> bool:
+    """Whether an option says what a run file has: 0.50 is 0.5."""
+    if text.lower() == _token("none" if value is None else value).lower():
+        return True
+    try:
+        return float(text) == float(str(value))
+    except ValueError:
+        return False
+
+
+def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """What model and mode suggest, without what belongs to a choice that the user made otherwise."""
+    recipe = model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
+    if "data.tokenizer" in asked:  # it brings its own vocabulary
+        recipe.pop("data.vocab_size", None)
+    if "outer.optimizer" in asked:  # the numbers are another optimizer's
+        recipe = {key: value for key, value in recipe.items() if not key.startswith("outer.")}
+    return recipe
+
+
+def _unalias(token: str) -> str:
+    """`--codec int8` is `--sync.codec int8`; dashes within a name are underscores."""
+    if not token.startswith("--"):
+        return token
+    name, equals, value = token[2:].partition("=")
+    name = ALIASES.get(name, name)
+    known = name.replace("-", "_")
+    return f"--{known if known in known_keys() else name}{equals}{value}"
+
+
+def _join_flags(tokens: Sequence[str]) -> list[str]:
+    """`--compute.compile true` as one token: the parser knows flags with and without =, but not with a space."""
+    joined: list[str] = []
+    for token in tokens:
+        flag = joined and joined[-1].startswith("--") and joined[-1][2:] in _keys_of(bool)
+        if flag and token.lower() in ("true", "false", "none"):
+            joined[-1] += f"={token}"
+        elif flag and not token.startswith("-"):
+            raise ConfigError(f"{joined[-1]} {token}: it must be true or false (a run file comes first)")
+        else:
+            joined.append(token)
+    return joined
+
+
+def _given(tokens: Sequence[str]) -> dict[str, str]:
+    """The options on the command line with their values, as text."""
+    given = {}
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            given[name] = value if equals else following
+    return given
+
+
+def _check_tables(given: Mapping[str, str]) -> None:
+    """The parser would take a whole table as JSON, past what is checked here."""
+    for table in (sections(RunConfig()).keys() - {""}) & given.keys():
+        example = next(key for key in known_keys() if key.startswith(f"{table}."))
+        raise ConfigError(f"--{table} is a table of options: give them one by one, as in --{example}")
+
+
+@cache
+def _keys_of(kind: type) -> frozenset[str]:
+    tables = sections(RunConfig()).items()
+    return frozenset(
+        dotted(t, field.name) for t, s in tables for field in fields(s) if field.type in (kind, kind | None)
+    )
+
+
+def _check_whole(values: Mapping[str, Any]) -> None:
+    """The command line's parser would round 2.7 steps to 3 without a word."""
+    for key in _keys_of(int) & values.keys():
+        if _FRACTION.fullmatch(str(values[key])):
+            raise ConfigError(f"{key} = {values[key]} must be a whole number")
+
+
+def _token(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_effect(mode: str, engine: str, file: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """An option without effect in this mode or engine is refused on the command line, and noted if a shared run file
+    has it."""
+    notes = []
+    tables = {
+        f"mode '{mode}'": WITHOUT_EFFECT.get(mode, ()),
+        f"engine '{engine}'": WITHOUT_EFFECT_WITH_ENGINE.get(engine, ()),
+    }
+    for chosen, useless in tables.items():
+        for key in given:
+            if useless and key.startswith(useless):
+                raise ConfigError(f"--{key} has no effect in {chosen}: leave it out")
+        ignored = [key for key in file if useless and key.startswith(useless)]
+        notes += [f"{chosen} has no use for {', '.join(ignored)} of the run file"] if ignored else []
+    _check_switched_off(file, given)
+    return notes
+
+
+def _check_switched_off(file: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    """An option of what is switched off is refused on the command line; a run file of an earlier run has them all."""
+    for switch, keys in SWITCHED_OFF_BY_ZERO.items():
+        off = _same(str(given.get(switch, file.get(switch, "none"))), 0)
+        useless = [key for key in keys if key in given]
+        if off and useless:
+            raise ConfigError(f"--{useless[0]} has no effect with {switch} = 0: leave out one of the two")
+
+
+def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """A run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
+    lines: list[str] = []
+    for table, section in sections(config).items():
+        unused = table == "swarm" and config.engine != "swarm"  # explained, but not set: it would have no effect
+        if unused and not comments:
+            continue
+        lines += ["", f"[{table}]"] if table else []
+        for name in own_fields(section):
+            value, default = getattr(section, name), getattr(type(section), name)
+            if value is None and default is not None:
+                value = "none"
+            if value is not None or comments:
+                line = f"{name} = {_literal(value)}" if value is not None else f"# {name} ="
+                comment = (comments or {}).get(dotted(table, name))
+                lines.append(("# " if unused else "") + line + (f"  # {comment}" if comment else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: object) -> str:
+    """A value as TOML writes it: JSON does, but for two things of which TOML has its own idea."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

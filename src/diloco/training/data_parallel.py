@@ -1,0 +1,176 @@
+"""Data-parallel training over the same engines: the baseline that DiLoCo is compared with.
+
+At every step the workers average their gradients, as one flat vector through the same codec, engine and byte counting
+as an outer gradient, and then all take the same inner step. The classical baseline sends fp32.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+from torch import nn
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.config import SyncConfig
+from diloco.core.digest import digest
+from diloco.core.fragments import PartLayout
+from diloco.engines.base import Engine
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.outer.model_tensors import model_tensors
+from diloco.outer.tensor_pieces import Held, Numbers
+
+_COUNTERS = (
+    "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"
+)  # fmt: skip
+
+
+class DataParallel:
+    """Call `average_gradients()` after backward, then clip if you like, then `step()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        *,
+        sync: SyncConfig,
+        weight: float = 1.0,
+        identity: str = "",
+    ) -> None:
+        self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
+        tensors = model_tensors(model, inner)
+        self.parameters = tensors.averaged
+        numel = sum(parameter.numel() for parameter in self.parameters.values())
+        device = next(iter(self.parameters.values())).device
+        self._gradient = torch.zeros(numel, device=device)
+        self._vector = EncodedVector(codec(sync.codec), PartLayout(numel), device)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+        self._layout = hashlib.sha256(repr(("data-parallel", shapes, sync, identity)).encode()).hexdigest()[:16]
+        self._views = self._gradient_views()
+        self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
+        self.report = Report()
+        self.inner_steps = self.rounds = self.rounds_failed = self.contributions_refused = self.bytes_sent = (
+            self.sequence
+        ) = 0
+        self.sync_seconds = 0.0
+        self.stopping = False
+        engine.serve_state(self._state)
+        self._join(engine.fetch_state())
+
+    def _gradient_views(self) -> dict[str, torch.Tensor]:
+        """Gradients live in one flat buffer, so that averaging needs no copying."""
+        offset, views = 0, {}
+        for name, parameter in self.parameters.items():
+            views[name] = self._gradient[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+        return views
+
+    def zero_grad(self) -> None:
+        self._gradient.zero_()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._views[name]
+
+    def _check_gradients(self) -> None:
+        """Gradients anywhere else than in the flat buffer would not be averaged."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None or parameter.grad.data_ptr() != self._views[name].data_ptr():
+                raise ConfigError(
+                    f"the gradient of '{name}' is not where DataParallel put it: call its own zero_grad() before "
+                    "backward, not the optimizer's or the model's"
+                )
+
+    def average_gradients(self) -> None:
+        """Every worker's gradient becomes the mean; without a mean it raises, since nobody may step alone."""
+        started = time.monotonic()
+        self._check_gradients()
+        self._vector.encode(0, self._gradient)
+        norm = float(torch.linalg.vector_norm(self._gradient))
+        try:
+            result = self._round(
+                Contribution(
+                    self._vector,
+                    self.weight,
+                    norm,
+                    "",
+                    self._layout,
+                    self.sync.max_norm_ratio,
+                    self._report(),
+                )
+            )
+        except RoundFailed as failure:
+            raise EngineError(f"data-parallel step {self.inner_steps + 1} has no mean gradient: {failure}") from failure
+        self._gradient.copy_(result.mean.decode(0, self._vector.layout.num_parts))
+        self.rounds += 1
+        self.sync_seconds += time.monotonic() - started
+        self.stopping = self.stopping or result.stopping
+
+    def _round(self, contribution: Contribution) -> RoundResult:
+        key = RoundKey(self.sequence, 0)
+        self.sequence += 1
+        result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
+        self.bytes_sent += result.bytes_sent
+        self.contributions_refused += len(result.refused)
+        return result
+
+    def _report(self) -> Report:
+        return replace(
+            self.report,
+            inner_steps=self.inner_steps,
+            bytes_sent=self.bytes_sent,
+            sync_seconds=self.sync_seconds,
+        )
+
+    def step(self) -> None:
+        self.inner.step()
+        self.inner_steps += 1
+
+    def finish(self, *, before_confirming: Callable[[], None] | None = None) -> None:
+        """A last exchange without payload: everyone learns everyone's final digest and report."""
+        if before_confirming is not None:
+            before_confirming()
+        vector = EncodedVector(codec(self.sync.codec), PartLayout(0))
+        self._round(Contribution(vector, 0.0, 0.0, self.anchor_digest(), self._layout, report=self._report()))
+
+    # Saving
+
+    def settle(self) -> None:
+        """Nothing: no round is in flight between two steps."""
+
+    def unsavable(self) -> str | None:
+        """A worker that stops does so after a step like any other, together with all."""
+        return None
+
+    def saved(self) -> tuple[dict[str, Held], Numbers]:
+        """Everything but the model and the inner optimizer."""
+        return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
+
+    def restoring(self, numbers: Numbers) -> tuple[dict[str, Held], Callable[[], None]]:
+        """The memory to load a saved state into, and what to call then."""
+
+        def loaded() -> None:
+            for name in _COUNTERS:
+                setattr(self, name, numbers[name])
+            self.report, self.stopping = Report(**numbers["report"] | {"stopping": False}), False
+
+        return {}, loaded
+
+    @torch.no_grad()
+    def anchor_digest(self) -> str:
+        """Of the parameters, which every worker must hold in the same bits."""
+        parts = [digest(parameter.detach().float().reshape(-1)) for parameter in self.parameters.values()]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+    def _state(self) -> GlobalState:
+        tensors = {name: tensor.detach() for name, tensor in self._start.items()}
+        return GlobalState(tensors, {"merged": self.rounds, "inner_steps": 0, "sequence": 0}, self._layout)
+
+    @torch.no_grad()
+    def _join(self, state: GlobalState | None) -> None:
+        if state is not None:
+            for name, tensor in self._start.items():
+                if tensor.data_ptr() != state.tensors[name].data_ptr():
+                    tensor.copy_(state.tensors[name])

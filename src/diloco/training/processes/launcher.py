@@ -1,0 +1,180 @@
+"""Local workers as processes: starts them, passes a stop on to them, and never leaves one behind. Torch-free.
+
+A worker that dies takes the run with it (torch.distributed has a fixed membership), but not at once: the others are
+given their bounded wait to notice, to save what was agreed and to write how far they came.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from diloco.errors import CheckpointError, ConfigError, WorkerFailed
+from diloco.training.config.run import RunConfig
+from diloco.training.processes.spawn import (
+    CHECKPOINT_CODE,
+    EXCLUDED_CODE,
+    RENDEZVOUS_FILE,
+    STOP_SIGNALS,
+    Place,
+    local_worker,
+)
+from diloco.training.records.events import EventReader
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 15.0
+
+
+class LocalWorkers:
+    """The processes of one run. `stop()` may be called from a signal handler."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path, *, resume: bool = False) -> None:
+        """`resume`: go on from the checkpoints in the run folder."""
+        self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
+        self._events = EventReader(run_folder)
+        self._started = False
+        self.stop_requests = 0
+        sizes = config.sizes()
+        self._places = [Place(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
+        self._processes: list[BaseProcess] = []
+        self._failed: tuple[int, int] | None = None  # the first process that failed, and its exit code
+        self._silent: list[Place] = []  # those that did not end by themselves after that
+
+    def run(self, poll: Callable[[], None]) -> None:
+        """Start all workers and see them to their end; `poll` is called several times a second."""
+        (self.run_folder / "logs").mkdir(exist_ok=True)
+        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # a killed launcher leaves it
+        for place in self._places:
+            put_aside(place.log)
+        self._events.skip()
+        try:
+            self._start()
+            self._supervise(poll)
+        finally:
+            self._kill_all()
+        if self._failed is not None:
+            raise self._failure(*self._failed)
+
+    def stop(self) -> None:
+        """First request: the workers end with a last round. Second: they are killed."""
+        self.stop_requests += 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for process in self._alive():
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with signals_held_back():
+            for place in self._places:
+                process = context.Process(
+                    target=local_worker, args=(self.config, place), name=f"diloco-worker-{place.process}", daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+        if self.stop_requests:  # asked for before there was anyone to pass it on to
+            self._pass_on()
+
+    def _supervise(self, poll: Callable[[], None]) -> None:
+        deadline: float | None = None
+        while self._alive():
+            time.sleep(_POLL_SECONDS)
+            poll()
+            if self._failed is None and (failed := self._first_failure()) is not None:
+                self._failed = failed
+                deadline = time.monotonic() + self._grace_seconds(failed[1])
+            if deadline is not None and time.monotonic() > deadline:
+                alive = zip(self._places, self._processes, strict=True)
+                self._silent = [place for place, process in alive if process.is_alive()]
+                return
+        self._failed = self._failed or self._first_failure()
+        poll()
+
+    def _grace_seconds(self, code: int) -> float:
+        """How long the others may take to notice: nothing if they had not met yet.
+
+        A worker that was not killed has failed after a wait of its own, and so have the others.
+        """
+        self._started |= any(event["type"] == "worker_started" for event in self._events.new_events())
+        if not self._started:
+            return 2.0
+        return _GRACE_SECONDS + (self.config.sync.timeout_seconds if code < 0 else 0.0)
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self._processes if process.is_alive()]
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        """Killed workers first, since the others only noticed."""
+        codes = [(number, process.exitcode) for number, process in enumerate(self._processes)]
+        failed = [(number, code) for number, code in codes if code not in (None, 0)]
+        return min(failed, key=lambda item: (item[1] > 0, item[0])) if failed else None
+
+    def _kill_all(self) -> None:
+        for process in self._alive():
+            process.kill()
+        for process in self._processes:
+            process.join(_GRACE_SECONDS)
+        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
+
+    def _failure(self, process: int, code: int) -> Exception:
+        if self.stop_requests > 1:
+            return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
+        place = self._places[process]
+        silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
+        return failure(f"{place} of {self.config.workers}", place.log, code, silent)
+
+
+def failure(who: str, log: Path, code: int, more: str = "") -> Exception:
+    """What a worker process's end with that exit code is to its user."""
+    output = log.read_text(errors="replace") if log.exists() else ""
+    reason = _last_line(output)
+    if code < 0:
+        reason = f"killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGILL:
+            reason += " (an instruction that this CPU lacks; bf16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 on some)"
+    elif code == 2:
+        return ConfigError(reason)
+    elif code == CHECKPOINT_CODE:
+        return CheckpointError(reason)
+    elif code == EXCLUDED_CODE or reason_is_enough(output):
+        return WorkerFailed(f"{who} has ended: {reason}")
+    return WorkerFailed(f"{who} failed: {reason}{more}", output)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Processes started in here receive a stop only once they can obey it (worker.py); so does this one."""
+    resource_tracker.ensure_running()  # multiprocessing's own process: starting it would let the signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def put_aside(log: Path) -> None:
+    """The log of an earlier start keeps its text under a number: worker-0.1.log, and so on."""
+    if log.exists():
+        number = 1
+        while (older := log.with_suffix(f".{number}.log")).exists():
+            number += 1
+        log.rename(older)
+
+
+def reason_is_enough(output: str) -> bool:
+    """The others' answer, or that there was none: where in the program it was heard helps nobody."""
+    return any(line.startswith("diloco.errors.RendezvousError: ") for line in output.splitlines()[-1:])
+
+
+def _last_line(output: str) -> str:
+    """The message of the last traceback, without the exception's module."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it wrote nothing"
+    return last.split(": ", 1)[1] if last.startswith("diloco.errors.") and ": " in last else last

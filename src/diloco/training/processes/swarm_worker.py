@@ -1,0 +1,177 @@
+"""A worker process of a swarm: finds the others or begins anew, builds its training, runs it, and says goodbye."""
+
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from diloco.data.corpus import Corpus
+from diloco.data.preparation.receiving import corpus_files
+from diloco.engines.swarm.engine import SwarmEngine
+from diloco.engines.swarm.network.listen_port import usual_port
+from diloco.engines.swarm.run_files import SWARM_FOLDER
+from diloco.engines.swarm.settings import Settings
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
+from diloco.training.batches import Texts
+from diloco.training.checkpoints.resuming import newest
+from diloco.training.config.run import RunConfig
+from diloco.training.loop import Training
+from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, STOP_SIGNALS, Chair
+from diloco.training.processes.worker import device_of
+from diloco.training.records.events import EventLog
+from diloco.training.records.run_description import RUN_JSON
+
+logger = logging.getLogger(__name__)
+
+_CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
+    (ConfigError, 2), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE)
+)  # fmt: skip
+
+
+class _Stopped(BaseException):
+    """Asked to stop before there was anything to save."""
+
+
+def swarm_worker(config: RunConfig, chair: Chair) -> None:
+    """From the meeting with the others on; ends the process."""
+    code = 1
+    try:
+        _train(config, chair)
+        code = 0
+    except _Stopped:
+        logger.info("stopped before the first step")
+        code = 0
+    except DiLoCoError as error:
+        traceback.print_exc()
+        code = next((code for kind, code in _CODES if isinstance(error, kind)), 1)
+    except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
+
+
+def settings_of(config: RunConfig, chair: Chair) -> Settings:
+    """What this worker's sidecar is told. Each local worker has a port of its own."""
+    swarm = config.swarm
+    announce = () if config.announce is None else tuple(one.strip() for one in config.announce.split(","))
+    folder = chair.run_folder.absolute() / SWARM_FOLDER
+    port = None if config.port is None else config.port + chair.index
+    if port is None and not announce:  # what is announced needs a port that its user knows
+        port = usual_port(folder, chair.seat, config.host)
+    return Settings(
+        folder=str(folder),
+        seat=chair.seat,
+        founder=chair.founder,
+        host=config.host,
+        port=port,
+        announce=announce,
+        min_workers=swarm.min_workers,
+        patience=swarm.patience,
+        lost_seconds=swarm.lost_seconds,
+        timeout_seconds=config.sync.timeout_seconds,
+        refusals_to_ban=swarm.refusals_to_ban,
+        label=platform.node()[:48] + (f"/{chair.index}" if chair.chairs > 1 else ""),
+    )
+
+
+class SwarmEvents:
+    """What the swarm tells goes into the run's log, once this worker has a number. Called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._log: EventLog | None = None
+        self._early: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, type_: str, fields: Mapping[str, Any]) -> None:
+        told = {("member" if name == "number" else name): value for name, value in fields.items()}
+        with self._lock:
+            if self._log is None:
+                self._early.append((type_, told))
+                return
+        self._emit(type_, told)
+
+    def into(self, log: EventLog) -> None:
+        with self._lock:
+            self._log, early = log, self._early
+        for type_, fields in early:  # whoever was met before this worker had its number was there already
+            self._emit(type_, fields | ({"already": True} if type_ == "member_joined" else {}))
+
+    def _emit(self, type_: str, fields: dict[str, Any]) -> None:
+        assert self._log is not None
+        try:
+            self._log.emit(type_, **fields)
+        except OSError as error:  # a full disk must not stop the swarm's thread
+            logger.error("the event '%s' was not written: %s", type_, error)
+
+
+def _on_stop(stop: Callable[[], None]) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
+
+
+def _give_up() -> None:
+    raise _Stopped
+
+
+def _train(config: RunConfig, chair: Chair) -> None:
+    _on_stop(_give_up)  # to find the others may take a minute, and so may their state
+    device = device_of(config, chair.index)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // chair.chairs))
+    own = None if chair.own_folder is None else Corpus.open(chair.own_folder)
+    texts = Texts(Corpus.open(chair.corpus_folder, in_part=True), own, chair.index, chair.chairs)
+    heard = SwarmEvents()
+    engine = SwarmEngine(settings_of(config, chair), on_event=heard)
+    try:
+        log = EventLog(chair.run_folder, engine.worker)
+        heard.into(log)
+        _train_with(config, chair, texts, engine, log, device)
+    finally:
+        engine.close()
+    log.close()
+
+
+def _train_with(
+    config: RunConfig, chair: Chair, texts: Texts, engine: SwarmEngine, log: EventLog, device: torch.device
+) -> None:
+    files = corpus_files(texts.shared)
+    files[RUN_JSON] = chair.run_folder / SWARM_FOLDER / RUN_JSON
+    engine.serve_files(files)
+    me = _me(engine)
+    founded = bool(me.get("holds"))  # it found nobody: it begins the swarm, or begins it anew
+    start = newest(chair.run_folder) if founded else None
+    saved = start is not None and start.checkpoint is not None
+    place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
+    log.emit("swarm", seat=chair.seat, founded=founded, going_on=saved, **place)
+    engine.hold_back(saved)  # nobody gets the state before it is the saved one
+    training = Training(config, texts, engine, log, device, chair.run_folder, leader=chair.index == 0)
+    training.joined = not founded
+    if start is not None and saved:
+        training.resume(start)
+    engine.hold_back(False)
+
+    def stop() -> None:
+        training.request_stop()
+        engine.leave_soon()
+
+    _on_stop(stop)
+    try:
+        training.run()
+    except Exception as error:
+        training.fail(error)
+        raise
+
+
+def _me(engine: SwarmEngine) -> dict[str, Any]:
+    """This worker as its node tells of it."""
+    return next((one for one in engine.status().get("members", ()) if one["number"] == engine.worker), {})

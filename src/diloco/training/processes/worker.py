@@ -1,0 +1,135 @@
+"""A worker process: finds its place, builds its training, runs it, and leaves a trace of how it ended.
+
+Two ways lead here: `diloco train` starts local workers (launcher.py) and gives each its place; under torchrun every
+process is a worker and the environment gives the place.
+"""
+
+import logging
+import os
+import platform
+import signal
+import sys
+import traceback
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+from diloco.data.corpus import Corpus
+from diloco.engines.connect import gather_bytes, join, rendezvous_error
+from diloco.engines.ranked import RankedEngine
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.engines.worker_ranks import WorkerRanks
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError
+from diloco.training.checkpoints.resuming import agree
+from diloco.training.config.run import RunConfig
+from diloco.training.loop import Training
+from diloco.training.processes.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place
+from diloco.training.records.events import EventLog, NoEvents
+
+START_SECONDS = 120.0
+logger = logging.getLogger(__name__)
+
+
+def local_worker(config: RunConfig, place: Place) -> None:
+    """A process started by the launcher, from the rendezvous on; ends the process."""
+    code = 1
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        _meet_locally(config, place)
+        corpus = Corpus.open(place.corpus_folder)
+        code = train_here(
+            config, corpus, place.run_folder, place.sizes, local_processes=place.processes, resume=place.resume
+        )
+    except DiLoCoError as error:
+        traceback.print_exc()
+        code = 2 if isinstance(error, ConfigError) else CHECKPOINT_CODE if isinstance(error, CheckpointError) else 1
+    except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # a launcher without them has none to hand on
+                stream.flush()
+        os._exit(code)  # a thread may still sit in a collective that a lost peer never ends
+
+
+def train_here(
+    config: RunConfig,
+    corpus: Corpus,
+    run_folder: Path,
+    sizes: tuple[int, ...],
+    *,
+    local_processes: int,
+    resume: bool = False,
+) -> int:
+    """Run this process's rank in an initialised torch.distributed world; returns the exit code.
+
+    `sizes`: the ranks of each worker. Its first rank alone writes events. `resume`: go on from the run folder's
+    checkpoints.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    device = device_of(config, local_rank)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
+    engine = _engine(config, sizes)
+    check_devices(device, engine.ranks)
+    start = agree(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
+    events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
+    training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: training.request_stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
+    try:
+        if start is not None:
+            training.resume(start)
+        training.run()
+    except Exception as error:
+        training.fail(error)
+        raise
+    engine.close()
+    events.close()
+    return 0
+
+
+def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine | RankedEngine:
+    seconds = config.sync.timeout_seconds
+    if set(sizes) == {1}:
+        return TorchDistributedEngine(backend=config.backend, timeout_seconds=seconds, owns_world=True)
+    return RankedEngine(sizes, backend=config.backend, timeout_seconds=seconds, owns_world=True)
+
+
+def device_of(config: RunConfig, local_rank: int) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_devices(device: torch.device, ranks: WorkerRanks) -> None:
+    """NCCL, which the ranks of a worker talk over, refuses two on one device, and not in words that help."""
+    machine = zlib.crc32(platform.node().encode())
+    places = ranks.gather_numbers(machine, -1 if device.index is None else device.index)
+    if device.type == "cuda" and len(set(places)) < ranks.count:
+        raise ConfigError(
+            f"{ranks.count} ranks of a worker share {len(set(places))} CUDA devices: each needs its own; use fewer "
+            "ranks or workers, or --device cpu"
+        )
+
+
+def _meet_locally(config: RunConfig, place: Place) -> None:
+    """At a file in the run folder, or, if a port was asked for, at that port of this machine."""
+    if config.port is None:
+        meeting = place.run_folder / RENDEZVOUS_FILE
+        file = FileStore(str(meeting), place.processes)
+        join(str(meeting), file, place.process, place.processes, START_SECONDS)
+        return
+    where = f"127.0.0.1:{config.port}"
+    try:
+        store = TCPStore("127.0.0.1", config.port, place.processes, is_master=place.process == 0)
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise rendezvous_error(where, place.process, place.processes, START_SECONDS, error) from error
+    join(where, store, place.process, place.processes, START_SECONDS)

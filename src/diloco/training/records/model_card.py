@@ -1,0 +1,114 @@
+"""A model card: what was trained, on what, by whom and how well, from a run's config.toml and summary.json alone.
+
+Says nothing that these do not say: no licence, no language, no intended use. Of local paths only the last part is told,
+since a card is for others.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco.models.pretrained import is_local, is_pretrained, label
+from diloco.training.records.summary import Summary
+
+
+def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str) -> str:
+    """The README.md of an exported model. `options`: the dotted keys of the run's config.toml."""
+    rows = [*_what(summary, options), *_how(summary, options), *_result(summary), ("weights", dtype)]
+    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows if value)
+    return f"""{_front_matter(options)}
+# {label(options["model"])}, trained with {_method(summary)}
+
+{_status(summary)}
+
+| | |
+| --- | --- |
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+```
+"""
+
+
+def _front_matter(options: Mapping[str, Any]) -> str:
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- diloco"]
+    model = options["model"]
+    if is_pretrained(model) and not is_local(model):
+        lines.append(f"base_model: {model.removeprefix('hf:')}")
+    return "\n".join([*lines, "---", ""])
+
+
+def _method(summary: Summary) -> str:
+    return "DiLoCo" if summary["mode"] == "diloco" else "data-parallel training"
+
+
+def _status(summary: Summary) -> str:
+    if summary["status"] == "complete":
+        return "The run came to its end."
+    if summary["status"] == "stopped":
+        return f"The run was stopped after {summary['inner_steps']:,} inner steps, before its end."
+    steps = f"{summary['inner_steps']:,} inner steps"
+    return f"The run failed after {steps} ({summary['error']}); these are the last agreed weights."
+
+
+def _what(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    model, tokenizer = options["model"], options.get("data.tokenizer")
+    start = f"the weights of {_public(model)}" if is_pretrained(model) else f"random weights, preset {model}"
+    return [
+        ("started from", start),
+        ("parameters", _number(summary["parameters"])),
+        ("data", _public(options["data.source"])),
+        ("tokenizer", _tokenizer(model, tokenizer, options["data.vocab_size"])),
+        ("sequence length", _number(options["data.sequence_length"])),
+    ]
+
+
+def _tokenizer(model: str, tokenizer: str | None, vocab_size: int) -> str:
+    if tokenizer is None:
+        return f"byte-level BPE of at most {vocab_size:,} tokens, trained on the data"
+    own = is_pretrained(model) and Path(model.removeprefix("hf:")) in (Path(tokenizer), Path(tokenizer).parent)
+    return "the model's own" if own or tokenizer == model else _public(tokenizer)
+
+
+def _how(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("workers", str(summary["workers"])),
+        ("inner steps of each", _number(summary["inner_steps"])),
+        ("tokens, all workers", _number(summary["tokens"])),
+        ("inner optimizer", f"AdamW, peak learning rate {options['inner.lr']}, batch {options['training.batch_size']}"),
+    ]
+    if summary["mode"] == "diloco":
+        numbers = {key.removeprefix("outer."): value for key, value in options.items() if key.startswith("outer.")}
+        outer = ", ".join([numbers.pop("optimizer"), *(f"{name} {value}" for name, value in numbers.items())])
+        rows += [("inner steps between rounds (H)", str(summary["num_inner_steps"])), ("outer optimizer", outer)]
+    failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
+    return [*rows, ("rounds", f"{_number(summary['rounds'])}{failed}"), ("codec", summary["codec"])]
+
+
+def _result(summary: Summary) -> list[tuple[str, str]]:
+    before, after = summary["initial_validation_perplexity"], summary["validation_perplexity"]
+    start = f" (before: {before:,.2f})" if before is not None else ""
+    sent, baseline = summary["bytes_sent_per_worker"], summary["data_parallel_bytes_per_worker"]
+    return [
+        ("validation perplexity", f"{after:,.2f}{start}" if after is not None else "not measured"),
+        ("sent by a worker", f"{_number(sent)} bytes (fp32 data-parallel training: {_number(baseline)})"),
+        ("seconds", f"{summary['seconds']:,.0f}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())),
+    ]
+
+
+def _public(name: str) -> str:
+    """A name as others may know it: of a path its last part."""
+    return Path(name).name if is_local(name) else name.removeprefix("hf:")
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,36 @@
+"""What a run leaves: the model as a folder that others can load, and a sample of its text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from diloco.data.corpus import Corpus
+from diloco.data.tokenizer import Tokenizer
+from diloco.models.base import LanguageModel
+from diloco.models.text.generation import Sampling, generate
+from diloco.training.config.run import RunConfig
+from diloco.training.records.run_folder import MODEL_FOLDER
+
+
+def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
+    """RUN/model/, with the tokenizer."""
+    tokenizer = corpus.tokenizer_path
+    end_of_text = Tokenizer.load(tokenizer).decode([corpus.meta.end_of_text])
+    model.save(folder / MODEL_FOLDER, tokenizer_path=tokenizer, end_of_text=end_of_text)
+
+
+def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callable[..., None]) -> None:
+    """As an event, if one is wanted; the run has ended well, whatever comes of it."""
+    wanted = config.training
+    if not wanted.sample_tokens:
+        return
+    tokenizer = Tokenizer.load(corpus.tokenizer_path)
+    prompt = tokenizer.encode(wanted.sample_prompt) or [corpus.meta.end_of_text]
+    sampling = Sampling(generator=torch.Generator().manual_seed(config.seed))
+    try:
+        tokens = generate(model, prompt, max_new_tokens=wanted.sample_tokens, sampling=sampling)
+    except Exception as error:  # noqa: BLE001 - the model is saved
+        tell("sample_skipped", reason=str(error))
+    else:
+        tell("sample", prompt=wanted.sample_prompt, text=tokenizer.decode(tokens))

@@ -1,0 +1,91 @@
+"""A run of a swarm as joiners are told of it: run.json, data only, and what of it is believed.
+
+    {"version": "0.1.0", "model": "tiny", "corpus": "<sha256>", "config": {"steps": 800, "sync.codec": "fp16", …}}
+
+It has the keys that must be the same on all machines (`RunConfig.shared`), each a number, a truth value or one of some
+words. It can name no file, no dataset, no address and nothing to execute: such keys are each machine's own, and if
+they are there all the same the run is refused. A model is named only if it is a preset: whoever joins a run of another
+model must name it (--model), and so decides what is loaded. Torch-free.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.models.native.presets import PRESETS
+from diloco.training.config.run import RunConfig
+from diloco.version import __version__
+
+RUN_JSON = "run.json"
+MAX_BYTES = 1 << 16
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LONGEST_WORD = 64
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is the same on all machines."""
+
+    model: str | None
+    """A preset; None: a model that is on the founder's machine only."""
+    corpus: str
+    """The digest of the text."""
+    values: Mapping[str, Any]
+    """By dotted key."""
+
+    @classmethod
+    def of(cls, config: RunConfig, corpus_digest: str) -> "Described":
+        return cls(config.model if config.model in PRESETS else None, corpus_digest, config.shared())
+
+    def text(self) -> str:
+        told = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}
+        return json.dumps(told, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "Described":
+        """ConfigError if it is not what a member of this version tells."""
+        try:
+            told = json.loads(path.read_bytes()[: MAX_BYTES + 1])
+            version, model, corpus, values = (told[name] for name in ("version", "model", "corpus", "config"))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(f"the swarm's description of its run cannot be read ({error!r})") from error
+        if version != __version__:
+            raise ConfigError(
+                f"the swarm runs diloco {str(version)[:20]!r}, this machine {__version__!r}: install the same version"
+            )
+        if not (model is None or model in PRESETS) or not isinstance(corpus, str) or not _DIGEST.fullmatch(corpus):
+            raise ConfigError("the swarm's description names a model or a text that no member of this version names")
+        _check(values)
+        return cls(model, corpus, values)
+
+    def tokens(self) -> list[str]:
+        """The options of `diloco train` that say the same."""
+        given = {key: value for key, value in self.values.items() if value is not None or _default(key) is not None}
+        return [f"--{key}={_word(value)}" for key, value in given.items()]
+
+
+def _check(values: Any) -> None:
+    expected = RunConfig().shared()
+    if not isinstance(values, dict) or values.keys() != expected.keys():
+        found = values.keys() if isinstance(values, dict) else set()
+        other = ", ".join(sorted(map(str, found ^ expected.keys()))[:3])[:100]
+        raise ConfigError(
+            f"the swarm's configuration is not one of diloco {__version__}: what must be the same on all machines "
+            f"differs in {other or 'its form'}"
+        )
+    for key, value in values.items():
+        word = isinstance(value, str) and len(value) <= _LONGEST_WORD and value.isascii() and value.isprintable()
+        if not (value is None or isinstance(value, bool | int | float) or word):
+            raise ConfigError(f"the swarm's configuration has a {type(value).__name__} for {key}: it is not to be used")
+
+
+def _default(key: str) -> object:
+    return RunConfig().values()[key]
+
+
+def _word(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

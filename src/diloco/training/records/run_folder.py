@@ -1,0 +1,42 @@
+"""Where in a run folder its model is, and what to do if there is none yet. Torch-free."""
+
+import shlex
+from pathlib import Path
+
+from diloco.errors import ConfigError
+from diloco.models.pretrained import CONFIG_FILE
+from diloco.training.processes.run_lock import trains
+
+RUN_FILE = "config.toml"
+MODEL_FOLDER = "model"
+
+
+def run_model(run: Path) -> Path:
+    """The model folder of a run: what its workers last agreed on. The one place that knows where a run keeps it."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a run folder: there is no such folder")
+    if not (run / RUN_FILE).is_file():
+        raise ConfigError(f"{run} is not a run folder: it has no {RUN_FILE}")
+    if not (run / MODEL_FOLDER / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run} has no {MODEL_FOLDER}/ yet: it is written when the run ends; {until_it_ends(run)}")
+    return run / MODEL_FOLDER
+
+
+def until_it_ends(run: Path) -> str:
+    """What to do about a run that has not come to its end."""
+    if trains(run):
+        return "a process trains there: wait for it, or stop it"
+    return f"no process trains there: go on with `{resume_command(run)}`"
+
+
+def resume_command(run: Path) -> str:
+    return f"diloco train --resume {shlex.quote(str(run))}"
+
+
+def any_model(path: Path) -> Path:
+    """The model folder that a person means: a run's, or the folder itself."""
+    if (path / CONFIG_FILE).is_file():
+        return path
+    if path.is_dir() and not (path / RUN_FILE).is_file():
+        raise ConfigError(f"{path} has neither {RUN_FILE} nor {CONFIG_FILE}: give a run folder or a model folder")
+    return run_model(path)

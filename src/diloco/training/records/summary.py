@@ -1,0 +1,190 @@
+"""summary.json: a run in numbers, computed from its events alone.
+
+Written for every end: complete, stopped by the user, or failed. A folder without it is a run that did not end; nothing
+takes it for a complete one.
+"""
+
+import json
+import math
+import platform
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.records import history
+from diloco.training.records.events import Event, read_events
+from diloco.training.records.run_folder import RUN_FILE, until_it_ends
+from diloco.version import __version__
+
+SUMMARY_FILE = "summary.json"
+Summary = dict[str, Any]
+_ADDED_LATER = frozenset(
+    {"versions", "engine", "resyncs", "members_seen"}
+)  # the summaries of earlier runs are read all the same
+
+
+def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
+    """What a worker sends if fp32 gradients are averaged at every step: a reduce-scatter and an all-gather of each."""
+    return round(steps * 2 * (workers - 1) / workers * 4 * parameters)
+
+
+def summarize(config: RunConfig, events: list[Event], error: str | None = None) -> Summary:
+    """The numbers of a run, from whatever events there are; what a resume took back is not counted."""
+    log, events = events, history.current(events)
+    started = _last(events, "worker_started") or {}
+    ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
+    best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
+    if error is None and (best is None or best["type"] != "worker_finished"):
+        error = "no worker has come to the end"
+    members = (best or {}).get("members") or _last_members(events)
+    reports = [member["report"] for member in members]
+    swarm = _swarm(events, members) if config.engine == "swarm" else {}
+    workers = swarm.get("workers") or started.get("workers", config.workers)
+    steps = _steps(events, members)
+    sent = _bytes_sent(events, members)
+    baseline = data_parallel_bytes(started.get("parameters", 0), max(steps.values(), default=0), workers)
+    return {
+        "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
+        "error": error,
+        "mode": config.mode,
+        "model": config.model,
+        "parameters": started.get("parameters"),
+        "codec": config.sync.codec,
+        **_validation(events),
+        "unigram_perplexity": started.get("unigram_perplexity"),
+        "inner_steps": max(steps.values(), default=0),
+        "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
+        **(_rounds(events) if best is None else {name: best[name] for name in ("rounds", "rounds_failed")}),
+        "contributions_refused": (best or {}).get("contributions_refused", 0),
+        "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
+        "resumes": max(0, len(list(history.starts(log))) - 1),
+        "skipped_steps": sum({event["worker"]: event.get("skipped_steps", 0) for event in ended}.values()),
+        "workers": workers,
+        "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
+        * started.get("tokens_per_step", 0),
+        "bytes_sent_per_worker": sent,
+        "data_parallel_bytes_per_worker": baseline,
+        "communication_reduction": baseline / sent if sent else None,
+        "compute_utilization": _utilization(reports),
+        "anchor_digests": [member["anchor_digest"] for member in members],
+        "engine": config.engine,
+        "resyncs": sum({event["worker"]: event.get("resyncs", 0) for event in ended}.values()),
+        "members_seen": workers,
+        "versions": _versions(),
+        "seconds": history.seconds(log),
+        "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
+    } | swarm
+
+
+def _swarm(events: list[Event], members: list[dict[str, Any]]) -> Summary:
+    """What is otherwise in a swarm: workers come and go, and jump in the schedule."""
+    rounds = [event for event in events if event["type"] == "round"]
+    tokens: dict[int, int] = {}
+    told = [(one["worker"], one["report"]["tokens"]) for event in rounds for one in event["members"]]
+    told += [(event["worker"], event["tokens"]) for event in events if event["type"] == "step"]
+    for worker, count in told:
+        tokens[worker] = max(tokens.get(worker, 0), count)
+    roster: list[int] = next((event["roster"] for event in reversed(rounds) if event["roster"]), [])
+    last = max((one["report"]["inner_steps"] for one in members), default=0)
+    digests = [one["anchor_digest"] for one in members if one["report"]["inner_steps"] == last]
+    return {
+        "workers": max(1, len(roster)),
+        "members_seen": max(1, len(tokens)),
+        "tokens": sum(tokens.values()),
+        "anchor_digests": digests,
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of what computed here; torch is asked for without importing it."""
+    return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
+
+
+def _last(events: list[Event], type_: str) -> Event | None:
+    return next((event for event in reversed(events) if event["type"] == type_), None)
+
+
+def _steps(events: list[Event], members: list[dict[str, Any]]) -> dict[int, int]:
+    """The inner steps of each worker, as far as it has told the others or the log."""
+    steps: dict[int, int] = {member["worker"]: member["report"]["inner_steps"] for member in members}
+    for event in events:
+        if event["type"] in ("step", "round", "worker_finished", "worker_failed"):
+            told = event["step"] if "step" in event else event["inner_steps"]
+            steps[event["worker"]] = max(steps.get(event["worker"], 0), told)
+    return steps
+
+
+def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
+    """Of the worker that sent most. A round's own bytes are part of a worker's sum already."""
+    told = [event["bytes_sent"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
+    return max([member["report"]["bytes_sent"] for member in members] + told, default=0)
+
+
+def _rounds(events: list[Event]) -> Summary:
+    """If no worker lived to count its rounds: the merged and the failed ones that the log shows."""
+    rounds = [event for event in events if event["type"] == "round"]
+    merged = {event["sequence"] for event in rounds if event["mean_norm"] is not None}
+    failed = {event["sequence"] for event in rounds if event["failure"] is not None} - merged
+    counted = max((event["rounds"] for event in events if event["type"] == "step"), default=0)
+    return {"rounds": max(len(merged), counted), "rounds_failed": len(failed)}
+
+
+def _last_members(events: list[Event]) -> list[dict[str, Any]]:
+    return next((event["members"] for event in reversed(events) if event.get("members")), [])
+
+
+def _validation(events: list[Event]) -> Summary:
+    validations = [event for event in events if event["type"] == "validation"]
+    first, last = (validations[0], validations[-1]) if validations else ({}, {})
+    return {
+        "validation_loss": last.get("loss"),
+        "validation_perplexity": last.get("perplexity"),
+        "validation_step": last.get("step"),
+        "initial_validation_perplexity": first.get("perplexity") if first.get("step") == 0 else None,
+    }
+
+
+def _utilization(reports: list[dict[str, Any]]) -> float | None:
+    """The share of training time that was not spent on rounds, averaged over the workers."""
+    shares = [1 - r["sync_seconds"] / r["elapsed_seconds"] for r in reports if r["elapsed_seconds"]]
+    return statistics.fmean(shares) if shares else None
+
+
+def write_summary(folder: Path, config: RunConfig, error: str | None = None) -> Summary:
+    """Summarise a run folder's events into its summary.json, atomically."""
+    summary = summarize(config, read_events(folder), error)
+    temporary = folder / (SUMMARY_FILE + ".partial")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / SUMMARY_FILE)
+    return summary
+
+
+def read_summary(folder: Path) -> Summary:
+    """The summary of a run that has ended; says what is wrong with a folder that has none."""
+    path = folder / SUMMARY_FILE
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a run folder: there is no such folder")
+    if not path.exists():
+        if not (folder / RUN_FILE).is_file():
+            raise ConfigError(f"{folder} is not a run folder: it has neither {SUMMARY_FILE} nor {RUN_FILE}")
+        raise ConfigError(f"{folder} has no {SUMMARY_FILE}: that run has not ended; {until_it_ends(folder)}")
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): the run folder is damaged") from error
+    expected = summarize(RunConfig(), [])
+    for name in _ADDED_LATER & expected.keys():
+        del expected[name]
+    missing = sorted(expected.keys() - summary.keys()) if isinstance(summary, dict) else sorted(expected)
+    if missing:
+        raise ConfigError(f"{path} is not the summary of a run: it has no {', '.join(missing[:3])}")
+    return cast(Summary, summary)
+
+
+def perplexity_gap(run: Summary, baseline: Summary) -> float | None:
+    """Relative difference in validation perplexity: positive if the run is worse than the baseline."""
+    mine, theirs = run["validation_loss"], baseline["validation_loss"]
+    return None if mine is None or theirs is None else math.expm1(mine - theirs)

@@ -1,0 +1,45 @@
+"""A worker of a swarm in a process of its own, without a model: waits for the others, averages, says what came."""
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main(given: dict[str, Any]) -> None:
+    from worlds.rounds import average
+
+    from diloco.engines.rounds import GlobalState
+    from diloco.engines.swarm.engine import SwarmEngine
+    from diloco.engines.swarm.settings import Settings
+
+    torch.set_num_threads(1)
+    engine = SwarmEngine(Settings.from_json(given["settings"]))
+    sequence = 0
+
+    def state() -> GlobalState:
+        return GlobalState({"anchor": torch.zeros(10)}, {"sequence": sequence, "inner_steps": 0}, "same")
+
+    engine.serve_state(state)
+    engine.fetch_state()
+    own = next(one for one in engine.status()["members"] if one["number"] == engine.worker)
+    print(json.dumps({"worker": engine.worker, "addresses": own["addresses"]}), flush=True)
+    deadline = time.monotonic() + 60
+    while sum(one["live"] and one["holds"] for one in engine.status()["members"]) < given["workers"]:
+        assert time.monotonic() < deadline, f"only {engine.status()} are here"
+        time.sleep(0.05)
+    for sequence in range(given["rounds"]):
+        result = average(engine, sequence, 60.0, numel=given["numel"], name="int8")
+        mean = hashlib.sha256(result.mean.data.numpy().tobytes()).hexdigest()
+        print(json.dumps({"contributors": result.contributors, "mean": mean, "sent": result.bytes_sent}), flush=True)
+    sys.stdin.readline()  # others may still be fetching the last mean
+    engine.close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""A peer in a process of its own, told what to do in lines of JSON: for machines that are network namespaces."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PROTOCOL = "/diloco-test/1"
+_SECONDS = 10.0
+
+
+class LaunchedPeer:
+    """`command` wraps a command line, so that it runs on some machine. Peers start at the same time; see `ready`."""
+
+    def __init__(
+        self,
+        key: Path,
+        seeds: Sequence[str] = (),
+        command: Callable[[Sequence[str]], list[str]] = list,
+        port: int | None = None,
+        announce: Sequence[str] = (),
+    ) -> None:
+        given = json.dumps({"key": str(key), "seeds": seeds, "port": port, "announce": announce})
+        line = command([sys.executable, __file__, given])
+        self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.name = self.kind = ""
+
+    def ready(self) -> None:
+        told = self._hear()
+        self.name, self.kind = told["peer"], told["kind"]
+
+    def _hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer has ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def do(self, what: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, *arguments]) + "\n")
+        self.process.stdin.flush()
+        told = self._hear()
+        if "error" in told:
+            raise RuntimeError(told["error"])
+        return told["value"]
+
+    def wait_for_address(self, part: str) -> list[str]:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            addresses: list[str] = self.do("addresses")
+            if any(part in address for address in addresses):
+                return addresses
+            time.sleep(0.05)
+        raise AssertionError(f"no address with {part}: {addresses}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+async def _main() -> None:
+    from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
+    from diloco.engines.swarm.network.reachability import Network
+    from diloco.engines.swarm.network.transport import Stream
+
+    async def answer(peer: str, request: bytes) -> bytes:
+        return f"{peer} said ".encode() + request
+
+    async def echo(stream: Stream) -> None:
+        size = int.from_bytes(await stream.read(8, _SECONDS))
+        await stream.write(await stream.read(size, _SECONDS), _SECONDS)
+
+    async def do(what: str, *arguments: Any) -> Any:
+        match what:
+            case "addresses":
+                return await transport.addresses()
+            case "introduce":
+                return await transport.introduce(*arguments, _SECONDS)
+            case "call":
+                return (await transport.call(arguments[0], arguments[1].encode(), _SECONDS)).decode()
+            case "stream":
+                data = os.urandom(arguments[1])
+                stream = await transport.open(arguments[0], _SECONDS)
+                await stream.write(len(data).to_bytes(8) + data, _SECONDS)
+                same = await stream.read(len(data), _SECONDS) == data
+                stream.close()
+                return same
+            case "ways":
+                return (await transport.ways()).get(arguments[0], [])
+        raise ValueError(what)
+
+    given = json.loads(sys.argv[1])
+    network = Network(port=given["port"], announce=tuple(given["announce"]))
+    transport = await HivemindTransport.create(Path(given["key"]), PROTOCOL, network, given["seeds"])
+    await transport.serve(answer, echo)
+    print(json.dumps({"peer": transport.peer, "kind": transport.reach.kind}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            told = {"value": await do(*json.loads(line))}
+        except Exception as error:  # noqa: BLE001 - the test gets to see it
+            told = {"error": repr(error)}
+        print(json.dumps(told), flush=True)
+    await transport.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

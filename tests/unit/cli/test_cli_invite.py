@@ -1,0 +1,292 @@
+"""`diloco invite` and `diloco revoke` on run folders as a swarm leaves them; no swarm runs."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diloco.cli.main import run
+from diloco.engines.swarm.network import identity
+from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
+from diloco.engines.swarm.run_files import REVOCATIONS_FILE, write_private
+from diloco.engines.swarm.trust.invitation import Invitation, NotWelcome, RunKey, invite
+from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.run_owner import choose, own_invitation
+
+OWN = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
+BOB = "12D3KooWEVzzbXEuipGCBomRsHiLcoXP8rQAV44azxHrqxM9Ch26"
+EVE = "12D3KooWEqnTdgqHnkkwarSrJjeMP2ZJiADWLYADaNvUb6SQNyPF"
+HOUR = 3600.0
+
+
+def at(ip: str, peer: str) -> str:
+    return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/4000/p2p/{peer}"
+
+
+@dataclass
+class Founded:
+    path: Path
+    key: RunKey
+    first: Invitation
+
+    @property
+    def swarm(self) -> Path:
+        return self.path / "swarm"
+
+    def met(self, *peers: KnownPeer) -> None:
+        write_peers(self.swarm / "peers.json", peers)
+
+    def without_key(self) -> None:
+        (self.swarm / "run.key").unlink()
+
+    def seen_by(self, peer: str) -> Trust:
+        """The node of a peer, after it has read the file."""
+        node = Trust(self.key.public, peer, self.first.credential(peer))
+        node.load(self.swarm / REVOCATIONS_FILE)
+        return node
+
+
+@pytest.fixture
+def founded(tmp_path: Path) -> Founded:
+    key = RunKey.create()
+    first = invite(key, [at("198.51.100.1", OWN)], HOUR, time.time())
+    made = Founded(tmp_path / "run", key, first)
+    key.save(made.swarm / "run.key")
+    write_private(made.swarm / "invitation.txt", first.text() + "\n")
+    made.met(
+        KnownPeer(
+            OWN, 0, (at("127.0.0.1", OWN), at("192.168.1.5", OWN), at("8.8.8.8", OWN)), first.id, 3.0, "worker-0"
+        ),
+        KnownPeer(BOB, 1, (at("9.9.9.9", BOB),), first.id, 2.0),
+        KnownPeer(EVE, 2, (at("10.1.1.1", EVE),), first.id, 1.0),
+    )
+    return made
+
+
+def succeeds(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[str, str]:
+    assert run(list(tokens)) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
+    assert run(list(tokens)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+# invite
+
+
+def test_where_the_run_began_every_invitation_is_new(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    out, err = succeeds(capsys, "invite", str(founded.path), "--days", "7")
+    assert out.count("\n") == 1 and len(out) < 500  # the invitation and nothing else, for $(...)
+    made = Invitation.parse(out, time.time())
+    assert made.run_id == founded.key.run_id and made.id != founded.first.id
+    assert abs(made.expires - time.time() - 7 * 24 * HOUR) < 60
+    assert made.addresses == (at("8.8.8.8", OWN), at("192.168.1.5", OWN), at("9.9.9.9", BOB), at("10.1.1.1", EVE))
+    assert made.until in err and "a new invitation" in err and "no worker of it runs here" in err
+    again, _ = succeeds(capsys, "invite", str(founded.path), "--fresh")
+    assert Invitation.parse(again, time.time()).id not in (made.id, founded.first.id)
+
+
+def test_elsewhere_it_is_the_machines_own_with_fresh_addresses(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    founded.without_key()
+    out, err = succeeds(capsys, "invite", str(founded.path))
+    made = Invitation.parse(out, time.time())
+    assert made.id == founded.first.id and made.expires == founded.first.expires
+    assert made.addresses[0] == at("8.8.8.8", OWN)
+    assert "that this machine came with" in err
+
+
+@pytest.mark.parametrize("option", ["--days=3", "--fresh"])
+def test_a_new_one_cannot_be_made_elsewhere(capsys: pytest.CaptureFixture[str], founded: Founded, option: str) -> None:
+    founded.without_key()
+    assert "only on the machine where the run began" in refused(capsys, "invite", str(founded.path), option)
+
+
+def test_an_expired_or_revoked_invitation_is_not_printed_again(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    succeeds(capsys, "revoke", str(founded.path), "1")
+    write_private(founded.swarm / "invitation.txt", founded.first.text())  # as another machine has it
+    founded.without_key()
+    assert "was revoked" in refused(capsys, "invite", str(founded.path))
+    old = invite(founded.key, [], 60, time.time() - HOUR)
+    write_private(founded.swarm / "invitation.txt", old.text())
+    assert "expired at" in refused(capsys, "invite", str(founded.path))
+
+
+def test_without_known_peers_the_addresses_are_those_of_its_own_invitation(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    (founded.swarm / "peers.json").unlink()
+    out, _ = succeeds(capsys, "invite", str(founded.path))
+    assert Invitation.parse(out, time.time()).addresses == founded.first.addresses
+    write_private(founded.swarm / "invitation.txt", founded.first.with_addresses([]).text())
+    assert "start a worker first" in refused(capsys, "invite", str(founded.path))
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "nan", "inf", "4000"])
+def test_an_impossible_number_of_days_is_refused(
+    capsys: pytest.CaptureFixture[str], founded: Founded, days: str
+) -> None:
+    assert "must be above 0 and at most 3650" in refused(capsys, "invite", str(founded.path), f"--days={days}")
+
+
+def test_what_is_no_run_of_a_swarm_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for verb in (["invite"], ["revoke"]):
+        more = ["1"] if verb == ["revoke"] else []
+        assert "not a run of a swarm" in refused(capsys, *verb, str(tmp_path), *more)
+        assert "no such folder" in refused(capsys, *verb, str(tmp_path / "nowhere"), *more)
+    assert "RUN" in refused(capsys, "invite")
+    assert "PEER" in refused(capsys, "revoke", str(tmp_path))
+
+
+def test_without_the_swarms_packages_the_remedy_is_named(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['cryptography'] = None; from diloco.cli.main import run; "
+        f"sys.exit(run(['invite', {str(tmp_path)!r}]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and "needs the package cryptography" in ended.stderr and ".[swarm]" in ended.stderr
+
+
+# Which addresses
+
+
+def test_public_addresses_come_first_and_the_machines_own_loopback_only_alone() -> None:
+    own = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("10.0.0.1", OWN), at("2001:4860::8", OWN)), seat="worker-0")
+    assert choose([own]) == [at("2001:4860::8", OWN), at("10.0.0.1", OWN)]
+    near = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("fe80::1", OWN), at("10.0.0.1", OWN)), seat="worker-0")
+    assert choose([near]) == [at("10.0.0.1", OWN)]
+    alone = KnownPeer(OWN, 0, (at("127.0.0.1", OWN),), seat="worker-0")
+    assert choose([alone]) == [at("127.0.0.1", OWN)]
+    assert choose([]) == choose([KnownPeer(BOB, 1, ())]) == []
+
+
+def test_addresses_lead_to_different_machines() -> None:
+    second = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seat="worker-1")
+    own = KnownPeer(OWN, 0, (at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("10.0.0.2", OWN)), seat="worker-0")
+    home = KnownPeer(BOB, 2, (at("192.168.7.7", BOB),))
+    relayed = KnownPeer("carol", 3, (f"/ip4/10.3.3.3/tcp/1/p2p/{BOB}/p2p-circuit/p2p/carol", at("10.3.3.3", "carol")))
+    assert choose([own, second, home, relayed]) == [
+        at("8.8.8.8", OWN), at("10.0.0.1", OWN), relayed.addresses[0], at("192.168.7.7", BOB)
+    ]  # fmt: skip
+    assert choose([own, second]) == [at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("8.8.8.8", EVE)]
+
+
+def test_who_is_dead_or_never_became_a_member_is_in_no_invitation() -> None:
+    own = KnownPeer(OWN, 0, (at("10.0.0.1", OWN),), seen=1000.0, seat="worker-0")
+    before = KnownPeer("earlier", 7, (at("10.0.0.1", "earlier"),), seen=100.0, seat="worker-1")
+    dead = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seen=900.0)
+    knocking = KnownPeer("mallory", None, (at("9.9.9.9", "mallory"),), seen=1000.0)
+    live = KnownPeer(BOB, 3, (at("10.1.1.1", BOB),), seen=950.0)
+    assert choose([own, before, dead, knocking, live]) == [at("10.0.0.1", OWN), at("10.1.1.1", BOB)]
+
+
+def test_those_who_have_been_members_for_longest_come_first() -> None:
+    many = [KnownPeer(f"p{i}", i, (at("8.8.8.8", f"p{i}"),), seen=float(i)) for i in range(9)]
+    assert choose(many) == [at("8.8.8.8", f"p{i}") for i in range(4)]
+
+
+def test_a_revoked_peer_is_in_no_invitation(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    assert any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
+    succeeds(capsys, "revoke", str(founded.path), "1")
+    assert not any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
+
+
+# revoke
+
+
+def test_this_machines_own_workers_stay_though_the_list_of_peers_has_lost_them(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    own = identity.ensure(founded.swarm / "worker-1.key")
+    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
+    assert "3 stay" in err
+    founded.seen_by(own).check(own)
+    assert "own worker-1: stop it" in refused(capsys, "revoke", str(founded.path), own)
+
+
+def test_a_revoked_peer_is_out_for_all_and_the_others_of_its_invitation_stay(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
+    assert f"{BOB} is revoked" in err and f"invitation {founded.first.id}" in err and "2 stay" in err
+    assert (founded.swarm / REVOCATIONS_FILE).stat().st_mode & 0o777 == 0o600
+    node = founded.seen_by(EVE)
+    node.check(EVE)
+    node.welcome(OWN, founded.first.credential(OWN).data())
+    for peer in (BOB, "bob under a new name"):
+        with pytest.raises(NotWelcome, match="revoked"):
+            node.welcome(peer, founded.first.credential(peer).data())
+
+
+def test_this_machines_own_invitation_is_renewed_if_it_went_too(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
+    own = Invitation.parse((founded.swarm / "invitation.txt").read_text(), time.time())
+    assert own.id != founded.first.id and own.run_id == founded.key.run_id
+    assert abs(own.expires - founded.first.expires) <= 1
+    assert "come with a new one" in err
+    founded.seen_by(EVE).welcome("newcomer", own.credential("newcomer").data())
+
+
+def test_an_invitation_that_only_the_revoked_peer_used_leaves_the_machines_own_alone(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"))
+    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
+    assert "0123456789abcdef" in err and "0 stay" in err
+    assert Invitation.parse((founded.swarm / "invitation.txt").read_text(), None).id == founded.first.id
+
+
+def test_a_peer_is_named_by_number_by_id_or_by_its_beginning_or_end(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    assert "fits 2 peers" in refused(capsys, "revoke", str(founded.path), "12D3KooWE")
+    succeeds(capsys, "revoke", str(founded.path), "12D3KooWEV")
+    succeeds(capsys, "revoke", str(founded.path), EVE)
+    assert "was revoked already" in succeeds(capsys, "revoke", str(founded.path), EVE[-6:])[1]  # as status shows it
+    with pytest.raises(NotWelcome, match="revoked"):
+        founded.seen_by(EVE).check(EVE)
+
+
+def test_a_second_time_changes_nothing(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    succeeds(capsys, "revoke", str(founded.path), "1")
+    before = (founded.swarm / REVOCATIONS_FILE).read_bytes()
+    assert "was revoked already" in succeeds(capsys, "revoke", str(founded.path), BOB)[1]
+    assert (founded.swarm / REVOCATIONS_FILE).read_bytes() == before
+
+
+def test_a_peer_never_met_can_be_revoked_by_its_whole_id_and_the_limit_of_that_is_told(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    stranger = BOB[:-1] + "7"
+    _, err = succeeds(capsys, "revoke", str(founded.path), stranger)
+    assert "it can come under another name" in err
+    founded.met(KnownPeer(stranger, 5, (), "0123456789abcdef"))  # met later
+    assert "0123456789abcdef" in succeeds(capsys, "revoke", str(founded.path), stranger)[1]
+
+
+@pytest.mark.parametrize("who", ["9", "12D3KooWx", "nobody", "", "²"])
+def test_who_is_not_known_is_not_revoked(capsys: pytest.CaptureFixture[str], founded: Founded, who: str) -> None:
+    assert f"{BOB} (worker 1)" in refused(capsys, "revoke", str(founded.path), who)
+    assert not (founded.swarm / REVOCATIONS_FILE).exists()
+
+
+def test_one_does_not_revoke_ones_own_worker_nor_without_the_key(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    assert "stop it instead" in refused(capsys, "revoke", str(founded.path), "0")
+    founded.without_key()
+    assert "only the machine where the run began" in refused(capsys, "revoke", str(founded.path), "1")
+    assert not (founded.swarm / REVOCATIONS_FILE).exists()

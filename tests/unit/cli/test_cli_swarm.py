@@ -1,0 +1,333 @@
+"""What a person sees and may ask of a swarm: display, status, refusals of the command line. No network, no run."""
+
+import errno
+import io
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from saved.runs import small_corpus
+
+from diloco.cli.display.live import Display, picture, plain_line
+from diloco.cli.display.view import RunView
+from diloco.cli.join import agreed, check_clock, check_space, receive_text
+from diloco.cli.main import parsed_config, run
+from diloco.cli.status import headline, lines, rows
+from diloco.cli.swarm import inviting, with_text
+from diloco.cli.train import check_out
+from diloco.data.preparation.receiving import corpus_files
+from diloco.errors import ConfigError, DataError
+from diloco.training.config.run import RunConfig, TrainingConfig
+from diloco.training.config.run_file import merge, to_toml
+from diloco.training.records.events import Event
+from diloco.training.records.history import current
+from diloco.training.records.run_description import Described
+from diloco.training.records.summary import summarize
+
+CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig(batch_size=2))
+
+
+def event(type_: str, worker: int = 3, **fields: Any) -> Event:
+    return {"v": 1, "time": 0.0, "worker": worker, "type": type_, **fields}
+
+
+def member(number: int, **changes: Any) -> dict[str, Any]:
+    status = {"number": number, "holds": True, "next": 8, "ended": 7, "position": 80 - number, "tokens": 5000}
+    status |= {
+        "loss": 3.5,
+        "step_seconds": 0.5,
+        "contributed": 6,
+        "label": f"host-{number}",
+        "peer": f"12D3{number:06d}",
+    }
+    status |= {"live": True, "left": False, "silent_seconds": 0.2, "latency_seconds": 0.02, "addresses": []}
+    return status | changes
+
+
+TOLD = {
+    "run": "abcd",
+    "members": [member(0), member(1, live=False), member(4, holds=False, loss=-1.0, contributed=-1, step_seconds=0.0)],
+    "leader": "12D3000000",
+    "leading": {"8": "gathering"},
+}
+
+
+def shown(view: RunView) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(picture(view))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return str(text)
+
+
+def view_of(*events: Event) -> RunView:
+    view = RunView(CONFIG)
+    for one in events:
+        view.update(one)
+    return view
+
+
+def test_the_display_has_the_members_elsewhere_with_place_step_lag_and_last_contribution() -> None:
+    listed = [
+        {"member": 3, "where": "here", "step": 90, "loss": 3.0, "contributed": 7, "state": "training"},
+        {"member": 5, "where": "far away", "step": 82, "loss": None, "contributed": 6, "state": "training"},
+        {"member": 6, "where": "gone", "step": 40, "loss": 3.3, "contributed": None, "state": "lost"},
+    ]
+    picture_ = shown(view_of(event("joined", step=80, rounds=8), event("members", present=listed)))
+    assert "a swarm of 2" in picture_ and "far away" in picture_ and "round 7" in picture_ and "lost" in picture_
+    assert [word for word in picture_.split() if word == "here"].__len__() == 1  # only in the title: it has a row above
+    far = next(line for line in picture_.splitlines() if "far away" in line)
+    assert far.split()[-5:] == ["8", "-", "round", "7", "training"]
+
+
+def test_what_happens_to_members_is_noted_once_and_without_control_characters() -> None:
+    lost = event("member_lost", member=5, label="evil\x1b[2J", reason="silent", peer="x")
+    view = view_of(
+        event("member_joined", member=5, label="a", peer="x"),
+        event("member_joined", 4, member=5, label="a", peer="x"),
+        lost,
+        event("alone", member=3),
+        event("resync", step=90, sequence=9, reason="it missed round 8"),
+        event("member_left", member=6, label="", peer="y"),
+        event("member_banned", member=7, label="", peer="z", reason="not finite"),
+        event("waiting", present=1, wanted=2),
+    )
+    assert len(view.notes) == 7
+    assert not any("\x1b" in note for note in view.notes)
+    assert "training alone at the moment" in view.notes[2]
+
+
+def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_loss_once() -> None:
+    at = {"member": 5, "label": "a", "peer": "x"}
+    lost = [
+        event("member_lost", 3, **at, reason="12D3KooWx could not be reached a moment ago"),
+        event("member_lost", 4, **at, reason="silent for 5 s"),
+    ]
+    view = view_of(event("member_joined", **at, already=True), *lost)
+    assert view.notes == ["worker 5 (a) is lost (it cannot be reached); training goes on without it"]
+    for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
+        view.update(one | {"time": 100.0})
+    assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]
+
+
+def test_one_member_is_a_member() -> None:
+    view = view_of()
+    view.members = 1
+    assert "· 1 member\n" in shown(view).replace(" \n", "\n")
+
+
+def test_who_was_never_heard_is_shown_as_such() -> None:
+    told = member(2, live=False, label="", position=0, silent_seconds=28552.1)
+    (row,) = rows({**TOLD, "members": [told]})
+    assert row[-3] == "never" and row[-1] == "not met"
+
+
+def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    (tmp_path / "events").mkdir()
+    poll = inviting(console, tmp_path)
+    poll()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
+    poll()
+    poll()
+    assert console.file.getvalue().count("not in the swarm yet") == 1  # type: ignore[attr-defined]
+
+
+def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
+    per_step = CONFIG.tokens_per_step
+    joined = event("joined", step=300, rounds=30)
+    step = event(
+        "step", step=350, loss=3.0, tokens=50 * per_step, elapsed_seconds=25.0, sync_seconds=1.0, bytes_sent=0, rounds=5
+    )
+    view = view_of(joined, step)
+    assert view.step == 350 and view.seconds_left == pytest.approx(25.0)
+    assert "step 350/400" in plain_line(view)
+
+
+def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
+    assert headline(TOLD) == (
+        "run abcd · 2 workers · 8 rounds · round 9 in progress (gathering) · 2.00 steps/s in all · led by worker 0"
+    )
+    first, lost, joining = rows(TOLD)
+    assert first[2:8] == ("80", "0", "2.00", "3.500", "5,000", "round 7") and first[-1] == "training"
+    assert lost[3] == "-" and lost[-1] == "lost"
+    assert joining[3] == "4" and joining[7] == "none yet" and joining[-1] == "receiving the state"
+    assert lines(TOLD)[0].startswith("worker 0  where host-0 (000000)  step 80  behind 0")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mode", "data-parallel"], "fixed set of workers"),
+        (["--ranks", "2"], "has one rank"),
+        (["--backend", "nccl", "--device", "cuda"], "has no effect with engine = swarm"),
+        (["--data.partition", "clusters", "--data.feature_model", "x"], "change hands"),
+        (["--port", "65535", "--workers", "2"], "beyond 65535"),
+        (["--swarm.min_workers", "0"], "at least 1"),
+        (["--swarm.lost_seconds", "1"], "from 2 to 600"),
+        (["--swarm.patience", "-1"], "at least 0"),
+        (["--swarm.invitation_days", "0"], "above 0"),
+    ],
+)
+def test_what_a_swarm_cannot_do_is_refused(options: list[str], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        parsed_config(merge(["--engine", "swarm", *options])[0])
+
+
+@pytest.mark.parametrize("options", [["--host", "::1"], ["--announce", "a:1"], ["--swarm.patience", "1"]])
+def test_options_of_a_swarm_without_a_swarm_are_refused(options: list[str]) -> None:
+    with pytest.raises(Exception, match=r"--engine swarm|has no effect in engine"):
+        parsed_config(merge(options)[0])
+
+
+def test_one_worker_is_enough_to_begin_a_swarm() -> None:
+    assert parsed_config(merge(["--engine", "swarm"])[0]).workers == 1
+    assert parsed_config(merge(["--engine", "swarm", "--workers", "3"])[0]).workers == 3
+
+
+def test_a_swarms_configuration_is_written_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    config = parsed_config(merge(["--engine", "swarm", "--swarm.min_workers", "3", "--announce", "a.example:1"])[0])
+    path.write_text(to_toml(config))
+    assert parsed_config(merge([str(path)])[0]) == config
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("0.0.0.0", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_prepared(
+    taken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(["train", "--engine", "swarm", "--port", str(taken), "--out", str(out)]) == 1
+    assert f"port {taken} is taken" in (said := capsys.readouterr().err) and "--port" in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--announce", "no-such-name.invalid:4000"],
+        ["--announce", ""],
+        ["--announce", "1.2.3.4:99999"],
+        ["--announce", "/ip4/1.2.3.4"],
+        ["--host", "300.1.2.3"],
+        ["--host", ""],
+    ],
+)
+def test_an_address_that_cannot_be_is_told_before_there_is_a_run_folder(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert run(["train", "--engine", "swarm", *given, "--out", str(tmp_path / "run")]) == 2
+    assert given[0][2:] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_announced_name_needs_its_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["train", "--engine", "swarm", "--announce", "my.example", "--out", str(tmp_path / "run")]) == 2
+    assert "has no port" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_is_told_before_anything_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    for out, said in ((tmp_path / "full", "is not an empty folder"), (Path("/proc/x/y"), "cannot be written")):
+        with pytest.raises(ConfigError, match=said):
+            check_out(replace(CONFIG, out=str(out)))
+    check_out(replace(CONFIG, out=str(tmp_path / "a" / "b")))
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]  # nothing is left of the try
+
+
+def test_a_swarm_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert run(["train", "--engine", "swarm"]) == 2
+    assert "under torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", [-61.0, 61.0])
+def test_a_clock_that_is_off_by_a_minute_is_refused_with_the_remedy(off: float) -> None:
+    check_clock(time.time() + 20.0)
+    with pytest.raises(ConfigError, match=r"6[01] s (ahead of|behind) the swarm's: set it, with `timedatectl"):
+        check_clock(time.time() + off)
+
+
+def test_what_two_workers_tell_of_the_run_must_agree_but_for_what_may_change() -> None:
+    first = Described.of(CONFIG, "ab" * 32)
+    longer = Described.of(replace(CONFIG, steps=800), "ab" * 32)
+    assert agreed([first, longer, first]) == first
+    with pytest.raises(ConfigError, match=r"describe it differently \(seed\), so one of them is not to be trusted"):
+        agreed([first, longer, Described.of(replace(CONFIG, seed=5), "ab" * 32)])
+    with pytest.raises(ConfigError, match="the text"):
+        agreed([first, Described.of(CONFIG, "cd" * 32)])
+
+
+def test_a_false_description_of_the_text_is_asked_of_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    corpus = small_corpus(tmp_path / "there")[1]
+    asked = []
+
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
+        asked.append((name, first))
+        shutil.copyfile(corpus_files(corpus)[name], path)
+        if name == "meta.json" and first == 0:
+            path.write_text("{}")
+
+    config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path / "here"), sequence_length=32)
+    described = Described.of(config, corpus.digest)
+    _, text = receive_text(config, described, fetch, 1, Display(Console(file=io.StringIO()), config), hosts=2)
+    assert text.shared.digest == corpus.digest and ("meta.json", 1) in asked
+
+
+def test_a_full_disk_while_receiving_is_one_sentence(tmp_path: Path) -> None:
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path))
+    display = Display(Console(file=io.StringIO()), config)
+    described = Described.of(config, "ab" * 32)
+    with pytest.raises(DataError, match=r"cannot be received into .*No space left .* is left half written"):
+        receive_text(config, described, fetch, 1, display)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_disk_without_room_is_told_before_anything_is_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(
+        ConfigError,
+        match=r"no room for the text in .*: 1\.5 MB needed, 10 bytes free; make room, or choose another place",
+    ):
+        check_space(tmp_path / "not" / "there", 1_500_000, "the text")
+
+
+def test_an_earlier_end_counts_no_more_once_a_worker_has_joined_again() -> None:
+    finished = {"inner_steps": 100, "stopped_early": True, "rounds": 9, "rounds_failed": 0, "anchor_digest": "d"}
+    ended = event("worker_finished", **finished, members=[])
+    assert [one["type"] for one in current([ended, event("joined", step=120, rounds=12)])] == ["joined"]
+
+
+def test_a_swarm_that_began_anew_takes_back_what_all_workers_here_had_done_since() -> None:
+    steps = [event("step", worker, step=number, tokens=number) for worker in (0, 1) for number in (10, 20)]
+    again = event("resumed", 0, step=15, workers=0, new=False)
+    assert [(one["worker"], one["step"]) for one in current([*steps, again])] == [(0, 10), (1, 10), (0, 15)]
+
+
+def test_the_summary_of_nothing_is_a_summary() -> None:
+    assert summarize(CONFIG, [])["workers"] == 1

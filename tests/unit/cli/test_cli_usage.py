@@ -1,0 +1,197 @@
+"""`diloco` in this process: help that fits a screen, and bad input that ends with one message and no traces."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched.train import tiny_options, write_text
+
+from diloco.cli.main import run
+from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import to_toml
+from diloco.training.records.summary import SUMMARY_FILE, summarize, write_summary
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("usage") / "text.txt", lines=600)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
+    """The one message of a refused command."""
+    assert run(list(tokens)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.out + captured.err
+    return captured.err
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [["--help"], ["train", "--help"], ["compare", "--help"], ["sink", "--help"], ["train", "-h"], [],
+     ["invite", "--help"], ["revoke", "--help"], ["doctor", "--help"]],
+)  # fmt: skip
+def test_help_fits_a_screen_and_has_an_example(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(tokens) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(len(line) for line in lines) <= 80
+    verb = tokens[0] if tokens and not tokens[0].startswith("-") else "train"
+    assert any("Example" in line and f"diloco {verb}" in line for line in lines), "\n".join(lines)
+
+
+def test_no_line_of_trains_help_is_wrapped_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for columns in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        run(["train", "--help"])
+        shown.append([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [["--help"], ["train", "--help"], ["train", "--print-config"], ["compare", "--help"], ["invite", "--help"]],
+)
+def test_help_and_the_configuration_need_no_torch(tokens: list[str]) -> None:
+    program = (
+        f"import sys; from diloco.cli.main import run; code = run({tokens!r}); "
+        "sys.exit(code or (3 if 'torch' in sys.modules else 0))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    from diloco import __version__
+
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+# Bad input: nothing is started, nothing is written
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--worker=2"], ["--worker", "--workers"]),
+        (["--H=0"], ["sync.num_inner_steps", "0", "at least 1"]),
+        (["--workers=5"], ["5 workers", "4 shards", "--data.shards"]),
+        (["--data.source=/no/such/text"], ["/no/such/text", "no such file or folder"]),
+        (["--data.tokenizer=/no/such.json", "--data.vocab_size=2048"], ["/no/such.json", "cannot be read"]),
+        (["--training.batch_size=100000"], ["less than one batch of 100000", "give more text"]),
+        (["--data.sequence_length=1000000"], ["data.sequence_length"]),
+        (["--model=large"], ["large", "presets are"]),
+    ],
+)
+def test_bad_input_is_refused_with_one_message_and_no_run_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, options: list[str], parts: list[str]
+) -> None:
+    names = {option.partition("=")[0] for option in options}
+    usual = [option for option in tiny_options(text) if option.partition("=")[0] not in names]
+    message = refused(capsys, "train", *usual, f"--out={tmp_path / 'run'}", *options)
+    for part in parts:
+        assert part in message, message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    message = refused(capsys, "train", *tiny_options(tmp_path / "empty.txt"), f"--out={tmp_path / 'run'}")
+    assert "too little" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_folder_with_something_in_it_is_not_written_into(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path
+) -> None:
+    (tmp_path / "mine").write_text("precious")
+    message = refused(capsys, "train", *tiny_options(text), f"--out={tmp_path}")
+    assert str(tmp_path) in message and "not an empty folder" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_folder_that_is_a_file_or_lies_below_one_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert str(out) in refused(capsys, "train", *tiny_options(text), f"--out={out}")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_run_folder_that_may_not_be_written_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path
+) -> None:
+    tmp_path.chmod(0o500)
+    out = Path("/proc/run") if os.geteuid() == 0 else tmp_path / "run"  # root may write into any folder of a disk
+    try:
+        message = refused(capsys, "train", *tiny_options(text), f"--out={out}")
+    finally:
+        tmp_path.chmod(0o700)
+    assert f"the run folder {out} cannot be written" in message
+    assert "--out" in message
+
+
+def test_an_error_with_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "[red]x :smile:"
+    assert f"{out}" in refused(capsys, "compare", str(out), str(out))
+
+
+def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "trane" in refused(capsys, "trane")
+
+
+# compare
+
+
+def test_compare_refuses_less_than_two_runs_and_folders_that_are_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_summary(tmp_path, RunConfig())
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "config.toml").write_text("")
+    assert "at least two" in refused(capsys, "compare")
+    assert "at least two" in refused(capsys, "compare", str(tmp_path))
+    assert "no such folder" in refused(capsys, "compare", str(tmp_path), str(tmp_path / "nowhere"))
+    assert "has not ended" in refused(capsys, "compare", str(tmp_path), str(unfinished))
+    (unfinished / SUMMARY_FILE).write_text("{}")
+    assert "not the summary" in refused(capsys, "compare", str(tmp_path), str(unfinished))
+
+
+def test_compare_takes_failed_runs_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_summary(tmp_path / name, RunConfig(), "broken")
+    assert summarize(RunConfig(), [])["status"] == "failed"
+    assert run(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_under_torchrun_only_the_first_says_that_a_run_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = RunConfig(steps=30)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    write_summary(tmp_path, config)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "complete", "inner_steps": 30}))
+    assert run(["train", "--resume", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("is complete with 30 steps") == lines

@@ -1,0 +1,383 @@
+"""An invitation survives a chat, and nothing else than itself passes for it."""
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from diloco.engines.swarm.trust.invitation import (
+    CREDENTIAL_BYTES,
+    MAX_ADDRESSES,
+    MAX_EXPIRES,
+    MAX_REVOCATION_BYTES,
+    Credential,
+    Invitation,
+    NotWelcome,
+    Revocation,
+    RunKey,
+    invite,
+    run_id,
+)
+from diloco.engines.swarm.trust.text_encoding import MAX_BYTES, NotWhole, from_word, to_word
+from diloco.errors import ConfigError
+
+NOW = 1_800_000_000.0
+ALICE = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
+BOB = "12D3KooWEVzzbXEuipGCBomRsHiLcoXP8rQAV44azxHrqxM9Ch26"
+ADDRESSES = (f"/ip4/203.0.113.7/tcp/40331/p2p/{ALICE}", f"/ip6/2001:db8:85a3::7348/tcp/40331/p2p/{BOB}")
+RUN = RunKey(bytes(range(32)))
+INVITATION = invite(RUN, ADDRESSES, 3600, NOW)
+TEXT = INVITATION.text()
+LETTERS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def parsed(text: str) -> Invitation:
+    return Invitation.parse(text, NOW)
+
+
+# The word
+
+
+@given(st.binary(min_size=2, max_size=300))
+@example(b"\0\0")
+@example(b"\xff" * 18)
+def test_any_bytes_become_a_word_and_come_back(data: bytes) -> None:
+    word = to_word(data)
+    assert from_word(word) == data
+    assert word.isalnum() and word.isascii()
+
+
+@given(st.text(alphabet=LETTERS, max_size=60))
+def test_any_other_word_is_not_whole(word: str) -> None:
+    with pytest.raises(NotWhole):
+        from_word(word)
+
+
+def test_a_word_that_claims_to_be_endless_is_called_damaged_not_cut() -> None:
+    framed = (MAX_BYTES + 1).to_bytes(2) + bytes(6)
+    number, letters = int.from_bytes(framed), ""
+    for _ in range(11):
+        number, digit = divmod(number, 58)
+        letters = LETTERS[digit] + letters
+    with pytest.raises(NotWhole, match="damaged near its beginning"):
+        from_word(letters)
+
+
+def test_an_invitation_with_two_addresses_is_one_short_word() -> None:
+    assert TEXT.isalnum() and TEXT.isascii() and TEXT.startswith("diloco1")
+    assert len(TEXT) < 400
+    assert len(invite(RUN, [], 60, NOW).text()) <= 200
+
+
+addresses = st.lists(
+    st.builds(
+        "/{}/{}/tcp/{}/p2p/{}".format,
+        st.sampled_from(["ip4", "ip6", "dns"]),
+        st.text(alphabet=LETTERS + ".:-", min_size=1, max_size=30),
+        st.integers(1, 65535),
+        st.text(alphabet=LETTERS, min_size=1, max_size=60),
+    ),
+    max_size=MAX_ADDRESSES,
+    unique=True,
+)
+
+
+@given(st.binary(min_size=32, max_size=32), addresses, st.integers(1, MAX_EXPIRES - int(NOW)))
+def test_an_invitation_is_read_as_it_was_written(seed: bytes, places: list[str], seconds: int) -> None:
+    invitation = invite(RunKey(seed), places, seconds, NOW)
+    found = Invitation.parse(invitation.text(), NOW)
+    assert found == invitation
+    assert found.run_id == RunKey(seed).run_id == run_id(RunKey(seed).public)
+    assert found.id == invitation.id and found.expires == int(NOW + seconds)
+
+
+def test_two_invitations_of_a_run_are_different_and_of_the_same_run() -> None:
+    other = invite(RUN, ADDRESSES, 3600, NOW)
+    assert other.id != INVITATION.id and other.run_id == INVITATION.run_id
+    assert len(INVITATION.run_id) == len(INVITATION.id) == 16
+
+
+def test_anyone_may_write_other_addresses_in() -> None:
+    moved = parsed(TEXT).with_addresses([f"/dns/example.org/tcp/1/p2p/{BOB}"])
+    again = parsed(moved.text())
+    assert again.addresses == (f"/dns/example.org/tcp/1/p2p/{BOB}",) and again.peers == (BOB,)
+    assert again.id == INVITATION.id and again.certificate == INVITATION.certificate
+    assert INVITATION.peers == (ALICE, BOB)
+    assert INVITATION.with_addresses(ADDRESSES * 5).addresses == ADDRESSES
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "203.0.113.7:4000", "/ip4/203.0.113.7/tcp/4000", "/ip4/1.2.3.4/tcp/1/p2p/", f"/ip4/ü/p2p/{BOB}", "/a b/p2p/x",
+     "/ip4/1.2.3.4\n/p2p/x", f"/dns/{'a' * 200}/p2p/{BOB}"],
+)  # fmt: skip
+def test_what_is_not_an_address_of_a_peer_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not a peer's address"):
+        INVITATION.with_addresses([address])
+
+
+def test_more_addresses_than_an_invitation_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 8 addresses, not 9"):
+        INVITATION.with_addresses([f"/ip4/1.2.3.4/tcp/{i}/p2p/{BOB}" for i in range(1, 10)])
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.5, float("nan"), float("inf"), MAX_EXPIRES])
+def test_an_invitation_for_an_impossible_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="valid for"):
+        invite(RUN, [], seconds, NOW)
+
+
+# Pasting
+
+
+def test_a_paste_may_bring_spaces_line_ends_quotes_and_the_command_along() -> None:
+    lines = "\n> ".join(TEXT[i : i + 70] for i in range(0, len(TEXT), 70))
+    zero_width = "​".join(TEXT[i : i + 9] for i in range(0, len(TEXT), 9))
+    for paste in (f"  {TEXT}\n", f'"{TEXT}"', f"`{TEXT}`", f"<{TEXT}>.", f"**{TEXT}**", f"> {lines}\r\n", zero_width,
+                  f"diloco join {TEXT}", "\ufeff" + TEXT, "Diloco1" + TEXT[7:], " ".join(TEXT)):  # fmt: skip
+        assert parsed(paste) == INVITATION
+
+
+@given(st.lists(st.tuples(st.integers(0, len(TEXT)), st.text(alphabet=" \t\r\n​­'\"`*_-.,<>|", max_size=4))))
+def test_what_is_neither_letter_nor_digit_is_passed_over_wherever_it_is(noise: list[tuple[int, str]]) -> None:
+    text = TEXT
+    for place, letters in noise:
+        text = text[:place] + letters + text[place:]
+    assert parsed(text) == INVITATION
+
+
+def test_every_single_letter_matters() -> None:
+    for place in range(len("diloco"), len(TEXT)):
+        for letter in (LETTERS[(LETTERS.index(TEXT[place]) + 1) % 58], "0"):
+            with pytest.raises(ConfigError):
+                parsed(TEXT[:place] + letter + TEXT[place + 1 :])
+        with pytest.raises(ConfigError):
+            parsed(TEXT[:place] + TEXT[place + 1 :])
+
+
+@given(st.integers(0, len(TEXT) - 1), st.sampled_from(LETTERS), st.booleans())
+def test_a_letter_changed_or_put_in_is_noticed(place: int, letter: str, put_in: bool) -> None:
+    text = TEXT[:place] + letter + TEXT[place + (not put_in) :]
+    if text.lower()[:6] == TEXT[:6] and text[6:] == TEXT[6:]:
+        return  # unchanged, or Diloco1
+    with pytest.raises(ConfigError):
+        parsed(text)
+
+
+def test_two_letters_changed_places_are_noticed() -> None:
+    for place in range(len(TEXT) - 1):
+        swapped = TEXT[:place] + TEXT[place + 1] + TEXT[place] + TEXT[place + 2 :]
+        if swapped != TEXT:
+            with pytest.raises(ConfigError):
+                parsed(swapped)
+
+
+def test_a_cut_paste_is_called_cut() -> None:
+    for length in range(len("diloco1"), len(TEXT)):
+        with pytest.raises(ConfigError, match=r"cut short.*copy it again"):
+            parsed(TEXT[:length])
+    with pytest.raises(ConfigError, match=f"120 of {len(TEXT) - 7} characters"):
+        parsed(TEXT[:127])
+
+
+@given(st.text(max_size=400))
+@example("diloco1" + "z" * 30)
+@example("diloco1" + "1" * 200)
+@example("İdiloco1")
+def test_no_text_is_an_invitation_by_chance(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("hello", "not an invitation.*begins with diloco1"),
+        ("diloco" + "2" + TEXT[7:], "of version 2, and this diloco reads version 1"),
+        ("diloco", "of version none"),
+        (TEXT + "1", "where"),
+        (TEXT[:50] + "0" + TEXT[51:], "the letter '0', which never occurs"),
+        (TEXT[:50] + "ж" + TEXT[51:], "the letter 'ж'"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(text)
+
+
+def test_no_message_shows_the_secret() -> None:
+    assert INVITATION.seed.hex() not in repr(INVITATION) and repr(INVITATION.seed) not in repr(INVITATION)
+    assert repr(RUN.seed) not in repr(RUN)
+    for text in (TEXT[:-1], TEXT + "2", "diloco2" + TEXT[7:]):
+        with pytest.raises(ConfigError) as caught:
+            parsed(text)
+        assert TEXT[20:40] not in str(caught.value)
+
+
+# Time and forgery
+
+
+def test_an_expired_invitation_says_when_what_the_clock_says_and_what_to_do() -> None:
+    Invitation.parse(TEXT, INVITATION.expires - 1)
+    with pytest.raises(ConfigError) as caught:
+        Invitation.parse(TEXT, INVITATION.expires + 86_400)
+    message = str(caught.value)
+    assert "expired at 2027-01-15 09:00:00 UTC" in message and "clock says 2027-01-16 09:00:00 UTC" in message
+    assert "diloco invite RUN" in message and "set the clock" in message
+    assert Invitation.parse(TEXT, None) == INVITATION
+
+
+def test_an_invitation_that_another_key_signed_or_that_was_made_to_last_longer_is_forged() -> None:
+    other = RunKey.create()
+    longer = Invitation(RUN.public, INVITATION.seed, INVITATION.expires + 1, INVITATION.signature, ADDRESSES)
+    swapped = Invitation(other.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, ADDRESSES)
+    own_seed = Invitation(RUN.public, bytes(32), INVITATION.expires, INVITATION.signature, ADDRESSES)
+    for forged in (longer, swapped, own_seed):
+        with pytest.raises(ConfigError, match="forged"):
+            parsed(forged.text())
+
+
+def test_addresses_that_would_fill_the_memory_are_refused() -> None:
+    import zlib
+
+    from diloco.engines.swarm.trust import invitation as module
+
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, module._USUAL)
+    bomb = deflate.compress(b" " * 1_000_000) + deflate.flush()
+    sealed = module._SEALED.pack(RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature)
+    for tail in (bomb, b"", b"\xff\xff", module._packed(ADDRESSES) + b"more"):
+        with pytest.raises(ConfigError, match="damaged"):
+            parsed("diloco1" + to_word(sealed + tail))
+    with pytest.raises(ConfigError, match="too short"):
+        parsed("diloco1" + to_word(sealed[:-1]))
+
+
+# The run's key
+
+
+def test_the_runs_key_is_kept_for_its_owner_alone_and_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "swarm" / "run.key"
+    key = RunKey.create()
+    key.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert RunKey.load(path) == key
+    with pytest.raises(ConfigError, match="not written over"):
+        RunKey.create().save(path)
+    assert RunKey.load(path) == key
+    assert [file.name for file in path.parent.iterdir()] == ["run.key"]
+
+
+@pytest.mark.parametrize("content", ["", "xyz", "00" * 31, "00" * 33])
+def test_a_damaged_key_of_the_run_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.key").write_text(content)
+    with pytest.raises(ConfigError, match="bring it back"):
+        RunKey.load(tmp_path / "run.key")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunKey.load(tmp_path / "missing")
+
+
+# Credentials
+
+
+def test_a_credential_is_small_and_proves_itself_with_the_runs_public_key_alone() -> None:
+    data = INVITATION.credential(BOB).data()
+    assert len(data) == CREDENTIAL_BYTES <= 1024
+    assert INVITATION.seed not in data
+    credential = Credential.read(data)
+    credential.verify(RUN.public, BOB, NOW)
+    assert credential.certificate.id == INVITATION.id
+
+
+def refusal(credential: Credential, run_public: bytes, peer: str, now: float | None) -> NotWelcome:
+    with pytest.raises(NotWelcome) as caught:
+        credential.verify(run_public, peer, now)
+    assert str(caught.value).startswith(f"{caught.value.kind}: ")
+    return caught.value
+
+
+def test_a_credential_stolen_by_another_peer_is_refused() -> None:
+    error = refusal(INVITATION.credential(BOB), RUN.public, ALICE, NOW)
+    assert error.kind == "forged" and "another peer" in str(error)
+
+
+def test_a_credential_for_another_run_is_refused() -> None:
+    error = refusal(INVITATION.credential(BOB), RunKey.create().public, BOB, NOW)
+    assert error.kind == "forged" and "not of the run" in str(error)
+
+
+def test_a_credential_is_for_one_run_though_two_had_signed_the_same_invitation() -> None:
+    from diloco.engines.swarm.trust import invitation as module
+
+    other = RunKey.create()
+    signature = module._sign(other.seed, module._certified(INVITATION.certificate.public, INVITATION.expires))
+    twice = Credential(replace(INVITATION.certificate, signature=signature), INVITATION.credential(BOB).signature)
+    assert twice.certificate.is_of(other.public)
+    assert refusal(twice, other.public, BOB, NOW).kind == "forged"
+
+
+def test_a_credential_of_an_expired_invitation_is_refused_where_the_time_counts() -> None:
+    credential = INVITATION.credential(BOB)
+    assert refusal(credential, RUN.public, BOB, INVITATION.expires).kind == "expired"
+    credential.verify(RUN.public, BOB, None)
+
+
+def test_a_credential_with_any_byte_changed_is_refused() -> None:
+    data = INVITATION.credential(BOB).data()
+    for place in range(len(data)):
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        with pytest.raises(NotWelcome, match="forged"):
+            Credential.read(changed).verify(RUN.public, BOB, NOW)
+
+
+@given(st.binary(max_size=300))
+def test_any_other_bytes_are_no_credential(data: bytes) -> None:
+    with pytest.raises(NotWelcome, match="forged"):
+        Credential.read(data).verify(RUN.public, BOB, NOW)
+
+
+def test_a_signature_made_for_one_purpose_does_not_serve_for_another() -> None:
+    """A run's key signs invitations and revocations: the one can never be read as the other."""
+    record = RUN.revoke([BOB], None, [], NOW)
+    signature = bytes.fromhex(record.data.partition(b" ")[0].decode())
+    forged = Invitation(RUN.public, INVITATION.seed, INVITATION.expires, signature)
+    with pytest.raises(ConfigError, match="forged"):
+        parsed(forged.text())
+    told = record.data.partition(b" ")[2]
+    aimless = Ed25519PrivateKey.from_private_bytes(RUN.seed).sign(told).hex().encode() + b" " + told
+    with pytest.raises(NotWelcome, match="forged"):
+        Revocation.read(aimless, RUN.public)
+
+
+# Revocations
+
+
+def test_a_revocation_puts_out_its_peers_and_those_of_its_invitation_but_the_kept() -> None:
+    record = Revocation.read(RUN.revoke([ALICE], INVITATION.id, [BOB], NOW).data, RUN.public)
+    assert record.concerns(ALICE, None) and record.concerns(ALICE, "another")
+    assert record.concerns("newcomer", INVITATION.id)
+    assert not record.concerns(BOB, INVITATION.id)
+    assert not record.concerns("newcomer", "another") and not record.concerns("newcomer", None)
+    assert record.at == int(NOW)
+    only_a_peer = RUN.revoke([ALICE], None, [], NOW)
+    assert not only_a_peer.concerns("newcomer", None)
+
+
+def test_only_the_runs_key_can_revoke() -> None:
+    data = RUN.revoke([ALICE], INVITATION.id, [BOB], NOW).data
+    for forged in (RunKey.create().revoke([ALICE], None, [], NOW).data, data.replace(b"12D3", b"12D4"), data[1:],
+                   data[128:], b"", b" ", b"00" * 64 + b" {}", b"zz" * 64 + b" {}", b"\xff" * 200):  # fmt: skip
+        with pytest.raises(NotWelcome, match="forged"):
+            Revocation.read(forged, RUN.public)
+
+
+def test_a_revocation_is_one_line_and_has_a_limit() -> None:
+    record = RUN.revoke([ALICE, "odd\nname"], INVITATION.id, [f"{BOB}{i}" for i in range(500)], NOW)
+    assert b"\n" not in record.data and len(record.data) <= MAX_REVOCATION_BYTES
+    with pytest.raises(ConfigError, match="keeps 2000 peers"):
+        RUN.revoke([ALICE], INVITATION.id, [f"{BOB}{i}" for i in range(2000)], NOW)

@@ -1,0 +1,346 @@
+"""Into the swarm and out of it, on a network in memory: numbers, states, goodbyes, and those who are not invited."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swarms.memory import NAMES, MemorySwarm, MemoryTransport, MemoryWorker, values
+
+from diloco.engines.swarm.network.known_peers import read_peers
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node.file_transfer import fetch_file
+from diloco.engines.swarm.node.wire import Message, pack, read_frame, write_frame
+from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
+from diloco.engines.swarm.trust.invitation import RunKey
+from diloco.errors import EngineError, RendezvousError
+
+Story = Callable[[MemorySwarm], Awaitable[Any]]
+
+
+def told(story: Story, **settings: Any) -> Any:
+    async def run() -> Any:
+        swarm = MemorySwarm(**{"lost_seconds": 0.5, "beat_seconds": 0.1, "patience": 50.0, **settings})
+        try:
+            return await asyncio.wait_for(story(swarm), 40)
+        finally:
+            await swarm.close()
+
+    return asyncio.run(run())
+
+
+async def founded(swarm: MemorySwarm, workers: int) -> list[MemoryWorker]:
+    for _ in range(workers):
+        await (await swarm.start()).catch_up()
+    await asyncio.sleep(0.25)
+    return swarm.workers
+
+
+async def rounds(workers: list[MemoryWorker], count: int) -> None:
+    for _ in range(count):
+        posts = (worker.post(values(worker.node.number, worker.trainer.sequence)) for worker in workers)
+        for ended, _ in await asyncio.gather(*posts):
+            assert ended.failure is None
+
+
+def stop(swarm: MemorySwarm, worker: MemoryWorker) -> None:
+    swarm.network.kill(worker.name)
+    for task in worker.node._tasks:
+        task.cancel()
+
+
+def test_a_joiner_has_the_next_number_the_state_and_is_in_the_next_round() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, list[list[bytes]], tuple[int, ...]]:
+        workers = await founded(swarm, 2)
+        await rounds(workers, 3)
+        joiner = await swarm.start()
+        await joiner.catch_up()
+        await asyncio.sleep(0.2)
+        posts = (worker.post(values(worker.node.number, 3)) for worker in workers)
+        ended = [one for one, _ in await asyncio.gather(*posts)]
+        return joiner.node.number, [worker.trainer.means for worker in workers], ended[0].contributors
+
+    number, means, contributors = told(story)
+    assert number == 2 and contributors == (0, 1, 2)
+    assert len(means[2]) == 4 and means[0] == means[1] == means[2]
+
+
+def test_rounds_that_end_while_the_state_is_on_its_way_are_made_up_for_with_their_means() -> None:
+    async def story(swarm: MemorySwarm) -> list[list[bytes]]:
+        workers = await founded(swarm, 2)
+        await rounds(workers, 2)
+        joiner = await swarm.start()
+        old = await workers[0].trainer.snapshot(), await workers[1].trainer.snapshot()
+        await rounds(workers[:2], 2)
+        for worker, snapshot in zip(workers, old, strict=False):
+
+            async def outdated(snapshot: Any = snapshot) -> Any:
+                return snapshot
+
+            worker.trainer.snapshot = outdated  # type: ignore[method-assign]
+        await joiner.catch_up()
+        return [worker.trainer.means for worker in workers]
+
+    means = told(story)
+    assert len(means[2]) == 4 and means[0] == means[2]
+
+
+def test_a_source_that_dies_while_it_gives_the_state_is_replaced_by_another() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], int]:
+        workers = await founded(swarm, 3)
+        for worker in workers:
+            worker.trainer.means.append(bytes(3 << 20))  # a state of some size
+        joiner = await swarm.start()
+        asked: list[MemoryWorker] = []
+        for worker in workers[:3]:
+            original = worker.trainer.snapshot
+
+            async def noticed(worker: MemoryWorker = worker, original: Any = original) -> Any:
+                asked.append(worker)
+                if len(asked) == 1:
+                    swarm.network.after(20, lambda: stop(swarm, worker))
+                return await original()
+
+            worker.trainer.snapshot = noticed  # type: ignore[method-assign]
+        await joiner.catch_up()
+        return [asked[-1].trainer.means, joiner.trainer.means], len(asked)
+
+    (source, mine), asked = told(story)
+    assert mine == source and asked >= 2
+
+
+def test_a_joiner_whom_nobody_can_give_the_state_says_so() -> None:
+    async def story(swarm: MemorySwarm) -> None:
+        workers = await founded(swarm, 1)
+        joiner = await swarm.start()
+        stop(swarm, workers[0])
+        await joiner.catch_up()
+
+    with pytest.raises(EngineError, match="nobody who has the state of this run answers"):
+        told(story, lost_seconds=0.2)
+
+
+def test_the_first_worker_may_die_and_others_join_through_any_known_peer() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, tuple[int, ...]]:
+        workers = await founded(swarm, 3)
+        stop(swarm, workers[0])
+        joiner = await swarm.start()  # its invitation names all three
+        await joiner.catch_up()
+        await asyncio.sleep(0.2)
+        ended = await asyncio.gather(*(worker.post(values(worker.node.number)) for worker in workers[1:]))
+        return joiner.node.number, ended[0][0].contributors
+
+    assert told(story) == (3, (1, 2, 3))
+
+
+def test_a_worker_that_is_started_again_keeps_its_number_and_finds_the_swarm_by_its_own_notes() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, int, int]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        victim = workers[1]
+        await asyncio.sleep(1.2)  # notes are taken every second
+        known = read_peers(Path(victim.node.settings.folder) / PEERS_FILE)
+        stop(swarm, victim)
+        await asyncio.sleep(0.3)
+        (Path(victim.node.settings.folder) / INVITATION_FILE).write_text(swarm.invitation().with_addresses([]).text())
+        again = await swarm.start(name=victim.name, folder=victim.node.settings.folder)
+        await again.catch_up()
+        return len(known), again.node.number, len(again.trainer.means)
+
+    assert told(story) == (3, 1, 1)
+
+
+def test_two_that_join_at_once_get_two_numbers() -> None:
+    async def story(swarm: MemorySwarm) -> set[int]:
+        await founded(swarm, 2)
+        joined = await asyncio.gather(*(swarm.start(name=NAMES[10 + i]) for i in range(4)))
+        return {worker.node.number for worker in joined}
+
+    assert told(story) == {2, 3, 4, 5}
+
+
+def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[tuple[int, ...], list[str], float]:
+        workers = await founded(swarm, 3)
+        await workers[0].node.leave()
+        started = time.monotonic()
+        await rounds(workers[1:], 1)
+        ended = [type_ for type_, _ in workers[1].trainer.events]
+        return workers[1].node.members(), ended, time.monotonic() - started
+
+    members, events, _ = told(story)
+    assert members == (1, 2) and "member_left" in events and "member_lost" not in events
+
+
+# Those who are not invited
+
+
+def test_an_invitation_of_another_run_opens_nothing() -> None:
+    async def story(swarm: MemorySwarm) -> None:
+        await founded(swarm, 2)
+        await swarm.start(credential_of=RunKey.create())
+
+    with pytest.raises(RendezvousError, match="does not take this worker in"):
+        told(story)
+
+
+def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[str], list[str]]:
+        workers = await founded(swarm, 2)
+        await rounds(workers, 1)
+        stranger = MemoryTransport(swarm.network, NAMES[20])
+        await stranger.serve(_nothing, _nobody)
+        target, refusals, read = workers[0].name, [], []
+        for kind in ("beat", "number", "ready", "plan", "commit", "inquire", "outcome", "status", "files", "called"):
+            with pytest.raises(CallRefused) as caught:
+                await stranger.call(target, pack(kind, sequence=1, wished=0), 1.0)
+            refusals.append(str(caught.value))
+        for kind in ("state", "mean", "file", "parts"):
+            stream = await stranger.open(target, 1.0)
+            try:
+                await write_frame(stream, pack(kind, sequence=0, name="config", authority=[1, 0, 1]), 1.0)
+                read.append((await read_frame(stream, 1 << 20, 1.0)).decode())
+            except Unreachable:
+                pass
+        return refusals, read
+
+    refusals, read = told(story)
+    assert read == []
+    assert all("hello" in text for text in refusals), refusals
+
+
+def test_a_visitor_with_an_invitation_sees_the_status_and_is_in_no_round() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[Message, tuple[int, ...]]:
+        workers = await founded(swarm, 2)
+        visitor = MemoryTransport(swarm.network, NAMES[21])
+        await visitor.serve(_nothing, _nobody)
+        greeting = workers[0].node.membership.greeting("visitor")
+        greeting["credential"] = swarm.invitation().credential(visitor.peer).data()
+        await visitor.call(workers[0].name, pack("hello", **greeting), 1.0)
+        status = Message.unpack(await visitor.call(workers[0].name, pack("status"), 1.0))
+        with pytest.raises(CallRefused):
+            await visitor.call(workers[0].name, pack("ready", sequence=0), 1.0)
+        return status, workers[0].node.members()
+
+    status, members = told(story)
+    assert members == (0, 1) and [member["number"] for member in status.items("members")] == [0, 1]
+
+
+def test_whoever_is_revoked_is_out_everywhere_and_told_why() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[str | None, bool, list[tuple[int, ...]]]:
+        workers = await founded(swarm, 3)
+        record = swarm.run_key.revoke([workers[2].name], None, [], time.time())
+        for worker in workers[:1]:  # one hears of it, beats carry it on
+            worker.node.trust.revoke(record.data)
+            worker.node.membership.expel()
+        await asyncio.sleep(0.6)
+        ended, _ = await workers[2].post(values(2), seconds=10.0)
+        return ended.failure, ended.fatal, [worker.node.members() for worker in workers[:2]]
+
+    failure, fatal, members = told(story)
+    assert fatal and failure is not None and "revoked" in failure
+    assert members == [(0, 1), (0, 1)]
+
+
+def test_messages_that_make_no_sense_get_their_sender_banned() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[str], tuple[int, ...]]:
+        workers = await founded(swarm, 3)
+        refusals = []
+        for data in (b"\xc1", pack("ready"), pack("plan", sequence=-5), b"\x93\x01\x02\x03"):
+            with pytest.raises(CallRefused) as caught:
+                await workers[2].node.transport.call(workers[0].name, data, 1.0)
+            refusals.append(str(caught.value))
+        return refusals, workers[0].node.members()
+
+    refusals, members = told(story)
+    assert all("malformed" in text for text in refusals[:3]) and "banned" in refusals[3]
+    assert members == (0, 1)
+
+
+async def _nothing(peer: str, data: bytes) -> bytes:
+    return pack("answer", state="none")
+
+
+async def _nobody(stream: Any) -> None:
+    stream.close()
+
+
+def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
+    """As when the relay of both dies: each has a new address, which only those who are still connected with it hear."""
+
+    async def story(swarm: MemorySwarm) -> bool:
+        one, _, two = await founded(swarm, 3)
+        apart = True
+
+        def way(here: str, there: str) -> None:
+            if apart and {here, there} == {one.name, two.name}:
+                raise Unreachable("the relay is gone")
+
+        def moved(worker: MemoryWorker) -> str:
+            return f"/ip4/127.0.0.1/tcp/2/p2p/{worker.name}"
+
+        def move(worker: MemoryWorker, other: MemoryWorker) -> None:
+            async def addresses() -> list[str]:
+                return [moved(worker)]
+
+            async def introduce(peer: str, addresses: list[str], seconds: float) -> None:
+                nonlocal apart
+                if peer == other.name and moved(other) in addresses:
+                    apart = False
+                await worker.node.transport._reach(peer, seconds)
+
+            worker.node.transport.addresses, worker.node.transport.introduce = addresses, introduce
+
+        move(one, two)
+        move(two, one)
+        swarm.network.way = way  # type: ignore[method-assign]
+        lost = [one.node.membership.peers[two.name], two.node.membership.peers[one.name]]
+        async with asyncio.timeout(10):
+            while any(peer.live for peer in lost):
+                await asyncio.sleep(0.02)
+            while not all(peer.live for peer in lost):
+                await asyncio.sleep(0.02)
+        return True
+
+    assert told(story)
+
+
+@pytest.mark.parametrize("lie", ["another file", "too long"])
+def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: str) -> None:
+    for name, data in (("true", b"true" * 9), ("lie", b"lies" * (9 if lie == "another file" else 900))):
+        (tmp_path / name).write_bytes(data)
+    digest = hashlib.sha256(b"true" * 9).hexdigest() if lie == "another file" else None
+
+    async def story(swarm: MemorySwarm) -> bytes:
+        liar, honest, asking = await founded(swarm, 3)
+        liar.node.serve_files({"shard": tmp_path / "lie"})
+        honest.node.serve_files({"shard": tmp_path / "true"})
+        peers = [liar.name, honest.name]
+        await fetch_file(asking.node.transport, peers, "shard", tmp_path / "here", 1.0, 36, digest)
+        with pytest.raises(EngineError, match="nobody in the swarm can give 'shard'"):
+            await fetch_file(asking.node.transport, [liar.name], "shard", tmp_path / "no", 1.0, 36, digest)
+        return (tmp_path / "here").read_bytes()
+
+    assert told(story) == b"true" * 9
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.engines.swarm.node.joining._SEARCH_SECONDS", 0.7)
+
+    async def story(swarm: MemorySwarm) -> None:
+        (first,) = await founded(swarm, 1)
+
+        def refuse(name: str, wished: int) -> int:
+            raise CallRefused("not today")
+
+        monkeypatch.setattr(first.node.membership, "number_for", refuse)
+        await swarm.start()
+
+    with pytest.raises(
+        RendezvousError, match=r"no number within 0\.7 s: worker 0 \(.*\), which leads it, says: not today"
+    ):
+        told(story)

@@ -1,0 +1,47 @@
+"""join_swarm: what it keeps in its folder, and what it tells the engine. The engine itself has tests of its own."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import diloco
+from diloco.engines.swarm import join as own_loops
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.errors import ConfigError
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    seen: list[Settings] = []
+
+    def engine(settings: Settings, *, on_event: object) -> object:
+        seen.append(settings)
+        return object()
+
+    monkeypatch.setattr(own_loops, "SwarmEngine", engine)
+    return seen
+
+
+def test_the_first_call_begins_a_swarm_and_the_next_goes_back_to_it(tmp_path: Path, started: list[Settings]) -> None:
+    diloco.join_swarm(tmp_path)
+    kept = Invitation.parse((tmp_path / "swarm" / "invitation.txt").read_text(), time.time())
+    assert kept.run_id == RunKey.load(tmp_path / "swarm" / "run.key").run_id
+    diloco.join_swarm(tmp_path)
+    assert started[0] == started[1] and started[0].founder  # the same port, too
+    assert Invitation.parse((tmp_path / "swarm" / "invitation.txt").read_text(), None) == kept
+
+
+def test_with_an_invitation_somebody_must_be_there(tmp_path: Path, started: list[Settings]) -> None:
+    word = invite(RunKey.create(), [], 60.0, time.time()).text()
+    diloco.join_swarm(tmp_path, word, seat="worker-3", port=4001, host="127.0.0.1")
+    assert not started[0].founder and not (tmp_path / "swarm" / "run.key").exists()
+    assert (started[0].seat, started[0].port, started[0].host) == ("worker-3", 4001, "127.0.0.1")
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path, started: list[Settings]) -> None:
+    diloco.join_swarm(tmp_path)
+    with pytest.raises(ConfigError, match="use another folder"):
+        diloco.join_swarm(tmp_path, invite(RunKey.create(), [], 60.0, time.time()).text())
+    assert len(started) == 1

@@ -1,0 +1,120 @@
+"""What p2pd is told and what its errors mean; who may have this machine connect somewhere. No p2pd here."""
+
+import asyncio
+import json
+
+import pytest
+
+from diloco.engines.swarm.network import hole_punching as punching
+from diloco.engines.swarm.network import reachability as reaching
+from diloco.engines.swarm.network.p2pd_transport import _unreachable
+from diloco.engines.swarm.network.reachability import Network, Reach, Seen, answered, ask
+from diloco.engines.swarm.network.relaying import public_ones
+
+RELAYED = "/ip4/5.5.5.1/tcp/4000/p2p/R/p2p-circuit"
+FAILED = "failed to dial: failed to dial P: all dials failed"
+REFUSED = "dial tcp4 192.168.2.2:4000: connect: connection refused"
+
+
+@pytest.mark.parametrize(
+    ("text", "gone"),
+    [
+        ("stream reset", True),
+        ("failed to dial: failed to dial P: no addresses", True),
+        (f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] {REFUSED}", True),
+        (f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] dial tcp4: i/o timeout", False),
+        (
+            f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] {REFUSED}\n  * [/ip4/5.5.5.2/tcp/1] dial tcp4: i/o timeout",
+            False,
+        ),
+        (f"{FAILED}\n  * [{RELAYED}] error opening relay circuit: NO_RESERVATION (204)", True),
+        (f"{FAILED}\n  * [{RELAYED}] error opening hop stream to relay: {FAILED}\n  * [/ip4/5.5.5.1] {REFUSED}", False),
+        ("failed to negotiate protocol: protocols not supported: [/diloco/x/call]", False),
+        ("connect: network is unreachable", False),
+    ],
+)
+def test_a_peer_is_gone_only_if_every_way_to_it_says_so(text: str, gone: bool) -> None:
+    assert _unreachable("P", text, gone_before=False).gone is gone
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_dial_that_was_not_even_tried_tells_what_the_last_one_told(before: bool) -> None:
+    text = f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] dial backoff"
+    assert _unreachable("P", text, gone_before=before).gone is before
+
+
+@pytest.mark.parametrize(
+    ("network", "kind"),
+    [
+        (Network(host="127.0.0.1"), "unknown"),
+        (Network(host="5.5.5.5"), "open"),
+        (Network(port=4000, announce=("5.5.5.5",)), "open"),
+        (Network(port=4000, announce=("192.168.1.7",)), "unknown"),
+        (Network(announce=("home.example.org:4000",)), "open"),
+    ],
+)
+def test_who_has_or_tells_a_public_address_is_taken_for_open(network: Network, kind: str) -> None:
+    assert reaching.first_guess(network).kind == kind
+
+
+def test_an_open_peer_relays_and_a_closed_one_asks_its_relays() -> None:
+    network = Network(host="127.0.0.1")
+    opened = Reach("open", outside=("/ip4/5.5.5.5/tcp/4000",)).arguments(network)
+    assert "-announceAddrs=/ip4/5.5.5.5/tcp/4000" in opened and "-forceReachabilityPublic" in opened
+    closed = Reach("closed", relays=("/ip4/5.5.5.1/tcp/4000/p2p/R",)).arguments(network)
+    assert "-trustedRelays=/ip4/5.5.5.1/tcp/4000/p2p/R" in closed and "-autoRelay" in closed
+    assert not {"-autoRelay", "-forceReachabilityPublic"} & set(Reach().arguments(network))
+
+
+def test_only_public_addresses_that_lead_straight_there_can_be_relays() -> None:
+    straight = "/ip4/5.5.5.1/tcp/4000/p2p/R"
+    assert public_ones([straight, f"{RELAYED}/p2p/P", "/ip4/192.168.1.2/tcp/1/p2p/P", straight]) == [straight]
+    assert punching.relays_in(["/ip4/192.168.1.2/tcp/1", RELAYED]) == ["R"]
+
+
+class Connected:
+    """A control whose daemon is connected with some peers."""
+
+    def __init__(self, peers: dict[str, list[str]]) -> None:
+        self.peers, self.told = peers, list[tuple[str, bytes]]()
+
+    async def list_peers(self) -> dict[str, list[str]]:
+        return self.peers
+
+    async def call(self, peer: str, protocol: str, data: bytes) -> bytes:
+        assert protocol == "/p/punched"
+        self.told.append((peer, data))
+        return b"true"
+
+
+def test_a_peer_is_called_back_only_where_it_comes_from_and_not_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, int]] = []
+
+    async def greets(host: str, port: int, seconds: float) -> bool:
+        called.append((host, port))
+        return True
+
+    monkeypatch.setattr(reaching, "greets", greets)
+    control = Connected({"P": ["/ip4/5.5.5.2/tcp/55555"], "Q": [f"{RELAYED}"]})
+
+    async def story() -> list[Seen | None]:
+        asked = reaching.DialBack()
+        requests = [("P", ask(4000)), ("P", ask(4000)), ("Q", ask(4000)), ("stranger", ask(4000)), ("X", bytes(100))]
+        return [answered(await asked.answer(control, peer, request)) for peer, request in requests]  # type: ignore[arg-type]
+
+    assert asyncio.run(story()) == [Seen("5.5.5.2", True), None, None, None, None]
+    assert called == [("5.5.5.2", 4000)]
+
+
+def test_a_relay_tells_two_of_each_other_only_if_both_are_connected_with_it() -> None:
+    async def story() -> None:
+        control = Connected({"P": ["/ip4/5.5.5.2/tcp/1"], "Q": ["/ip4/5.5.5.3/tcp/2"], "R": [RELAYED]})
+        puncher = punching.Puncher("me", "/p")
+        wanted = json.dumps({"peer": "Q"}).encode()
+        assert json.loads(await puncher.relay(control, "P", wanted)) == "/ip4/5.5.5.3/tcp/2"  # type: ignore[arg-type]
+        assert control.told == [("Q", json.dumps({"way": "/ip4/5.5.5.2/tcp/1", "peer": "P"}).encode())]
+        for asker, request in [("R", wanted), ("stranger", wanted), ("P", b'{"peer": "nobody"}'), ("P", bytes(300))]:
+            assert await puncher.relay(control, asker, request) == b"null"  # type: ignore[arg-type]
+        assert len(control.told) == 1
+
+    asyncio.run(story())

@@ -1,0 +1,273 @@
+"""Rounds of a swarm on a network in memory: what all members end with, whoever dies, freezes or lies meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from swarms.memory import NUMEL, MemorySwarm, MemoryWorker, values
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
+from diloco.engines.reduction import reduce_parts
+from diloco.engines.swarm.node.trainer import Ended
+
+Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
+
+
+def told(workers: int, story: Story, **settings: Any) -> Any:
+    """A swarm of so many workers that all have the state, and what happens to it."""
+
+    async def run() -> Any:
+        swarm = MemorySwarm(**{"lost_seconds": 0.5, "beat_seconds": 0.1, "patience": 50.0, **settings})
+        for _ in range(workers):
+            await (await swarm.start()).catch_up()
+        await asyncio.sleep(0.3)
+        try:
+            return await asyncio.wait_for(story(swarm, swarm.workers), 40)
+        finally:
+            await swarm.close()
+
+    return asyncio.run(run())
+
+
+def mean_of(contributions: list[torch.Tensor], weights: list[float], name: str = "fp32") -> bytes:
+    """The very bytes that the reference engine ends with."""
+    vectors = []
+    for tensor in contributions:
+        vectors.append(EncodedVector(codec(name), PartLayout(tensor.numel())))
+        vectors[-1].encode(0, tensor)
+    out = EncodedVector(codec(name), PartLayout(contributions[0].numel()))
+    part = out.layout.part_elements
+    reduce_parts(codec(name), [vector.data for vector in vectors], weights, part, out.data)
+    return out.data.numpy().tobytes()
+
+
+async def all_post(workers: list[MemoryWorker], sequence: int = 0, **options: Any) -> list[tuple[Ended, bytes]]:
+    posts = (worker.post(values(worker.node.number, sequence), **options) for worker in workers)
+    return list(await asyncio.gather(*posts))
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8"])
+def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+        for worker in workers:
+            worker.codec = name
+        posts = (w.post(values(w.node.number), weight=1.0 + w.node.number) for w in workers)
+        return list(await asyncio.gather(*posts))
+
+    results = told(4, story)
+    wanted = mean_of([values(worker) for worker in range(4)], [1.0, 2.0, 3.0, 4.0], name)
+    assert [mean for _, mean in results] == [wanted] * 4
+    for ended, _ in results:
+        assert (ended.failure, ended.contributors, ended.total_weight) == (None, (0, 1, 2, 3), 10.0)
+        assert ended.roster == (0, 1, 2, 3) and [one.note for one in ended.present] == [b"note"] * 4
+
+
+@pytest.mark.parametrize("operations", [1, 20, 60, 90, 120, 150])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_killed_at_any_moment_leaves_the_others_with_one_exact_mean(victim: int, operations: int) -> None:
+    """Worker 0 leads. The mean is exactly that of those who are said to be in it, the dead one or not."""
+
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+        tasks = [asyncio.create_task(worker.post(values(worker.node.number))) for worker in workers]
+
+        def kill() -> None:
+            swarm.network.kill(workers[victim].name)
+            for task in [tasks[victim], *workers[victim].node._tasks]:
+                task.cancel()
+
+        swarm.network.after(operations, kill)
+        return [await task for number, task in enumerate(tasks) if number != victim]
+
+    results = told(4, story)
+    ended = results[0][0]
+    assert ended.failure is None and set(ended.contributors) >= {0, 1, 2, 3} - {victim}
+    wanted = mean_of([values(worker) for worker in ended.contributors], [1.0] * len(ended.contributors))
+    assert {mean for _, mean in results} == {wanted}
+    assert {other.contributors for other, _ in results} == {ended.contributors}
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_worker_that_falls_silent_in_the_middle_is_left_out_and_catches_up_later(victim: int) -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> list[bytes]:
+        tasks = [asyncio.create_task(worker.post(values(worker.node.number))) for worker in workers]
+        swarm.network.after(60, lambda: swarm.network.cut.add(workers[victim].name))
+        others = [worker for number, worker in enumerate(workers) if number != victim]
+        await asyncio.gather(*(task for number, task in enumerate(tasks) if number != victim))
+        await all_post(others, 1)
+        swarm.network.cut.clear()
+        ended, _ = await tasks[victim]
+        if ended.failure is not None:
+            assert ended.resync
+            await workers[victim].catch_up()
+        if workers[victim].trainer.sequence < 2:  # its own round 0 counted, and it has only missed round 1
+            ended, _ = await workers[victim].post(values(victim, 1))
+            assert ended.resync
+            await workers[victim].catch_up()
+        await all_post(workers, 2)
+        return [b"".join(worker.trainer.means) for worker in workers]
+
+    means = told(4, story)
+    assert len(set(means)) == 1 and means[0]
+
+
+def test_a_cut_off_worker_does_not_step_alone_while_most_others_may_be_there() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[str | None, int]:
+        swarm.network.cut.add(workers[1].name)
+        task = asyncio.create_task(workers[1].post(values(1)))
+        await all_post([workers[0], workers[2]])
+        await asyncio.sleep(1.5)
+        assert not task.done()
+        swarm.network.cut.clear()
+        ended, _ = await task
+        return ended.failure, len(workers[1].trainer.means)
+
+    failure, means = told(3, story)
+    assert failure is not None and "without this worker" in failure and means == 0
+
+
+def test_those_who_fell_silent_and_are_dead_by_now_are_waited_for_no_longer() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[bool, bool]:
+        alone = workers[0].node.membership
+        swarm.network.cut.update(worker.name for worker in workers[1:])
+        while alone.live():
+            await asyncio.sleep(0.05)
+        before = alone.may_go_on()
+        for worker in workers[1:]:
+            swarm.network.kill(worker.name)
+        swarm.network.cut.clear()
+        while not all(peer.gone for peer in alone.peers.values()):
+            await asyncio.sleep(0.05)
+        return before, alone.may_go_on()
+
+    assert told(4, story) == (False, True)
+
+
+def test_a_lone_survivor_of_kills_goes_on() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> Ended:
+        for worker in workers[:2]:
+            swarm.network.kill(worker.name)
+            for task in worker.node._tasks:
+                task.cancel()
+        return (await workers[2].post(values(2)))[0]
+
+    ended = told(3, story)
+    assert (ended.failure, ended.contributors) == (None, (2,))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_banned(poison: float) -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[list[tuple[Ended, bytes]]]:
+        bad = values(1)
+        bad[NUMEL // 2 :] = poison
+        rounds = []
+        for sequence in range(4):
+            liar = asyncio.create_task(workers[1].post(bad, claimed=30.0, sequence=sequence))
+            rounds.append(await all_post([workers[0], workers[2]], sequence))
+            ended, _ = await liar
+            assert ended.failure is not None
+            await asyncio.sleep(0.1)
+        return rounds
+
+    rounds = told(3, story)
+    for sequence, results in enumerate(rounds):
+        wanted = mean_of([values(0, sequence), values(2, sequence)], [1.0, 1.0])
+        assert [mean for _, mean in results] == [wanted, wanted]
+    assert [set(results[0][0].refused) for results in rounds] == [{1}, {1}, {1}, set()]
+    assert "norm" in rounds[0][0][0].refused[1]
+    assert rounds[3][0][0].roster == (0, 2), "banned after three refusals"
+
+
+def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+        bad = torch.full((NUMEL,), float("nan"))
+        return list(await asyncio.gather(workers[0].post(values(0)), workers[1].post(bad), workers[2].post(values(2))))
+
+    results = told(3, story)
+    assert {mean for _, mean in results} == {mean_of([values(0), values(2)], [1.0, 1.0])}
+    assert "not finite" in results[1][0].refused[1]
+
+
+def test_a_worker_that_trains_something_else_is_told_so_for_good() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[Ended, Ended]:
+        first = asyncio.create_task(workers[0].post(values(0)))
+        await asyncio.sleep(0.1)
+        other, _ = await workers[1].post(values(1), layout="another")
+        await workers[1].node.leave()
+        return other, (await first)[0]
+
+    other, first = told(2, story)
+    assert other.fatal and "trains something else" in str(other.failure)
+    assert (first.failure, first.contributors) == (None, (0,))
+
+
+def test_a_worker_with_another_anchor_is_refused_and_told_to_resynchronise() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[Ended]:
+        posts = (w.post(values(w.node.number), digest="stray" if w.node.number == 1 else "same") for w in workers)
+        ended = [one for one, _ in await asyncio.gather(*posts)]
+        await workers[1].catch_up()
+        assert workers[1].trainer.means == workers[0].trainer.means
+        return ended
+
+    first, stray, _ = told(3, story)
+    assert stray.resync and not first.resync and set(first.refused) == {1} and first.contributors == (0, 2)
+
+
+def test_slow_workers_are_called_and_a_round_that_is_late_all_the_same_ends_without_them() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[int], Ended, Ended]:
+        ended, _ = await workers[0].post(values(0))
+        late, _ = await workers[1].post(values(1))
+        return workers[1].trainer.calls, ended, late
+
+    calls, ended, late = told(2, story, patience=0.0)
+    assert 0 in calls
+    assert ended.contributors == (0,) and ended.roster == (0, 1)
+    assert late.failure is not None and late.resync
+
+
+def test_a_round_without_any_work_has_no_mean_and_is_no_failure() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+        return await all_post(workers, weight=0.0)
+
+    for ended, _ in told(2, story):
+        assert (ended.failure, ended.total_weight, ended.contributors, ended.bytes_sent) == (None, 0.0, (), 0)
+
+
+def test_a_new_leader_has_the_patience_of_the_one_before_it() -> None:
+    """It has led no round yet, and may have been here for days."""
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[float]:
+        for worker in workers:
+            worker.node.leading._began -= 86_400.0
+        for sequence in range(3):
+            await all_post(workers, sequence)
+        return [worker.node.leading.patience_seconds for worker in workers]
+
+    assert max(told(3, story)) < 60.0
+
+
+def test_joiners_that_outnumber_the_others_follow_a_round_that_ended_without_them() -> None:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[str | None], tuple[int, ...]]:
+        await all_post(workers, 0)
+        old, joiners = list(workers), []
+        for _ in range(3):
+            joiners.append(await swarm.start())
+            await joiners[-1].catch_up()
+            joiners[-1].node.own.holds = False  # nobody knows it yet: the round does not wait for it
+        await asyncio.sleep(0.3)
+        await all_post(old, 1)
+        for joiner in joiners:
+            joiner.node.own.holds = True
+        late = await all_post(joiners, 1, seconds=8.0)
+        for joiner in joiners:
+            await joiner.catch_up()
+        await asyncio.sleep(0.3)
+        ended, _ = (await all_post([*old, *joiners], 2))[0]
+        return [one.failure for one, _ in late], ended.contributors
+
+    failures, contributors = told(2, story, lost_seconds=2.0)
+    assert all(failure is not None and "without this worker" in failure for failure in failures)
+    assert contributors == (0, 1, 2, 3, 4)

@@ -1,0 +1,108 @@
+"""events.jsonl: whole lines, from any number of processes, and nothing that JSON does not know."""
+
+import json
+import logging
+import math
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
+
+_WRITERS = 4
+_EVENTS = 400
+
+
+def _write_many(folder: Path, worker: int) -> None:
+    log = EventLog(folder, worker)
+    for number in range(_EVENTS):
+        log.emit("step", number=number, padding="x" * (number % 50) * 200)  # up to two and a half pages
+    log.close()
+
+
+def test_lines_from_several_processes_at_once_are_whole_and_in_each_writers_order(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(tmp_path, worker)) for worker in range(_WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    lines = (tmp_path / EVENTS_FILE).read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    events = [json.loads(line) for line in lines]
+    assert len(events) == _WRITERS * _EVENTS
+    for worker in range(_WRITERS):
+        mine = [event for event in events if event["worker"] == worker]
+        assert [event["number"] for event in mine] == list(range(_EVENTS))
+        assert all(len(event["padding"]) == event["number"] % 50 * 200 for event in mine)
+
+
+def test_every_line_has_the_version_the_time_the_worker_and_the_type(tmp_path: Path) -> None:
+    before = time.time()
+    EventLog(tmp_path, 3).emit("sample", text="a\nb\u2028c\r")
+    (event,) = read_events(tmp_path)
+    assert event["v"] == EVENTS_VERSION == 1
+    assert before - 1 <= event["time"] <= time.time() + 1
+    assert (event["worker"], event["type"], event["text"]) == (3, "sample", "a\nb\u2028c\r")
+
+
+def test_numbers_that_json_does_not_know_become_null_at_any_depth(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 0)
+    log.emit("step", loss=math.nan, more=[math.inf, {"deep": (-math.inf, 1.5)}], members={1: math.nan})
+    line = (tmp_path / EVENTS_FILE).read_text()
+    event = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert event["loss"] is None
+    assert event["more"] == [None, {"deep": [None, 1.5]}]
+    assert event["members"] == {"1": None}
+
+
+def test_a_reader_never_returns_half_a_line_and_returns_it_once_it_is_whole(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path)
+    assert list(reader.new_events()) == []  # there is no file yet
+    line = b'{"v": 1, "time": 0, "worker": 0, "type": "step"}\n'
+    with (tmp_path / EVENTS_FILE).open("ab", buffering=0) as file:
+        for cut in range(1, len(line)):
+            file.write(line[:cut])
+            assert list(reader.new_events()) == []
+            file.write(line[cut:])
+            assert [event["type"] for event in reader.new_events()] == ["step"]
+        assert list(reader.new_events()) == []
+
+
+def test_a_reader_returns_only_what_is_new(tmp_path: Path) -> None:
+    log, reader = EventLog(tmp_path, 0), EventReader(tmp_path)
+    log.emit("first")
+    assert [event["type"] for event in reader.new_events()] == ["first"]
+    log.emit("second")
+    log.emit("third")
+    assert [event["type"] for event in reader.new_events()] == ["second", "third"]
+    assert [event["type"] for event in read_events(tmp_path)] == ["first", "second", "third"]
+
+
+def test_a_line_that_was_cut_for_ever_is_left_out_with_a_warning_and_the_rest_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path, 0)
+    log.emit("before")
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"v": 1, "ti')  # its writer was killed here
+    log.emit("swallowed")
+    log.emit("after")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
+    assert caplog.text.count("damaged line") == 1
+
+
+@pytest.mark.parametrize("cut", ["", '{"v": 1, "ti'])
+def test_what_is_written_after_a_kill_does_not_stand_on_the_cut_line(tmp_path: Path, cut: str) -> None:
+    EventLog(tmp_path, 0).emit("before")
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write(cut)
+    end_cut_line(tmp_path)
+    EventLog(tmp_path, 0).emit("after")
+    assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
+    assert (tmp_path / EVENTS_FILE).read_text().count("\n") == (3 if cut else 2)

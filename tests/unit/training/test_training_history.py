@@ -1,0 +1,129 @@
+"""An interrupted run told as one story, and one process at a time in a run folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli.display.view import RunView
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.processes.launcher import put_aside
+from diloco.training.processes.run_lock import hold_as_worker, run_lock
+from diloco.training.records import history
+from diloco.training.records.events import Event
+from diloco.training.records.summary import summarize
+
+
+def event(type_: str, time: float, worker: int = 0, **fields: Any) -> Event:
+    return {"v": 1, "time": time, "worker": worker, "type": type_, **fields}
+
+
+def started(time: float, worker: int, workers: int = 2) -> Event:
+    more = {"device": "cpu", "parameters": 100, "threads": 1, "tokens_per_step": 10, "unigram_perplexity": 9.0}
+    return event("worker_started", time, worker, workers=workers, **more)
+
+
+def step(time: float, worker: int, number: int) -> Event:
+    more = {"loss": 1.0, "tokens": number * 10, "elapsed_seconds": time, "sync_seconds": 0.0, "rounds": 0}
+    return event("step", time, worker, step=number, bytes_sent=number, **more)
+
+
+def resumed(time: float, worker: int, at: int, **more: Any) -> Event:
+    told = {"rounds": at // 10, "new": False, "workers": 2, "workers_before": 2, "steps_before": 40, "notes": []}
+    return event("resumed", time, worker, step=at, **told | more)
+
+
+INTERRUPTED = [
+    *(started(0.0, 0), started(0.0, 1)),
+    *(step(1.0, 0, 10), step(1.0, 1, 10)),
+    event("validation", 1.5, step=10, loss=1.0, perplexity=2.7),
+    *(step(2.0, 0, 20), step(2.0, 1, 20)),
+    event("validation", 2.5, step=20, loss=0.5, perplexity=1.6),
+    *(started(100.0, 0), started(100.0, 1)),
+    *(resumed(100.5, 0, 10), resumed(100.5, 1, 10)),
+    *(step(101.0, 0, 15), step(101.5, 1, 15)),
+]
+
+
+def test_what_a_resume_took_back_is_left_out_and_the_pause_does_not_count() -> None:
+    kept = [e["step"] for e in history.current(INTERRUPTED) if e["type"] == "step" and e["worker"] == 0]
+    assert kept == [10, 15]
+    assert history.seconds(INTERRUPTED) == pytest.approx(2.5 + 1.5)
+    summary = summarize(RunConfig(), INTERRUPTED)
+    assert (summary["inner_steps"], summary["tokens"], summary["resumes"]) == (15, 300, 1)
+    assert summary["validation_step"] == 10 and summary["bytes_sent_per_worker"] == 15
+
+
+def test_an_end_before_a_resume_is_no_end() -> None:
+    end = event("worker_finished", 3.0, inner_steps=10, stopped_early=False, rounds=1, rounds_failed=0, bytes_sent=1)
+    assert end not in history.current([started(0.0, 0), step(1.0, 0, 10), end, started(9.0, 0), resumed(9.0, 0, 10)])
+
+
+def test_workers_that_come_and_go_are_counted_for_the_steps_that_they_took() -> None:
+    events = [
+        *(started(0.0, worker) for worker in range(2)),
+        *(step(1.0, worker, 10) for worker in range(2)),
+        *(started(9.0, worker, 3) for worker in range(3)),
+        *(resumed(9.0, worker, 10, workers=3, new=worker == 2) for worker in range(3)),
+        *(step(10.0, worker, 20) for worker in range(3)),
+        started(19.0, 0, 1),
+        resumed(19.0, 0, 20, workers=1, workers_before=3),
+        step(20.0, 0, 25),
+    ]
+    assert history.steps_not_taken(events) == {2: 10}
+    assert summarize(RunConfig(), events)["tokens"] == (2 * 10 + 3 * 10 + 5) * 10
+    assert summarize(RunConfig(), events)["workers"] == 1
+
+
+def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
+    view = RunView(RunConfig(steps=40))
+    for one in INTERRUPTED[:-2]:
+        view.update(one)
+    assert view.step == 10 and view.validations == [(10, 2.7)] and view.notes == ["going on from step 10"]
+    view.update(event("checkpoint_failed", 102.0, 1, step=15, reason="full"))
+    assert view.notes[-1] == "worker 1 could not write the checkpoint of step 15: full"
+    view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 takes no further part"]))
+    assert set(view.workers) == {0} and "worker 1 takes no further part" in view.notes
+
+
+def test_a_log_of_an_earlier_start_is_kept_under_a_number(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    for text in ("first", "second", "third"):
+        put_aside(log)
+        log.write_text(text)
+    put_aside(log)
+    assert [(tmp_path / f"worker-0.{n}.log").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]
+    assert not log.exists()
+
+
+def test_one_process_at_a_time_trains_in_a_run_folder(tmp_path: Path) -> None:
+    with run_lock(tmp_path), pytest.raises(ConfigError, match="another process trains in"), run_lock(tmp_path):
+        pass
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_killed_process_leaves_no_lock_and_its_workers_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from diloco.training.processes.run_lock import hold_as_worker, run_lock\n"
+        "with run_lock(Path(sys.argv[1])):\n"
+        "    hold_as_worker(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    with pytest.raises(ConfigError, match="another process trains in"), run_lock(tmp_path):
+        pass
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with run_lock(tmp_path):
+        hold_as_worker(tmp_path)
+    monkeypatch.setattr("diloco.training.processes.run_lock._LEFTOVER_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match="workers of an earlier start still run"), run_lock(tmp_path):
+        pass

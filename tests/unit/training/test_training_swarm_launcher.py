@@ -1,0 +1,128 @@
+"""Local workers of a swarm: who is started again, who is not, and how the run is judged. The processes are made up."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import ConfigError, WorkerFailed
+from diloco.training.config.run import RunConfig
+from diloco.training.processes import swarm_launcher
+from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, Chair
+from diloco.training.processes.swarm_launcher import MAX_RESTARTS, SwarmWorkers
+
+
+class Process:
+    """Ends at once with the next code of its worker; None: lives until it is told to stop."""
+
+    pid = 1
+
+    def __init__(self, code: int | None) -> None:
+        self.exitcode = code
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        self.exitcode = -9
+
+    def join(self, seconds: float) -> None:
+        del seconds
+
+
+class Machine:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: list[int | None]) -> None:
+        """`codes`: of each worker, how its processes end, one after another."""
+        self.said: list[str] = []
+        self.starts: list[int] = []
+        (folder / "swarm").mkdir()
+        chairs = [Chair(i, len(codes), folder, folder, None, 0, i == 0) for i in range(len(codes))]
+        for chair in chairs:
+            (folder / "swarm" / f"{chair.seat}.json").write_text("{}")  # it has been in the swarm
+        self.workers = SwarmWorkers(RunConfig(engine="swarm", workers=len(codes)), chairs, self.said.append)
+        monkeypatch.setattr(swarm_launcher, "_POLL_SECONDS", 0.0)
+        now = iter(range(10**9))
+        monkeypatch.setattr(swarm_launcher.time, "monotonic", lambda: float(next(now)))
+
+        def start(local: swarm_launcher._Local) -> None:
+            self.starts.append(local.chair.index)
+            local.process = Process(codes[local.chair.index].pop(0))  # type: ignore[assignment]
+            local.started, local.again_at = 0.0, None
+
+        monkeypatch.setattr(self.workers, "_start", start)
+
+    def run(self, poll: Callable[[], None] = lambda: None) -> None:
+        self.workers.run(poll)
+
+
+def test_a_killed_worker_is_started_again_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [0], [-signal.SIGKILL, 1, 0])
+    machine.run()
+    assert machine.starts == [0, 1, 1, 1]
+    assert "local worker 1 ended" in machine.said[0] and "SIGKILL" in machine.said[0]
+    assert "started again (2 of at most" in machine.said[1]
+
+
+def test_there_is_an_end_to_starting_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [-signal.SIGSEGV] * 20)
+    with pytest.raises(WorkerFailed, match="killed by SIGSEGV"):
+        machine.run()
+    assert len(machine.starts) == 1 + MAX_RESTARTS
+
+
+@pytest.mark.parametrize("code", [2, CHECKPOINT_CODE, EXCLUDED_CODE])
+def test_what_would_only_happen_again_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [0], [code])
+    machine.run()  # the other one has come to its end
+    assert machine.starts == [0, 1] and "has ended for good" in machine.said[0]
+
+
+def test_a_worker_that_was_never_in_the_swarm_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [1])
+    (tmp_path / "swarm" / "worker-0.json").unlink()
+    with pytest.raises(WorkerFailed):
+        machine.run()
+    assert machine.starts == [0]
+
+
+def test_a_bad_configuration_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [2])
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "worker-0.log"
+    monkeypatch.setattr(
+        swarm_launcher, "put_aside", lambda _: log.write_text("diloco.errors.ConfigError: no such thing")
+    )
+    with pytest.raises(ConfigError, match="no such thing"):
+        machine.run()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(EXCLUDED_CODE, "Excluded"), (1, "RendezvousError")])
+def test_what_the_others_answered_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [code])
+    (tmp_path / "swarm" / "worker-0.json").unlink()
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "worker-0.log"
+    text = f"Traceback (most recent call last):\n  File ...\ndiloco.errors.{kind}: it is so"
+    monkeypatch.setattr(swarm_launcher, "put_aside", lambda _: log.write_text(text))
+    with pytest.raises(WorkerFailed, match=r"^local worker 0 has ended: it is so$") as caught:
+        machine.run()
+    assert not caught.value.output
+
+
+def test_after_a_stop_nobody_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [0], [-signal.SIGKILL, 0])
+    monkeypatch.setattr(machine.workers, "_pass_on", lambda: None)
+
+    def stop() -> None:
+        if machine.said and not machine.workers.stop_requests:
+            machine.workers.stop()
+
+    machine.run(stop)
+    assert machine.starts == [0, 1]
