@@ -16,7 +16,7 @@ A message names the thing, the value given, the rule, and the remedy. `assert` i
 """
 
 
-def installing(extra: str) -> str:
+def install_hint(extra: str) -> str:
     """The remedy where a package of an extra is missing."""
     return f"in a clone of diloco, pip install -c constraints.txt '.[{extra}]'"
 

@@ -15,7 +15,7 @@ from worlds.elastic import ElasticEngine, ElasticSwarm
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import EngineError
 from diloco.training.checkpoints.resuming import newest
 from diloco.training.config.run import RunConfig, TrainingConfig

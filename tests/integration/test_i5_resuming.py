@@ -24,7 +24,7 @@ from saved.runs import (
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.order import union_progress
+from diloco.data.order import merge_progress
 from diloco.errors import ConfigError
 from diloco.training.config.run import CheckpointConfig, ComputeConfig, RunConfig
 from diloco.training.loop import Training
@@ -166,7 +166,7 @@ def test_without_checkpoints_a_killed_run_begins_again_and_says_so(
 
 def progress_of(workers: list[Training]) -> dict[int, tuple[int, int]]:
     told = [worker.reading.progress() for worker in workers]
-    return {shard: tuple(read) for shard, read in union_progress(told).items()}
+    return {shard: tuple(read) for shard, read in merge_progress(told).items()}
 
 
 @pytest.mark.parametrize("sync", [PLAIN, STREAMED], ids=["plain", "streamed"])

@@ -13,7 +13,7 @@ from launched.train import start, write_text
 from sinks.recorded import RUN, append, run_folder
 from sinks.stand_ins import broken_packages
 
-from diloco.sinks.following import read_state
+from diloco.sinks.follower import read_state
 from diloco.sinks.process import SinkProcesses
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from launched.train import completed, tiny_options, write_text
 
 from diloco.cli.main import run as command
 from diloco.data.config import DataConfig
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
 from diloco.models.native.config import ModelConfig

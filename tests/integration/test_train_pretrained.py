@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
-from diloco.models.building import open_model
+from diloco.models.registry import open_model
 
 pytestmark = pytest.mark.slow
 

@@ -20,15 +20,15 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.live import PatientConsole
+from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.train import load_features
 from diloco.data.corpus import Corpus
 from diloco.data.order import count_windows
-from diloco.data.preparation.building import train_tokenizer
-from diloco.data.preparation.shards import prepare as prepare_corpus
+from diloco.data.preparation.builder import train_tokenizer
+from diloco.data.preparation.corpus_cache import prepare as prepare_corpus
 from diloco.data.sources.registry import open_source
-from diloco.data.tokenizer import check_place
-from diloco.data.tokenizer_files import TELLING_FILES
+from diloco.data.tokenizer import check_target
+from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
 
@@ -91,7 +91,7 @@ def prepare(
     help_data: Annotated[bool, Parameter(name="--help-data")] = False,
 ) -> None:
     """Turn text into token shards, once."""
-    console = PatientConsole()
+    console = PipeSafeConsole()
     if help_data:
         console.print(HELP["prepare"], highlight=False)
         return
@@ -110,7 +110,7 @@ def tokenizer(
     help_data: Annotated[bool, Parameter(name="--help-data")] = False,
 ) -> None:
     """Train a byte-level BPE and keep it."""
-    console = PatientConsole()
+    console = PipeSafeConsole()
     if help_data:
         console.print(HELP["tokenizer"], highlight=False)
         return
@@ -120,14 +120,14 @@ def tokenizer(
     if to.exists() or not to.parent.is_dir():
         reason = "exists already" if to.exists() else f"cannot be written: there is no folder {to.parent}"
         raise ConfigError(f"--to {to} {reason}; choose another place")
-    check_place(to)
+    check_target(to)
     if config.data.tokenizer is not None:
         raise ConfigError("data.tokenizer is an existing tokenizer: leave it out to train one")
     with Preparing(console) as preparing:
         preparing.told("training the tokenizer", 0, None)
         trained = train_tokenizer(config.data, open_source(config.data))
     trained.save(to)
-    told = f"{to}: {trained.vocab_size:,} tokens (beside it {TELLING_FILES[0]}, which names the end of a text)"
+    told = f"{to}: {trained.vocab_size:,} tokens (beside it {TOKENIZER_CONFIG_FILES[0]}, which names the end of a text)"
     console.print(Text(f"{told}; use it with --data.tokenizer {to}"), soft_wrap=True)
 
 

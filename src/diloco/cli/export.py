@@ -39,7 +39,7 @@ def export(
     folder, most = run_model(run), size_bytes(max_shard_size)
     check_unused(to.expanduser())
     card = model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype)
-    from diloco.models.exporting import export_model
+    from diloco.models.export import export_model
 
     console = Console()
     with console.status("writing the weights") as status:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco.cli.display.live import PatientConsole
+from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.view import printable
 from diloco.errors import ConfigError
 from diloco.training.records.run_folder import any_model
@@ -61,12 +61,12 @@ def generate(
     useless = [name for name, value in chosen.items() if value is not None]
     if greedy and useless:
         raise ConfigError(f"{useless[0]} has no effect with --greedy: leave out one of the two")
-    from diloco.models.text.writing import Writer
+    from diloco.models.text.text_generator import TextGenerator
 
-    console = PatientConsole()
+    console = PipeSafeConsole()
     with console.status("loading the model"):
-        writer = Writer(folder, device, threads)
-        pieces = writer.write(
+        generator = TextGenerator(folder, device, threads)
+        pieces = generator.generate(
             prompt,
             max_tokens=max_tokens,
             temperature=0.0 if greedy else _TEMPERATURE if temperature is None else temperature,
@@ -76,7 +76,7 @@ def generate(
     _show(console, prompt, pieces)
 
 
-def _show(console: PatientConsole, prompt: str, pieces: Iterator[str]) -> None:
+def _show(console: PipeSafeConsole, prompt: str, pieces: Iterator[str]) -> None:
     """Written past rich, which would turn tabs into spaces; to a reader that may go away."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.no_color else ("", "")
     try:

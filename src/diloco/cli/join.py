@@ -18,18 +18,18 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display.live import Display, PatientConsole
+from diloco.cli.display.live import Display, PipeSafeConsole
 from diloco.cli.swarm import SWARM_TEXT, Prepared, check_network, check_text, run_workers, with_text
 from diloco.cli.train import check_out, new_run_folder
 from diloco.data.corpus import TOKENIZER, CorpusMeta
-from diloco.data.preparation.receiving import (
+from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.received_corpus import (
     bytes_to_receive,
-    find_received,
-    receive_description,
+    find_corpus,
     receive_files,
-    received_folder,
+    receive_metadata,
+    received_corpus_folder,
 )
-from diloco.data.preparation.shards import prepare
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ def join(
     help_join: Annotated[bool, Parameter(name="--help-join")] = False,
 ) -> None:
     """Join a run of a swarm."""
-    console = PatientConsole()
+    console = PipeSafeConsole()
     if help_join:
         console.print(_HELP, highlight=False)
         return
@@ -187,10 +187,10 @@ def receive_text(
     config: RunConfig, described: Described, fetch: FetchBounded, members: int, display: Display, hosts: int = 1
 ) -> tuple[RunConfig, Prepared]:
     """The text, as far as this machine needs and lacks it; from any of the `hosts` that `fetch` knows."""
-    digest, folder = described.corpus, received_folder(config.data, described.corpus)
+    digest, folder = described.corpus, received_corpus_folder(config.data, described.corpus)
     own_text = config.data.source != SWARM_TEXT
     try:
-        shared = find_received(config.data, digest)
+        shared = find_corpus(config.data, digest)
         if shared is None:
             meta = _describing_text(folder, digest, fetch, hosts)
         else:
@@ -198,7 +198,7 @@ def receive_text(
         _check_room(config, meta.vocab_size)
         shards = [] if own_text else _share(meta.shard_tokens, members, config.workers)
         check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
-        shared = receive_files(folder, meta, shards, fetch, display.preparing)
+        shared = receive_files(folder, meta, shards, fetch, display.show_preparation)
     except OSError as error:
         raise DataError(
             f"the text cannot be received into {folder}: {error}; nothing of it is left half written"
@@ -206,7 +206,7 @@ def receive_text(
     if own_text or config.model not in PRESETS:
         config = with_text(config, tokenizer=str(folder / TOKENIZER))
     check_run_model(config)
-    return config, Prepared(shared, prepare(config.data, display.preparing) if own_text else None)
+    return config, Prepared(shared, prepare(config.data, display.show_preparation) if own_text else None)
 
 
 def _describing_text(folder: Path, digest: str, fetch: FetchBounded, hosts: int) -> CorpusMeta:
@@ -215,7 +215,7 @@ def _describing_text(folder: Path, digest: str, fetch: FetchBounded, hosts: int)
     for first in range(hosts):
         bounded = partial(fetch, most_bytes=_MOST_DESCRIPTION_BYTES, first=first)
         try:
-            return receive_description(folder, digest, bounded)
+            return receive_metadata(folder, digest, bounded)
         except DataError as error:
             problem = error
     assert problem is not None, "somebody has let this machine in"

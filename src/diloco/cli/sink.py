@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.errors import ConfigError, SinkFailed
-from diloco.sinks.following import Follower, following, sink_folder
+from diloco.sinks.follower import Follower, open_follower, sink_folder
 from diloco.sinks.registry import SINKS, check_installed
 from diloco.training.records.summary import SUMMARY_FILE
 
@@ -32,7 +32,7 @@ def sink(run: Path, name: Literal["tensorboard", "wandb", "trackio"], /) -> None
         raise ConfigError(f"{run} is not a run folder: it has no config.toml")
     check_installed([name])
     console = Console()
-    with following(run, name, SINKS[name]) as follower:
+    with open_follower(run, name, SINKS[name]) as follower:
         _to_the_end(follower, console)
     state = follower.state
     console.print(Text(f"{state.events:,} events of {run} are in {name} ({sink_folder(run, name)})"), soft_wrap=True)

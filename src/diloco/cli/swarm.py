@@ -28,8 +28,8 @@ from diloco.cli.train import (
 )
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, validation_batches
-from diloco.data.preparation.receiving import find_received
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.received_corpus import find_corpus
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError
@@ -123,7 +123,7 @@ def run_workers(
     sinks = held.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
     workers = SwarmWorkers(config, chairs, noting(console))
     poll = both(both(display.follow(folder, resumed=resumed), inviting(console, folder)), sinks.poll)
-    with stop_on_signals(display.announcing(workers.stop)):
+    with stop_on_signals(display.with_stop_message(workers.stop)):
         error = outcome(lambda: workers.run(poll))
     display.close()
     tell_end(console, folder, summarized(folder, config, error), error)
@@ -132,15 +132,17 @@ def run_workers(
 def _text(config: RunConfig, resume: Path | None, display: Display) -> Prepared:
     """The text as it is on this machine: prepared where the run began, received where it was joined."""
     if resume is None or (resume / SWARM_FOLDER / RUN_KEY_FILE).exists():
-        return Prepared(prepare(config.data, display.preparing))
+        return Prepared(prepare(config.data, display.show_preparation))
     described = Described.read(resume / SWARM_FOLDER / RUN_JSON)
-    shared = find_received(config.data, described.corpus)
+    shared = find_corpus(config.data, described.corpus)
     if shared is None:
         raise ConfigError(
             f"the text of this run (digest {described.corpus[:16]}) is no longer in the cache of this machine: come in "
             "anew, with diloco join INVITATION"
         )
-    return Prepared(shared, None if config.data.source == SWARM_TEXT else prepare(config.data, display.preparing))
+    return Prepared(
+        shared, None if config.data.source == SWARM_TEXT else prepare(config.data, display.show_preparation)
+    )
 
 
 def check_text(config: RunConfig, text: Prepared) -> None:

@@ -16,7 +16,7 @@ from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
 from diloco.cli.train import begin_again, both, check_data, is_complete, load_features, new_run_folder, noting
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.connect import join_from_environment
 from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses

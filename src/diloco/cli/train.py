@@ -14,14 +14,14 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display.live import Display, PatientConsole
+from diloco.cli.display.live import Display, PipeSafeConsole
 from diloco.cli.display.report import print_report
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
 from diloco.data.preparation.clusters import FeatureModel, LoadFeatures
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
-from diloco.models.pretrained import check_model, label
+from diloco.models.pretrained import check_model, short_name
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.checkpoints.resuming import check_going_on
@@ -74,7 +74,7 @@ def train(
     help_train: Annotated[bool, Parameter(name="--help-train")] = False,
 ) -> None:
     """Train a model with DiLoCo, or data-parallel as a baseline."""
-    console = PatientConsole()
+    console = PipeSafeConsole()
     if help_train:
         console.print(_HELP, highlight=False)
     elif file is not None:
@@ -109,7 +109,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
         else:
             check_out(config)
         with Display(console, config) as display:
-            corpus = prepare(config.data, display.preparing, load_features(config))
+            corpus = prepare(config.data, display.show_preparation, load_features(config))
             check_data(config, corpus, config.workers)
             folder = resume or new_run_folder(config)
             if resume is None:
@@ -120,7 +120,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             sinks = until_summarized.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
             workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)
             poll = both(display.follow(folder, resumed=resume is not None), sinks.poll)
-            with stop_on_signals(display.announcing(workers.stop)):
+            with stop_on_signals(display.with_stop_message(workers.stop)):
                 error = outcome(lambda: workers.run(poll))
         summary = summarized(folder, config, error)
     tell_end(console, folder, summary, error)
@@ -196,7 +196,7 @@ def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
 
 def new_run_folder(config: RunConfig) -> Path:
     """Create the run folder with its config.toml; an existing folder with something in it is never written into."""
-    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{label(config.model)}")
+    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{short_name(config.model)}")
     try:
         if config.out is None:
             folder = _make_unused(folder)

@@ -37,7 +37,7 @@ def shard_name(shard: int) -> str:
     return f"train-{shard:05d}.bin"
 
 
-def whole_digest(tokenizer: bytes, files: Mapping[str, str]) -> str:
+def corpus_digest(tokenizer: bytes, files: Mapping[str, str]) -> str:
     """Of a corpus: of its tokenizer.json and the sha256 of its other files, in their order."""
     whole = hashlib.sha256(tokenizer)
     for name, digest in files.items():
@@ -115,10 +115,10 @@ class Corpus:
     meta: CorpusMeta
 
     @classmethod
-    def open(cls, folder: Path, *, in_part: bool = False) -> "Corpus":
+    def open(cls, folder: Path, *, allow_missing_shards: bool = False) -> "Corpus":
         """The corpus in `folder`; DataError where it is missing, unfinished or not as its meta.json says.
 
-        `in_part`: shards may be missing.
+        `allow_missing_shards`: shards may be missing.
         """
         try:
             meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ class Corpus:
         for name, expected in corpus.file_sizes().items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else None
-            if found is None and in_part and name not in (TOKENIZER, VALIDATION):
+            if found is None and allow_missing_shards and name not in (TOKENIZER, VALIDATION):
                 continue
             if found != expected:
                 state = "is missing" if found is None else f"has {found} bytes"

@@ -86,7 +86,7 @@ class ShardProgress(NamedTuple):
 Progress = Mapping[int, ShardProgress]
 
 
-def union_progress(parts: Iterable[Progress]) -> dict[int, ShardProgress]:
+def merge_progress(parts: Iterable[Progress]) -> dict[int, ShardProgress]:
     """The progress of all workers together, for whoever owns the shards next."""
     union: dict[int, ShardProgress] = {}
     for part in parts:

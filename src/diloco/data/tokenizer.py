@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from diloco.data.tokenizer_files import TELLING_FILES, TokenizerFile, find_tokenizer
+from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES, TokenizerFile, find_tokenizer
 from diloco.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -82,15 +82,15 @@ class Tokenizer:
             ) from error
         return cls(inner, name, file.end_of_text)
 
-    def check_place(self, path: Path) -> None:
+    def check_target(self, path: Path) -> None:
         """Refuse a place for this tokenizer's file where the one beside it says something else of it."""
-        check_place(path, self._inner.id_to_token(self.end_of_text))
+        check_target(path, self._inner.id_to_token(self.end_of_text))
 
     def save(self, path: Path) -> None:
         """A tokenizer.json and, beside it, which token ends a text."""
         end_of_text = self._inner.id_to_token(self.end_of_text)
-        self.check_place(path)
-        path.with_name(TELLING_FILES[0]).write_text(_telling(end_of_text), encoding="utf-8")
+        self.check_target(path)
+        path.with_name(TOKENIZER_CONFIG_FILES[0]).write_text(_telling(end_of_text), encoding="utf-8")
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(path)
@@ -113,9 +113,9 @@ class Tokenizer:
         return str(self._inner.decode(list(tokens), skip_special_tokens=skip_end_of_text))
 
 
-def check_place(path: Path, end_of_text: str = END_OF_TEXT) -> None:
+def check_target(path: Path, end_of_text: str = END_OF_TEXT) -> None:
     """Refuse a place for a tokenizer.json where the file that belongs beside it is another tokenizer's."""
-    beside = path.with_name(TELLING_FILES[0])
+    beside = path.with_name(TOKENIZER_CONFIG_FILES[0])
     if beside.exists() and beside.read_bytes() != _telling(end_of_text).encode():
         raise DataError(
             f"{path} would be written with a {beside.name} beside it, and {beside} exists and says something else: "

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.data.sources.hub import HUB_SECONDS, PREFIX, hub_error
-from diloco.errors import DataError, SourceUnavailable, installing
+from diloco.errors import DataError, SourceUnavailable, install_hint
 
 TOKENIZER_FILE = "tokenizer.json"
-TELLING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Which may name the end-of-text token, beside a tokenizer.json."""
 
 
@@ -47,7 +47,7 @@ def _from_folder(path: Path, spec: str | Path) -> TokenizerFile:
 
 
 def _end_of_text(find: Callable[[str], Path | None]) -> str | None:
-    for name in TELLING_FILES:
+    for name in TOKENIZER_CONFIG_FILES:
         path = find(name)
         if path is None or not path.is_file():
             continue
@@ -67,7 +67,7 @@ def _from_hub(spec: str) -> TokenizerFile:
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError as error:
-        raise DataError(f"data.tokenizer {spec!r} needs huggingface_hub: {installing('hf')}") from error
+        raise DataError(f"data.tokenizer {spec!r} needs huggingface_hub: {install_hint('hf')}") from error
     name = spec.removeprefix(PREFIX)
     what = f"data.tokenizer {spec!r}"
     problem: DataError | None = None
@@ -105,7 +105,7 @@ def _converted(name: str, spec: str) -> TokenizerFile:
 
             tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
-        raise DataError(f"{what}, and to convert what it has: {installing('hf')} ({error})") from error
+        raise DataError(f"{what}, and to convert what it has: {install_hint('hf')} ({error})") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{what}, and transformers cannot convert what it has: {reason}") from error

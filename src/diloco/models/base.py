@@ -25,7 +25,7 @@ class Reader(Protocol):
         """Read on; returns the logits (V,) of what follows the last token."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start again from an empty text."""
         ...
 

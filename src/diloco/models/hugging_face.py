@@ -194,9 +194,9 @@ class _Reader:
         self._inner = inner
         self._cached = "past_key_values" in inspect.signature(inner.forward).parameters
         self._device = next(inner.parameters()).device
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._text: list[int] = []
         self._past: Any = None
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError, installing
+from diloco.errors import ConfigError, install_hint
 from diloco.models.hub import cached_folder, hub_folder
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import PRESETS, preset
@@ -74,7 +74,7 @@ def is_local(name: str) -> bool:
     return not uses_transformers(name) or not _could_be_on_the_hub(bare) or Path(bare).expanduser().is_dir()
 
 
-def label(model: str) -> str:
+def short_name(model: str) -> str:
     """A short name without slashes: `gpt2` of `hf:openai/gpt2`."""
     return Path(model.removeprefix(_PREFIX)).name or "model"
 
@@ -88,7 +88,7 @@ def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
         preset(model)
         return None
     if uses_transformers(model) and find_spec("transformers") is None:
-        raise ConfigError(f"model {model!r} needs the package transformers: {installing('hf')}")
+        raise ConfigError(f"model {model!r} needs the package transformers: {install_hint('hf')}")
     folder = _folder(model, weights)
     config = read_json(folder / CONFIG_FILE)
     if not uses_transformers(model):

@@ -36,7 +36,7 @@ class Sink(ABC):
         self.run, self.folder = run, folder
 
     @abstractmethod
-    def start(self, config: Mapping[str, object], *, again: bool) -> None:
+    def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
         """Open it, with the run's options by dotted key; `again`: something was written before, go on with it."""
 
     @abstractmethod

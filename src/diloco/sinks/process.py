@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from diloco.sinks.following import following, read_state
+from diloco.sinks.follower import open_follower, read_state
 from diloco.sinks.registry import SINKS
 
 _TURN_SECONDS = 1.0
@@ -122,7 +122,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 def follow(run: Path, name: str) -> None:
     """Until standard input ends."""
-    with following(run, name, SINKS[name]) as follower:
+    with open_follower(run, name, SINKS[name]) as follower:
         while not select.select([sys.stdin], [], [], _TURN_SECONDS)[0]:
             follower.catch_up()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from diloco.errors import ConfigError, installing
+from diloco.errors import ConfigError, install_hint
 from diloco.sinks.base import Sink
 from diloco.sinks.tensorboard import TensorBoardSink
 from diloco.sinks.trackio import TrackioSink
@@ -18,7 +18,7 @@ def check_installed(names: Iterable[str]) -> None:
         package = SINKS[name].package
         if not _installed(package):
             raise ConfigError(
-                f"the sink {name} needs the package {package}, which is not installed: {installing(name)}"
+                f"the sink {name} needs the package {package}, which is not installed: {install_hint(name)}"
             )
 
 

@@ -20,10 +20,10 @@ class TensorBoardSink(Sink):
         super().__init__(run, folder)
         self._writers: dict[int | None, Any] = {}
 
-    def start(self, config: Mapping[str, object], *, again: bool) -> None:
+    def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-        if not again:
+        if not resumed:
             plain = {
                 key: value if isinstance(value, bool | int | float) else str(value) for key, value in config.items()
             }

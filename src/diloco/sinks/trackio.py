@@ -14,14 +14,14 @@ class TrackioSink(Sink):
     package = "trackio"
     _session: Any = None
 
-    def start(self, config: Mapping[str, object], *, again: bool) -> None:
+    def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
         import trackio
 
         self._session = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "diloco"),
             name=self.run.name,
             config=dict(config),
-            resume="allow" if again else "never",
+            resume="allow" if resumed else "never",
             embed=False,
             auto_log_cpu=False,  # of this process, which says nothing about the training
             auto_log_gpu=False,

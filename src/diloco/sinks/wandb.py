@@ -18,8 +18,8 @@ class WandbSink(Sink):
     package = "wandb"
     _session: Any = None
 
-    def start(self, config: Mapping[str, object], *, again: bool) -> None:
-        del again  # the id says so
+    def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
+        del resumed  # the id says so
         import wandb
 
         self._session = wandb.init(

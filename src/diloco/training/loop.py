@@ -19,7 +19,7 @@ from diloco.engines.base import Engine, Membership
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
-from diloco.models.building import build_model
+from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
 from diloco.outer.ranks.worker_round import RoundEvent
 from diloco.training.batches import Reading, Texts

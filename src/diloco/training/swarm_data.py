@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
-from diloco.data.preparation.receiving import check_file
+from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Membership
 from diloco.errors import EngineError
 from diloco.outer.loop import OuterLoop

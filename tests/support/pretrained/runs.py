@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from diloco.models.building import build_model
+from diloco.models.registry import build_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import Summary, summarize

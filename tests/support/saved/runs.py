@@ -19,7 +19,7 @@ from torch import Tensor
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import LocalSwarm
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder

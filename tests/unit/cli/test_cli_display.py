@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from diloco.cli.display.live import Display, picture, plain_line
+from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.report import comparison, print_report
 from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
@@ -136,7 +136,7 @@ def test_a_duration_reads_as_minutes_or_hours(seconds: float | None, text: str) 
 
 def test_the_picture_shows_step_loss_workers_members_the_round_and_the_validation() -> None:
     events = [*BEGINNING, *FIRST_ROUND, posted(0, 1, 20), event("validation", step=10, loss=2.0, perplexity=7.39)]
-    shown = text_of(picture(view_of(events)))
+    shown = text_of(render(view_of(events)))
     for part in ("tiny", "1.63M", "H = 10", "int8", "step 10/40", "4.000", "5.000", "2 members", "10: 7.4", "321"):
         assert part in shown, f"{part}:\n{shown}"
     for part in ("round 2 in progress", "last took 1.25 s", "similarity 0.83", "tokens/s", "left"):
@@ -144,13 +144,13 @@ def test_the_picture_shows_step_loss_workers_members_the_round_and_the_validatio
 
 
 def test_between_rounds_the_picture_says_when_the_next_one_is() -> None:
-    shown = text_of(picture(view_of([*BEGINNING, *FIRST_ROUND, step(0, 13, 3.0), step(1, 13, 3.0)])))
+    shown = text_of(render(view_of([*BEGINNING, *FIRST_ROUND, step(0, 13, 3.0), step(1, 13, 3.0)])))
     assert "1 round · next round in 7 steps" in shown
 
 
 def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
     view = view_of(BEGINNING, RunConfig(mode="data-parallel", steps=40))
-    shown = text_of(picture(view))
+    shown = text_of(render(view))
     assert "averaging gradients at every step · 2 members" in shown
     assert "H =" not in shown
     assert view.rounds == 10
@@ -159,20 +159,20 @@ def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
 @pytest.mark.parametrize("events", [[], [started(0)], [started(0), step(0, 1, None)]])
 def test_there_is_a_picture_and_a_line_before_anything_has_happened(events: list[Event]) -> None:
     view = view_of(events)
-    assert "/40" in text_of(picture(view))
+    assert "/40" in text_of(render(view))
     assert "loss -" in plain_line(view)
 
 
 def test_workers_are_being_started_until_all_have_told_so() -> None:
-    assert "starting the workers" in text_of(picture(view_of([started(0)])))
-    shown = text_of(picture(view_of([started(0), started(1)])))
+    assert "starting the workers" in text_of(render(view_of([started(0)])))
+    shown = text_of(render(view_of([started(0), started(1)])))
     assert "starting the workers" not in shown and "in the first steps" in shown
 
 
 def test_the_picture_shows_the_run_folder() -> None:
     view = view_of(BEGINNING)
     view.folder = Path("runs/mine")
-    assert "run folder: runs/mine" in text_of(picture(view))
+    assert "run folder: runs/mine" in text_of(render(view))
 
 
 def test_the_plain_line_has_step_loss_speed_rounds_members_and_time_left() -> None:
@@ -202,7 +202,7 @@ def test_without_a_terminal_each_validation_is_told_once_in_plain_lines(tmp_path
 def test_a_run_that_has_diverged_does_not_break_the_display(tmp_path: Path) -> None:
     diverged = [step(0, 10, None), event("validation", step=10, loss=None, perplexity=None)]
     assert "loss -" in followed(tmp_path, [started(0), *diverged])
-    text_of(picture(view_of([started(0), *diverged])))
+    text_of(render(view_of([started(0), *diverged])))
 
 
 def test_a_folder_whose_name_looks_like_markup_is_printed_as_it_is(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
-from diloco.models.building import open_model
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.native.model import NativeModel
+from diloco.models.registry import open_model
 
 PROMPT = "every worker"
 

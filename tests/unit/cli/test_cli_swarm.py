@@ -15,14 +15,14 @@ import pytest
 from rich.console import Console
 from saved.runs import small_corpus
 
-from diloco.cli.display.live import Display, picture, plain_line
+from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.cli.join import agreed, check_clock, check_space, receive_text
 from diloco.cli.main import parsed_config, run
 from diloco.cli.status import headline, lines, rows
 from diloco.cli.swarm import inviting, with_text
 from diloco.cli.train import check_out
-from diloco.data.preparation.receiving import corpus_files
+from diloco.data.preparation.received_corpus import corpus_files
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge, to_toml
@@ -61,7 +61,7 @@ TOLD = {
 
 def shown(view: RunView) -> str:
     console = Console(file=io.StringIO(), width=140)
-    console.print(picture(view))
+    console.print(render(view))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return str(text)
 

@@ -11,7 +11,7 @@ from diloco.cli.data import Preparing, shard_table
 from diloco.cli.main import run
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus, CorpusMeta
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.tokenizer import Tokenizer
 
 
@@ -125,7 +125,7 @@ def test_ctrl_c_says_that_the_work_is_kept(capsys: pytest.CaptureFixture[str], m
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("diloco.data.preparation.building.batches", interrupted)
+    monkeypatch.setattr("diloco.data.preparation.builder.batches", interrupted)
     assert run(["data", "prepare", "run.toml"]) == 1
     assert "the same command goes on from where it was" in capsys.readouterr().out
 

@@ -13,8 +13,8 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation import clusters as clusters_module
 from diloco.data.preparation.clusters import Clusters, FeatureModel, sample
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.passages import Passage
-from diloco.data.preparation.shards import prepare
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
 from diloco.models.native.config import ModelConfig
@@ -122,7 +122,7 @@ def test_validation_is_the_same_split_whatever_the_partition(config: DataConfig)
 def test_labels_come_from_a_field_where_one_is_named(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = prepare(replace(config, label_field="kind"), load_features=feature_model)
     assert corpus.meta.label_tokens.keys() == {"a law", "a sea", "a code"}
-    monkeypatch.setattr("diloco.data.preparation.building.LABELS_AT_MOST", 2)
+    monkeypatch.setattr("diloco.data.preparation.builder.MAX_LABELS", 2)
     with pytest.raises(DataError, match=r"more than 2 different labels \(data\.label_field 'kind'\)"):
         prepare(replace(config, label_field="kind", shards=2), load_features=feature_model)
 
@@ -131,8 +131,8 @@ def test_clusters_are_the_same_after_an_interruption_and_not_found_twice(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = prepare(replace(config, cache_dir=str(tmp_path / "other")), load_features=feature_model)
-    monkeypatch.setattr("diloco.data.preparation.building.COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr("diloco.data.preparation.building.ENCODE_BATCH_BYTES", 4000)
+    monkeypatch.setattr("diloco.data.preparation.builder.COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("diloco.data.preparation.builder.ENCODE_BATCH_BYTES", 4000)
 
     class Killed(BaseException):
         pass
@@ -154,7 +154,7 @@ def test_clusters_are_the_same_after_an_interruption_and_not_found_twice(
         prepare(config, load_features=fragile)
     (working,) = Path(str(config.cache_dir)).glob(".*.preparing")
     assert (working / "clusters.npz").exists() and json.loads((working / "state.json").read_text())["walk"]["taken"]
-    monkeypatch.setattr("diloco.data.preparation.building.find_clusters", lambda *_: pytest.fail("found again"))
+    monkeypatch.setattr("diloco.data.preparation.builder.find_clusters", lambda *_: pytest.fail("found again"))
     corpus = prepare(config, load_features=feature_model)
     assert corpus.meta.shard_tokens == expected.meta.shard_tokens
     assert corpus.digest == expected.digest

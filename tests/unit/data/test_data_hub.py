@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from diloco.data.config import DataConfig
-from diloco.data.preparation import building
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation import builder
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.sources import hub
 from diloco.data.sources.base import Document
 from diloco.data.sources.hub import HuggingFaceDataset, hub_error, parse
@@ -122,7 +122,7 @@ def test_a_stream_of_unknown_size_is_prepared_and_bounded(folder: Path, tmp_path
 def test_the_tokenizer_of_a_stream_learns_from_its_beginning_and_does_not_read_to_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "TOKENIZER_SAMPLE_BYTES", 300)
+    monkeypatch.setattr(builder, "TOKENIZER_SAMPLE_BYTES", 300)
     given = 0
     real = HuggingFaceDataset.documents
 
@@ -134,7 +134,7 @@ def test_the_tokenizer_of_a_stream_learns_from_its_beginning_and_does_not_read_t
 
     monkeypatch.setattr(HuggingFaceDataset, "documents", counted)
     config = DataConfig(source=f"hf:{folder}:en", vocab_size=260)
-    assert building.train_tokenizer(config, open_source(config)).vocab_size == 260
+    assert builder.train_tokenizer(config, open_source(config)).vocab_size == 260
     assert 5 < given < 30
 
 

@@ -16,7 +16,7 @@ from diloco.data.order import (
     WorkerBatches,
     check_disjoint,
     count_windows,
-    union_progress,
+    merge_progress,
     validation_batches,
     worker_shards,
 )
@@ -189,7 +189,7 @@ class Reading:
                     assert shard in mine.shards
                     self.seen[shard].append(int(window[0]))
             told.append(mine.progress(batches[worker]))
-        self.progress = union_progress(told)
+        self.progress = merge_progress(told)
 
     def check(self) -> None:
         for shard, windows in enumerate(windows_of(self.corpus)):
@@ -276,7 +276,7 @@ def test_progress_that_cannot_be_is_refused(corpus: Corpus) -> None:
     with pytest.raises(DataError, match="nothing is known of the progress of shard 3"):
         batches_of(corpus, 1, 0, 3, 0, {0: ShardProgress(0, 1)})
     with pytest.raises(DataError, match=r"progress of shards \[2\] is told by two workers"):
-        union_progress([{1: ShardProgress(), 2: ShardProgress()}, {2: ShardProgress()}])
+        merge_progress([{1: ShardProgress(), 2: ShardProgress()}, {2: ShardProgress()}])
 
 
 @given(shards=st.integers(1, 64), data=st.data())

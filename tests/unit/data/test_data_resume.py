@@ -16,17 +16,17 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation import building
-from diloco.data.preparation.shards import cache_root, prepare
+from diloco.data.preparation import builder
+from diloco.data.preparation.corpus_cache import cache_root, prepare
 from diloco.data.sources.local import LocalFiles
 from diloco.errors import DataError, SourceUnavailable
 
 PROGRAM = """
 import json, sys
-from diloco.data.preparation import building
+from diloco.data.preparation import builder
 from diloco.data.config import DataConfig
-from diloco.data.preparation.shards import prepare
-building.COMMIT_SECONDS, building.ENCODE_BATCH_BYTES = 0.0, 3000
+from diloco.data.preparation.corpus_cache import prepare
+builder.COMMIT_SECONDS, builder.ENCODE_BATCH_BYTES = 0.0, 3000
 prepare(DataConfig(**json.loads(sys.argv[1])))
 """
 
@@ -38,8 +38,8 @@ class Killed(BaseException):
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """Files of several kinds with copies and blanks in them, and a document of many passages; small batches."""
-    monkeypatch.setattr(building, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(building, "ENCODE_BATCH_BYTES", 3000)
+    monkeypatch.setattr(builder, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(builder, "ENCODE_BATCH_BYTES", 3000)
     rng = random.Random(0)
     folder = tmp_path / "text"
     folder.mkdir()
@@ -196,7 +196,7 @@ def test_what_was_prepared_is_kept_if_the_source_may_answer_later(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalFiles, "documents", failing)
-        patch.setattr(building, "train_tokenizer", lambda *_: building.Tokenizer.load(expected.tokenizer_path))
+        patch.setattr(builder, "train_tokenizer", lambda *_: builder.Tokenizer.load(expected.tokenizer_path))
         with pytest.raises(DataError, match=str(error)):
             prepare(config)
     assert bool(list(cache_root(config).iterdir())) is kept

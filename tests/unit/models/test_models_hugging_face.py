@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from diloco.data.config import DataConfig
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
-from diloco.models.building import build_model
 from diloco.models.hugging_face import HuggingFaceModel
+from diloco.models.registry import build_model
 from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import InnerConfig
 from diloco.training.evaluation import evaluate

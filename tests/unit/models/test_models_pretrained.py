@@ -14,9 +14,9 @@ from pretrained.folders import LENGTH, VOCAB, logits, make_folder, some_tokens
 from transformers import AutoModelForCausalLM
 
 from diloco.errors import ConfigError
-from diloco.models.building import build_model
 from diloco.models.native.model import NativeModel
-from diloco.models.pretrained import check_model, is_pretrained, label
+from diloco.models.pretrained import check_model, is_pretrained, short_name
+from diloco.models.registry import build_model
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "tiny").mkdir()
     assert [is_pretrained(n) for n in ("tiny", "400m", "typo")] == [False] * 3  # a preset's name is the preset's
     assert [is_pretrained(n) for n in ("mine", "a/b", "./tiny", "hf:gpt2", "hf:tiny")] == [True] * 5
-    assert [label(n) for n in ("tiny", "a/b/", "hf:openai/gpt2", "hf:/")] == ["tiny", "b", "gpt2", "model"]
+    assert [short_name(n) for n in ("tiny", "a/b/", "hf:openai/gpt2", "hf:/")] == ["tiny", "b", "gpt2", "model"]
     with pytest.raises(ConfigError, match="presets are tiny"):
         check_model("typo")
 

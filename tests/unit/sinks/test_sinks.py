@@ -13,13 +13,13 @@ from tensorboard.summary.writer import event_file_writer
 
 from diloco.cli.main import run as diloco
 from diloco.errors import ConfigError
-from diloco.sinks.following import following
+from diloco.sinks.follower import open_follower
 from diloco.sinks.registry import SINKS, check_installed
 from diloco.training.config.run import SINK_NAMES, RunConfig
 
 
 def carry(run: Path, name: str) -> None:
-    with following(run, name, SINKS[name]) as follower:
+    with open_follower(run, name, SINKS[name]) as follower:
         follower.catch_up()
     assert (follower.state.error, follower.state.lost) == (None, 0)
 

@@ -8,9 +8,9 @@ from pretrained.folders import LENGTH, make_folder
 
 from diloco.cli.train import check_data, new_run_folder
 from diloco.data.config import DataConfig
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
-from diloco.models.building import build_model
+from diloco.models.registry import build_model
 from diloco.training.config.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge

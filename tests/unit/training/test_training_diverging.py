@@ -8,7 +8,7 @@ import torch
 
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import EngineError
 from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig

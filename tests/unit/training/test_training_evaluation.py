@@ -8,7 +8,7 @@ import torch
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.shards import prepare
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.rounds import Member, Report
 from diloco.models.native.presets import preset
 from diloco.models.native.transformer import Transformer

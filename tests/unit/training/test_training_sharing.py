@@ -127,7 +127,7 @@ def test_shards_that_are_elsewhere_are_fetched_and_read_once_they_are_here(
     for path in whole.folder.iterdir():
         if path.name not in (shard_name(3), shard_name(5)):
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    corpus = Corpus.open(tmp_path, in_part=True)
+    corpus = Corpus.open(tmp_path, allow_missing_shards=True)
     sharing, reading = Sharing(corpus, LENGTH, 1, own_text=False), Reading(corpus, config, [1])
     sharing.follow((0, 1), reading)
     assert reading.shards == [1] and sharing.missing() == [3, 5]

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.view import MemberView, RunView, WorkerView, duration, printable
-from diloco.models.pretrained import label
+from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import EventReader
 
@@ -24,7 +24,7 @@ _STOPPING = "stopping after a last round; once more ends at once"
 _LEAVING = "leaving the swarm, which goes on; once more ends at once"
 
 
-class PatientConsole(Console):
+class PipeSafeConsole(Console):
     """A console whose reader may go away (`| head`, a closed terminal): the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
@@ -59,7 +59,7 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def preparing(self, stage: str, done: int, total: int | None) -> None:
+    def show_preparation(self, stage: str, done: int, total: int | None) -> None:
         """Progress of the data's preparation; `total` is None where nobody knows it."""
         if self._live is not None:
             if self._due(_REFRESH_SECONDS) or done == total:
@@ -89,7 +89,7 @@ class Display:
 
         return poll
 
-    def announcing(self, stop: Callable[[], None]) -> Callable[[], None]:
+    def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
         """`stop`, said on the screen the first time."""
 
         def announced() -> None:
@@ -111,7 +111,7 @@ class Display:
     def _show(self) -> None:
         if self._live is not None:
             if self._due(_REFRESH_SECONDS):
-                self._live.update(picture(self.view), refresh=True)
+                self._live.update(render(self.view), refresh=True)
             return
         for note in self.view.notes[self._notes_told :]:
             self.console.print(Text(note), soft_wrap=True)
@@ -133,7 +133,7 @@ def plain_line(view: RunView) -> str:
     )
 
 
-def picture(view: RunView) -> RenderableType:
+def render(view: RunView) -> RenderableType:
     """The whole display."""
     more = [Text(note, style="yellow") for note in view.notes[-_NOTES:]]
     if view.checkpoint_step:
@@ -153,9 +153,9 @@ def _stopping(view: RunView) -> str:
 def _title(view: RunView) -> Text:
     config = view.config
     size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
-    what = f"{label(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
+    what = f"{short_name(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
     if config.engine == "swarm":
-        what = f"{label(config.model)}{size} · a swarm of {view.members} · {view.expected_workers} here"
+        what = f"{short_name(config.model)}{size} · a swarm of {view.members} · {view.expected_workers} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.data.preparation.passages import Passage
-from diloco.data.preparation.writer import Dealer
+from diloco.data.preparation.writer import Partition
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import DataError, installing
+from diloco.errors import DataError, install_hint
 
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -74,7 +74,7 @@ class Clusters:
         try:
             from sklearn.cluster import KMeans
         except ImportError as error:
-            raise DataError(f"data.partition = clusters needs scikit-learn: {installing('lab')}") from error
+            raise DataError(f"data.partition = clusters needs scikit-learn: {install_hint('lab')}") from error
         distinct = len(np.unique(features, axis=0))
         if distinct < clusters:
             raise DataError(
@@ -106,11 +106,11 @@ class Clusters:
 
 
 @final
-class ByCluster(Dealer):
+class ClusterPartition(Partition):
     def __init__(self, model: FeatureModel, clusters: Clusters) -> None:
         self._model, self._clusters = model, clusters
 
-    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+    def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
         if not passages:
             return []
         features = self._model.of([passage.text for passage, _ in passages])

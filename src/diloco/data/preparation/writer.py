@@ -21,23 +21,23 @@ from diloco.data.preparation.passages import Passage
 from diloco.data.tokenizer import Tokenizer
 
 
-class Dealer(ABC):
+class Partition(ABC):
     """Decides which shard a training passage goes to."""
 
     @abstractmethod
-    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+    def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
         """The shard of each passage; with it comes its number of tokens."""
 
 
 @final
-class Evenly(Dealer):
+class IidPartition(Partition):
     """The i.i.d. partition: always the shard with the fewest tokens so far, so that they end up equal to a passage."""
 
     def __init__(self, loads: Sequence[int]) -> None:
         self._lightest = [(load, shard) for shard, load in enumerate(loads)]
         heapq.heapify(self._lightest)
 
-    def deal(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
+    def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
         shards = []
         for _, length in passages:
             load, shard = self._lightest[0]
@@ -76,19 +76,19 @@ class ShardWriter:
     def validation_tokens(self) -> int:
         return self.tokens[VALIDATION]
 
-    def write(self, passages: Sequence[Passage], dealer: Dealer) -> list[tuple[Passage, int, int]]:
+    def write(self, passages: Sequence[Passage], partition: Partition) -> list[tuple[Passage, int, int]]:
         """Encode and keep for the next commit; returns (passage, its shard, its tokens) of the training passages."""
         encoded = self._tokenizer.encode_batch([passage.text for passage in passages])
         pieces = [np.array([*tokens, self._tokenizer.end_of_text], self._dtype) for tokens in encoded]
         training = [i for i, passage in enumerate(passages) if not passage.is_validation]
-        dealt = dealer.deal([(passages[i], len(pieces[i])) for i in training])
-        names = dict(zip(training, map(shard_name, dealt), strict=True))
+        shards = partition.assign([(passages[i], len(pieces[i])) for i in training])
+        names = dict(zip(training, map(shard_name, shards), strict=True))
         for i, piece in enumerate(pieces):
             name = names.get(i, VALIDATION)
             self._pending[name].append(piece)
             self.tokens[name] += len(piece)
             self.pending_bytes += piece.nbytes
-        return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, dealt, strict=True)]
+        return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, shards, strict=True)]
 
     def commit(self) -> None:
         """Put what is pending into the files, for good."""

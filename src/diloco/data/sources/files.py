@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, final
 
 from diloco.data.sources.base import Document, Fields
-from diloco.errors import DataError, installing
+from diloco.errors import DataError, install_hint
 
 TEXT_SUFFIXES: tuple[str, ...] = (
     "",  # README, LICENSE, enwik8
@@ -128,7 +128,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"Parquet files need pyarrow, which is not installed: {installing('data')}") from error
+        raise DataError(f"Parquet files need pyarrow, which is not installed: {install_hint('data')}") from error
     return pyarrow.parquet
 
 
@@ -149,7 +149,7 @@ class _ZstdStream(io.RawIOBase):
         try:
             import zstandard
         except ImportError as error:
-            raise DataError(f".zst files need zstandard, which is not installed: {installing('data')}") from error
+            raise DataError(f".zst files need zstandard, which is not installed: {install_hint('data')}") from error
         self._error: type[Exception] = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._raw, self._input, self._output = raw, b"", b""

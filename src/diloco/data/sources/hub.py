@@ -14,7 +14,7 @@ from typing import Any, final
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document, Fields, Source
-from diloco.errors import DataError, SourceUnavailable, installing
+from diloco.errors import DataError, SourceUnavailable, install_hint
 
 PREFIX = "hf:"
 HUB_SECONDS = 15.0
@@ -144,7 +144,7 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"hf: sources need the datasets library: {installing('hf')}") from error
+        raise DataError(f"hf: sources need the datasets library: {install_hint('hf')}") from error
     return datasets
 
 

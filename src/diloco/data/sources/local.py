@@ -29,7 +29,7 @@ from diloco.data.sources.files import (
 )
 from diloco.errors import DataError
 
-LABELS_AT_MOST = 256
+MAX_LABELS = 256
 """In a folder of more files than this a file is no domain, and its name no label."""
 
 
@@ -196,7 +196,7 @@ class LocalFiles(Source):
                 )
             yield from file.documents(start)
         else:
-            label = stem_of(file.path) if 1 < len(self._files) <= LABELS_AT_MOST else None
+            label = stem_of(file.path) if 1 < len(self._files) <= MAX_LABELS else None
             for document in file.documents(start):
                 yield document._replace(label=label)
 

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from diloco.errors import ConfigError, installing
+from diloco.errors import ConfigError, install_hint
 
 _PACKAGES = ("hivemind", "msgpack", "cryptography")
 
@@ -16,4 +16,4 @@ def check_swarm() -> None:
         )
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {installing('swarm')}")
+        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {install_hint('swarm')}")

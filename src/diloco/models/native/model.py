@@ -71,5 +71,5 @@ class _Reader:
         logits: Tensor = self._model(torch.tensor([list(tokens)], device=self._device), self._cache)
         return logits[0, -1]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._cache.length = 0

@@ -80,7 +80,7 @@ def _stream(
         reader = model.reader(window)
         for _ in range(max_new_tokens):
             if reader.length + len(unread) > window:
-                reader.forget()
+                reader.reset()
                 unread = text[-max(1, window // 2) :]
             with torch.no_grad():
                 logits = reader.read(unread)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.receiving import corpus_files
+from diloco.data.preparation.received_corpus import corpus_files
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.network.listen_port import usual_port
 from diloco.engines.swarm.run_files import SWARM_FOLDER
@@ -129,7 +129,7 @@ def _train(config: RunConfig, chair: Chair) -> None:
     device = device_of(config, chair.index)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // chair.chairs))
     own = None if chair.own_folder is None else Corpus.open(chair.own_folder)
-    texts = Texts(Corpus.open(chair.corpus_folder, in_part=True), own, chair.index, chair.chairs)
+    texts = Texts(Corpus.open(chair.corpus_folder, allow_missing_shards=True), own, chair.index, chair.chairs)
     heard = SwarmEvents()
     engine = SwarmEngine(settings_of(config, chair), on_event=heard)
     try:

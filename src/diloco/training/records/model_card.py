@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.models.pretrained import is_local, is_pretrained, label
+from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
 
@@ -17,7 +17,7 @@ def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str) -> s
     rows = [*_what(summary, options), *_how(summary, options), *_result(summary), ("weights", dtype)]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows if value)
     return f"""{_front_matter(options)}
-# {label(options["model"])}, trained with {_method(summary)}
+# {short_name(options["model"])}, trained with {_method(summary)}
 
 {_status(summary)}
 

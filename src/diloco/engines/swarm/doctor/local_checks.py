@@ -16,7 +16,7 @@ from diloco.engines.swarm.network import addresses as multiaddr
 from diloco.engines.swarm.network import p2pd
 from diloco.engines.swarm.network.p2pd import Daemon
 from diloco.engines.swarm.network.reachability import Network, own_addresses
-from diloco.errors import DiLoCoError, installing
+from diloco.errors import DiLoCoError, install_hint
 
 State = Literal["ok", "warning", "failed"]
 
@@ -54,10 +54,10 @@ def _torch() -> Finding:
 def _package(name: str) -> Finding:
     found = _version(name)
     if found is None:
-        return Finding(name, "failed", "is not installed", installing("swarm"))
+        return Finding(name, "failed", "is not installed", install_hint("swarm"))
     if name == "hivemind" and found != HIVEMIND:
         return Finding(
-            name, "warning", f"{found} is not {HIVEMIND}, which this diloco is made for", installing("swarm")
+            name, "warning", f"{found} is not {HIVEMIND}, which this diloco is made for", install_hint("swarm")
         )
     return Finding(name, "ok", found)
 
@@ -77,7 +77,7 @@ async def look_at_daemon() -> Finding:
         daemon = await Daemon.start(["-hostAddrs=/ip4/127.0.0.1/tcp/0"])
         await daemon.stop()
     except DiLoCoError as error:
-        return Finding("p2pd", "failed", str(error), installing("swarm"))
+        return Finding("p2pd", "failed", str(error), install_hint("swarm"))
     return Finding("p2pd", "ok", "runs")
 
 

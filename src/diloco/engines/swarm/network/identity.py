@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from diloco.engines.swarm.network.addresses import base58
-from diloco.errors import ConfigError, EngineError, installing
+from diloco.errors import ConfigError, EngineError, install_hint
 
 _PRIVATE = b"\x08\x01\x12\x40"
 """libp2p's protobuf around an Ed25519 private key: its kind (1), then 64 bytes, the seed and the public key."""
@@ -35,7 +35,7 @@ def _make(path: Path) -> None:
         from cryptography.hazmat.primitives import serialization as form
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError as error:
-        raise EngineError(f"the swarm needs the package cryptography: {installing('swarm')}") from error
+        raise EngineError(f"the swarm needs the package cryptography: {install_hint('swarm')}") from error
     key = Ed25519PrivateKey.generate()
     seed = key.private_bytes(form.Encoding.Raw, form.PrivateFormat.Raw, form.NoEncryption())
     public = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 from diloco.engines.swarm.network.addresses import ip_of
-from diloco.errors import ConfigError, EngineError, RendezvousError, installing
+from diloco.errors import ConfigError, EngineError, RendezvousError, install_hint
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def _folder_of_hivemind() -> Path:
     """Without importing it: that takes seconds, brings torch, and sets up logging and fork hooks of its own."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.origin is None:
-        raise EngineError(f"the swarm needs the package hivemind: {installing('swarm')}")
+        raise EngineError(f"the swarm needs the package hivemind: {install_hint('swarm')}")
     return Path(spec.origin).parent
 
 
@@ -50,7 +50,7 @@ def binary() -> Path:
         raise EngineError(f"the swarm runs on Linux only, this is {sys.platform}; use a Linux machine or container")
     path = _folder_of_hivemind() / "hivemind_cli" / "p2pd"
     if not os.access(path, os.X_OK):
-        raise EngineError(f"hivemind's daemon is not at {path} or cannot be run; reinstall: {installing('swarm')}")
+        raise EngineError(f"hivemind's daemon is not at {path} or cannot be run; reinstall: {install_hint('swarm')}")
     return path
 
 
@@ -66,7 +66,7 @@ def messages() -> ModuleType:
             spec.loader.exec_module(module)
         except Exception as error:  # its protobuf may be missing, or be of another version
             raise EngineError(
-                f"hivemind's messages cannot be used ({error}); reinstall: {installing('swarm')}"
+                f"hivemind's messages cannot be used ({error}); reinstall: {install_hint('swarm')}"
             ) from error
         sys.modules[name] = module
     return sys.modules[name]
@@ -148,7 +148,7 @@ class Daemon:
             )  # fmt: skip
         except OSError as error:
             _remove(folder, lock)
-            raise EngineError(f"{program} cannot be run ({error}); reinstall: {installing('swarm')}") from error
+            raise EngineError(f"{program} cannot be run ({error}); reinstall: {install_hint('swarm')}") from error
         daemon = cls(process, folder, lock, asyncio.get_running_loop().create_future())
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         daemon._reading = asyncio.create_task(daemon._read(ready))

@@ -20,13 +20,13 @@ from typing import Literal
 
 from diloco.engines.swarm.run_files import write_private
 from diloco.engines.swarm.trust.text_encoding import NotWhole, from_word, to_word
-from diloco.errors import ConfigError, installing
+from diloco.errors import ConfigError, install_hint
 
 try:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 except ImportError as error:
-    raise ConfigError(f"the swarm needs the package cryptography: {installing('swarm')}") from error
+    raise ConfigError(f"the swarm needs the package cryptography: {install_hint('swarm')}") from error
 
 VERSION = 1
 _NAME = "diloco"

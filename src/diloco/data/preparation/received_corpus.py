@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Protocol
 
 from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, shard_name, whole_digest
-from diloco.data.preparation.shards import cache_root
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, corpus_digest, shard_name
+from diloco.data.preparation.corpus_cache import cache_root
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_files import TELLING_FILES
+from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import DataError
 
-FIRST_FILES = (META, TOKENIZER, TELLING_FILES[0])
+METADATA_FILES = (META, TOKENIZER, TOKENIZER_CONFIG_FILES[0])
 """What must be there before anything else can be judged."""
 
 Fetch = Callable[[str, Path], None]
 """A file by its name, to a path; raises DiLoCoError or OSError, and leaves nothing half written."""
 
 
-class FetchExactly(Protocol):
+class FetchVerified(Protocol):
     """Of at most that size and with that sha256; from another one if the first does not have it so."""
 
     def __call__(self, name: str, path: Path, most_bytes: int, digest: str) -> None: ...
@@ -34,21 +34,21 @@ Progress = Callable[[str, int, int | None], None]
 
 def corpus_files(corpus: Corpus) -> dict[str, Path]:
     """What a worker that has this corpus can give to others; of one that is here in part, also what is yet to come."""
-    names = [*FIRST_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
+    names = [*METADATA_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
     return {name: corpus.folder / name for name in names}
 
 
-def received_folder(config: DataConfig, digest: str) -> Path:
+def received_corpus_folder(config: DataConfig, digest: str) -> Path:
     """Where a corpus with that digest is put."""
     return cache_root(config) / f"received-{digest[:32]}"
 
 
-def find_received(config: DataConfig, digest: str) -> Corpus | None:
+def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
     """The corpus with that digest, if it is on this machine: prepared here, or received earlier and maybe in part."""
-    folder = received_folder(config, digest)
+    folder = received_corpus_folder(config, digest)
     for path in sorted(folder.parent.glob(f"[!.]*/{META}"), key=lambda path: path.parent == folder):
         try:
-            corpus = Corpus.open(path.parent, in_part=path.parent == folder)
+            corpus = Corpus.open(path.parent, allow_missing_shards=path.parent == folder)
         except DataError:
             continue
         if corpus.digest == digest:
@@ -56,10 +56,10 @@ def find_received(config: DataConfig, digest: str) -> Corpus | None:
     return None
 
 
-def receive_description(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
+def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
     """meta.json and the tokenizer of the corpus with that digest; DataError if they are not that."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FIRST_FILES:
+    for name in METADATA_FILES:
         if not (folder / name).is_file():
             fetch(name, folder / name)
     try:
@@ -67,7 +67,7 @@ def receive_description(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
         _check(meta, (folder / TOKENIZER).read_bytes(), digest)
         _check_tokenizer(folder, meta)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        for name in FIRST_FILES:
+        for name in METADATA_FILES:
             (folder / name).unlink(missing_ok=True)
         reason = str(error) if isinstance(error, DataError) else repr(error)
         raise DataError(f"what was received is not a description of the corpus {digest[:16]}: {reason}") from error
@@ -75,7 +75,7 @@ def receive_description(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
 
 
 def receive_files(
-    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchExactly, progress: Progress
+    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchVerified, progress: Progress
 ) -> Corpus:
     """The validation text and these shards, as far as they are not here; every byte is checked."""
     names, sizes = [VALIDATION, *map(shard_name, shards)], Corpus(folder, meta).file_sizes()
@@ -85,7 +85,7 @@ def receive_files(
             fetch(name, folder / name, sizes[name], meta.files[name])
             check_file(meta, folder / name)
     progress("receiving the data", len(names), len(names))
-    return Corpus.open(folder, in_part=True)
+    return Corpus.open(folder, allow_missing_shards=True)
 
 
 def bytes_to_receive(folder: Path, meta: CorpusMeta, shards: Sequence[int]) -> int:
@@ -107,7 +107,7 @@ def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
     expected = [VALIDATION, *(shard_name(shard) for shard in range(len(meta.shard_tokens)))]
     if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
         raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
-    if meta.digest != digest or whole_digest(tokenizer, meta.files) != digest:
+    if meta.digest != digest or corpus_digest(tokenizer, meta.files) != digest:
         raise DataError("its tokenizer and files do not have that digest")
     counts = (*meta.shard_tokens, meta.validation_tokens)
     if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):
@@ -121,4 +121,4 @@ def _check_tokenizer(folder: Path, meta: CorpusMeta) -> None:
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if (tokenizer.end_of_text, tokenizer.vocab_size) != (meta.end_of_text, meta.vocab_size):
         raise DataError(f"its tokenizer has {tokenizer.vocab_size} tokens, its description {meta.vocab_size}")
-    tokenizer.check_place(folder / TOKENIZER)
+    tokenizer.check_target(folder / TOKENIZER)

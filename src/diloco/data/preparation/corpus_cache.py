@@ -2,7 +2,7 @@
 
 The cache folder's name is a hash of everything that decides its content. The corpus grows in a hidden folder beside it
 and is renamed when complete, so an interrupted preparation is never taken for a corpus; the next one goes on from its
-last durable point (building.py). A lock lets one process prepare while others wait for its result, and falls with its
+last durable point (builder.py). A lock lets one process prepare while others wait for its result, and falls with its
 holder. A cached corpus that does not fit its own meta.json is rebuilt with a warning.
 
 Paper (DiLoCo, Algorithm 1, "data shards D_1..D_k"): a worker reads one or more of the shards.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import FORMAT_VERSION, Corpus
-from diloco.data.preparation.building import Preparation, Progress
+from diloco.data.preparation.builder import Preparation, Progress
 from diloco.data.preparation.clusters import LoadFeatures, model_identity
 from diloco.data.sources.base import Source
 from diloco.data.sources.registry import open_source

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus, shard_name, token_dtype
-from diloco.data.preparation import shards as shards_module
-from diloco.data.preparation.building import unigram_perplexity
+from diloco.data.preparation import corpus_cache
+from diloco.data.preparation.builder import unigram_perplexity
+from diloco.data.preparation.corpus_cache import cache_root, prepare
 from diloco.data.preparation.passages import Passages, cut
-from diloco.data.preparation.shards import cache_root, prepare
 from diloco.data.sources.local import StandardLibrary
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -182,7 +182,7 @@ def test_second_preparation_opens_the_cache_and_builds_nothing(
     assert all(total is not None and 0 <= done <= total for _, done, total in stages)
     told = [(done, total) for stage, done, total in stages if stage == "tokenising"]
     assert told[-1][0] == told[-1][1]
-    monkeypatch.setattr(shards_module, "_prepared", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(corpus_cache, "_prepared", lambda *_: pytest.fail("built again"))
     assert prepare(replace(config, sequence_length=64)) == first
 
 
@@ -191,7 +191,7 @@ def test_preparations_that_nobody_came_back_to_are_removed_after_days(config: Da
     for leftover in leftovers:
         leftover.mkdir(parents=True)
         (leftover / "validation.bin").write_bytes(b"12")
-    long_ago = time.time() - shards_module.ABANDONED_AFTER_SECONDS - 60
+    long_ago = time.time() - corpus_cache.ABANDONED_AFTER_SECONDS - 60
     for path in [*leftovers[0].iterdir(), leftovers[0]]:
         os.utime(path, (long_ago, long_ago))
     prepare(config)
@@ -298,14 +298,14 @@ def test_corpus_travels_to_another_process_by_pickle(config: DataConfig) -> None
 
 def test_a_part_of_the_stdlib_is_prepared_end_to_end(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     part = StandardLibrary(Path(os.__file__).parent / "json")
-    monkeypatch.setattr(shards_module, "open_source", lambda _spec: part)
+    monkeypatch.setattr(corpus_cache, "open_source", lambda _spec: part)
     train, validation = texts_of(prepare(replace(config, source="stdlib")))
     assert any("JSONDecodeError" in text for text in train + validation)
 
 
 def test_data_modules_import_neither_torch_nor_tokenizers() -> None:
     program = (
-        "import sys, diloco.data.config, diloco.data.preparation.shards, diloco.data.order, diloco.data.tokenizer;"
+        "import sys, diloco.data.config, diloco.data.order, diloco.data.tokenizer, diloco.data.preparation.corpus_cache\n"
         "print([m for m in ('torch', 'tokenizers', 'rich') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

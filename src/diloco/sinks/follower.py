@@ -50,7 +50,7 @@ def read_state(run: Path, name: str) -> SinkState:
 
 
 class Follower:
-    """One sink of one run; use it as `with following(...)`."""
+    """One sink of one run; use it as `with open_follower(...)`."""
 
     def __init__(self, run: Path, name: str, sink: Sink) -> None:
         self.run, self.name, self.sink = run, name, sink
@@ -62,7 +62,7 @@ class Follower:
         self._started: set[int] = set()
 
     def start(self) -> None:
-        self.sink.start(run_options(self.run), again=self.state.events > 0)
+        self.sink.start(run_options(self.run), resumed=self.state.events > 0)
 
     def catch_up(self) -> int:
         """Write what is new and return how many events that were; one that the sink refuses is counted and left out."""
@@ -130,7 +130,7 @@ class Follower:
 
 
 @contextmanager
-def following(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
+def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
     """A started follower, alone in its folder; finishes it at the end, whatever ends it."""
     folder = sink_folder(run, name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ from typing import final
 import torch
 
 from diloco.errors import ConfigError
-from diloco.models.building import open_model
+from diloco.models.registry import open_model
 from diloco.models.text.generation import Sampling, stream
 from diloco.models.text.prompts import PromptTokenizer
 
 
 @final
-class Writer:
+class TextGenerator:
     """The model of a folder, ready to write on from prompts."""
 
     def __init__(self, folder: Path, device: str = "auto", threads: int | None = None) -> None:
@@ -26,7 +26,7 @@ class Writer:
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self._model = open_model(folder).to("cuda" if on_gpu else "cpu").eval()
 
-    def write(
+    def generate(
         self, prompt: str, *, max_tokens: int, temperature: float, top_k: int | None, seed: int | None
     ) -> Iterator[str]:
         """The text that follows, in pieces, to the model's end of text or `max_tokens`. Refuses a prompt at once."""

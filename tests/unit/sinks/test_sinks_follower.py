@@ -10,7 +10,7 @@ from sinks.recorded import RESUMED, RUN, append, event, merged, run_folder, star
 
 from diloco.errors import ConfigError
 from diloco.sinks.base import Point, Sink
-from diloco.sinks.following import Follower, following, read_state, run_options, sink_folder
+from diloco.sinks.follower import Follower, open_follower, read_state, run_options, sink_folder
 
 
 class Recorder(Sink):
@@ -23,8 +23,8 @@ class Recorder(Sink):
         super().__init__(run, folder)
         self.told: list[tuple[object, ...]] = []
 
-    def start(self, config: Mapping[str, object], *, again: bool) -> None:
-        self.told.append(("start", config["steps"], config["sync.codec"], again))
+    def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
+        self.told.append(("start", config["steps"], config["sync.codec"], resumed))
 
     def write(self, points: Sequence[Point]) -> None:
         if points[0].step in self.refused:
@@ -54,7 +54,7 @@ def losses(follower: Follower) -> list[tuple[object, ...]]:
 
 def test_a_run_after_the_fact_goes_from_its_options_over_its_points_to_its_summary(tmp_path: Path) -> None:
     run = run_folder(tmp_path, RUN)
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         assert follower.catch_up() == len(RUN)
         assert follower.catch_up() == 0
     assert isinstance(follower.sink, Recorder)
@@ -66,7 +66,7 @@ def test_a_run_after_the_fact_goes_from_its_options_over_its_points_to_its_summa
 
 def test_events_that_come_later_are_written_when_they_come(tmp_path: Path) -> None:
     run = run_folder(tmp_path, RUN[:4], ended=False)
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         follower.catch_up()
         assert losses(follower) == [(10, 4.0)]
         append(run, RUN[4:])
@@ -78,10 +78,10 @@ def test_events_that_come_later_are_written_when_they_come(tmp_path: Path) -> No
 
 def test_a_second_time_it_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     run = run_folder(tmp_path, RUN[:4], ended=False)
-    with following(run, "recorder", Recorder):
+    with open_follower(run, "recorder", Recorder):
         pass
     append(run, RUN[4:])
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         pass
     assert isinstance(follower.sink, Recorder)
     assert follower.sink.told[0] == ("start", 40, "fp16", True)
@@ -95,10 +95,10 @@ def test_after_a_resume_each_worker_is_rewound_once_before_its_first_repeated_st
 ) -> None:
     run = run_folder(tmp_path, RUN, ended=False)
     if seen_before:
-        with following(run, "recorder", Recorder):
+        with open_follower(run, "recorder", Recorder):
             pass
     append(run, RESUMED)
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         pass
     assert isinstance(follower.sink, Recorder)
     rewinds = [entry[1:] for entry in follower.sink.told if entry[0] == "rewind"]
@@ -110,7 +110,7 @@ def test_after_a_resume_each_worker_is_rewound_once_before_its_first_repeated_st
 def test_a_worker_that_starts_late_takes_nothing_back_from_the_others(tmp_path: Path) -> None:
     again = [started(0), step(0, 20, 2.5), merged(0, 1, 20), started(1), validation(20, 2.0), step(0, 30, 2.0)]
     run = run_folder(tmp_path, [*RUN, *again, step(1, 20, 2.75)], ended=False)
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         pass
     assert isinstance(follower.sink, Recorder)
     rewinds = [entry[1:] for entry in follower.sink.told if entry[0] == "rewind"]
@@ -121,7 +121,7 @@ def test_an_event_that_the_sink_refuses_is_counted_told_of_once_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_folder(tmp_path, RUN)
-    with caplog.at_level(logging.ERROR), following(run, "unreliable", Unreliable) as follower:
+    with caplog.at_level(logging.ERROR), open_follower(run, "unreliable", Unreliable) as follower:
         follower.catch_up()
     assert losses(follower) == [(20, 3.0)]
     state = read_state(run, "unreliable")
@@ -132,7 +132,7 @@ def test_an_event_that_the_sink_refuses_is_counted_told_of_once_and_left_out(
 
 def test_an_event_of_another_version_is_counted_and_the_rest_is_written(tmp_path: Path) -> None:
     run = run_folder(tmp_path, [event("step"), step(0, 10, 4.0)], ended=False)
-    with following(run, "recorder", Recorder) as follower:
+    with open_follower(run, "recorder", Recorder) as follower:
         follower.catch_up()
     assert losses(follower) == [(10, 4.0)]
     assert read_state(run, "recorder").lost == 1
@@ -141,9 +141,9 @@ def test_an_event_of_another_version_is_counted_and_the_rest_is_written(tmp_path
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     run = run_folder(tmp_path, RUN)
     with (
-        following(run, "recorder", Recorder),
+        open_follower(run, "recorder", Recorder),
         pytest.raises(ConfigError, match="another process"),
-        following(run, "recorder", Recorder),
+        open_follower(run, "recorder", Recorder),
     ):
         pass
 

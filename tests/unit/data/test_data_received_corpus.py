@@ -10,14 +10,14 @@ from saved.runs import small_corpus
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, shard_name
-from diloco.data.preparation.receiving import (
-    FIRST_FILES,
+from diloco.data.preparation.received_corpus import (
+    METADATA_FILES,
     bytes_to_receive,
     corpus_files,
-    find_received,
-    receive_description,
+    find_corpus,
     receive_files,
-    received_folder,
+    receive_metadata,
+    received_corpus_folder,
 )
 from diloco.errors import DataError
 
@@ -42,20 +42,20 @@ def silent(stage: str, done: int, total: int | None) -> None:
 
 def test_a_share_is_received_and_opened_and_the_rest_can_come_later(there: Corpus, tmp_path: Path) -> None:
     data, fetched = DataConfig(cache_dir=str(tmp_path)), list[str]()
-    assert find_received(data, there.digest) is None
-    folder = received_folder(data, there.digest)
-    meta = receive_description(folder, there.digest, from_(there, fetched))
+    assert find_corpus(data, there.digest) is None
+    folder = received_corpus_folder(data, there.digest)
+    meta = receive_metadata(folder, there.digest, from_(there, fetched))
     assert bytes_to_receive(folder, meta, [1, 4]) == sum(
         there.file_sizes()[name] for name in (VALIDATION, shard_name(1), shard_name(4))
     )
     corpus = receive_files(folder, meta, [1, 4], from_(there, fetched), silent)
-    assert fetched == [*FIRST_FILES, VALIDATION, shard_name(1), shard_name(4)]
+    assert fetched == [*METADATA_FILES, VALIDATION, shard_name(1), shard_name(4)]
     assert [shard for shard in range(corpus.shards) if corpus.has(shard)] == [1, 4]
     assert (corpus.shard(4) == there.shard(4)).all() and (corpus.validation() == there.validation()).all()
-    again = find_received(data, there.digest)
+    again = find_corpus(data, there.digest)
     assert again == corpus
     receive_files(folder, meta, [1, 4], from_(there, fetched), silent)
-    assert len(fetched) == len(FIRST_FILES) + 3  # what is here does not come again
+    assert len(fetched) == len(METADATA_FILES) + 3  # what is here does not come again
 
 
 def test_files_are_asked_for_with_their_size_and_digest(there: Corpus, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_files_are_asked_for_with_their_size_and_digest(there: Corpus, tmp_path:
         asked.append((name, most_bytes, digest))
         from_(there)(name, path)
 
-    meta = receive_description(tmp_path, there.digest, from_(there))
+    meta = receive_metadata(tmp_path, there.digest, from_(there))
     receive_files(tmp_path, meta, [1], fetch, silent)
     assert asked == [
         (name, corpus_files(there)[name].stat().st_size, meta.files[name]) for name in (VALIDATION, shard_name(1))
@@ -73,7 +73,7 @@ def test_files_are_asked_for_with_their_size_and_digest(there: Corpus, tmp_path:
 
 
 def test_a_corpus_prepared_here_is_not_received(there: Corpus) -> None:
-    assert find_received(DataConfig(cache_dir=str(there.folder.parent)), there.digest) == there
+    assert find_corpus(DataConfig(cache_dir=str(there.folder.parent)), there.digest) == there
 
 
 @pytest.mark.parametrize("name", [META, TOKENIZER, "tokenizer_config.json"])
@@ -87,7 +87,7 @@ def test_a_description_that_does_not_have_the_digest_is_refused_and_removed(
             path.write_bytes(content)
 
     with pytest.raises(DataError, match="is not a description of the corpus"):
-        receive_description(tmp_path / "corpus", there.digest, fetch)
+        receive_metadata(tmp_path / "corpus", there.digest, fetch)
     assert not list((tmp_path / "corpus").iterdir())
 
 
@@ -109,7 +109,7 @@ def test_a_meta_json_that_makes_no_sense_is_refused(there: Corpus, tmp_path: Pat
             path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
 
     with pytest.raises(DataError, match="is not a description of the corpus"):
-        receive_description(tmp_path, there.digest, fetch)
+        receive_metadata(tmp_path, there.digest, fetch)
 
 
 def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpus, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpu
             data[100] ^= 1
             path.write_bytes(data)
 
-    meta = receive_description(tmp_path, there.digest, fetch)
+    meta = receive_metadata(tmp_path, there.digest, fetch)
     with pytest.raises(DataError, match="is not a file of the corpus"):
         receive_files(tmp_path, meta, [0, 2], fetch, silent)
     assert (tmp_path / shard_name(0)).exists() and not (tmp_path / shard_name(2)).exists()

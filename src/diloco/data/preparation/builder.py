@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.data.config import DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, token_dtype, whole_digest
-from diloco.data.preparation.clusters import ByCluster, Clusters, LoadFeatures, find_clusters
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, token_dtype
+from diloco.data.preparation.clusters import ClusterPartition, Clusters, LoadFeatures, find_clusters
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
-from diloco.data.preparation.writer import Dealer, Evenly, ShardWriter, append
+from diloco.data.preparation.writer import IidPartition, Partition, ShardWriter, append
 from diloco.data.sources.base import Source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
@@ -47,7 +47,7 @@ TOKENIZER_SAMPLE_BYTES = 4 << 20
 ENCODE_BATCH_BYTES = 1 << 20
 COMMIT_SECONDS = 5.0
 COMMIT_BYTES = 64 << 20
-LABELS_AT_MOST = 1024
+MAX_LABELS = 1024
 STREAM_SAMPLE_PASSAGES = 1 << 16
 
 STATE, DIGESTS, CLUSTERS = "state.json", "digests.bin", "clusters.npz"
@@ -100,7 +100,7 @@ class Preparation:
         self.state = self._resumed() or self._fresh()
         self.tokenizer = self._obtain_tokenizer()
         self.writer = self._open_writer()
-        self._write(self._dealer())
+        self._write(self._partition())
         self._finish()
         self._clear_up()
 
@@ -158,9 +158,9 @@ class Preparation:
             self.tokenizer = self._obtain_tokenizer()
             return ShardWriter(self.folder, self.config.shards, self.tokenizer, {})
 
-    def _dealer(self) -> Dealer:
+    def _partition(self) -> Partition:
         if self.config.partition == "iid":
-            return Evenly(self.writer.shard_tokens)
+            return IidPartition(self.writer.shard_tokens)
         assert self.config.feature_model is not None
         if self._load_features is None:
             raise DataError("data.partition = clusters needs a model to take features from, and this caller has none")
@@ -175,16 +175,16 @@ class Preparation:
                 self._progress("finding clusters", done, total)
 
             find_clusters(bounded, model, self.config.shards, told).save(path)
-        return ByCluster(model, Clusters.load(path))
+        return ClusterPartition(model, Clusters.load(path))
 
     # The bulk
 
-    def _write(self, dealer: Dealer) -> None:
+    def _write(self, partition: Partition) -> None:
         passages = Passages(self.source, self.config, self.state.walk)
         passages.seen = self._seen()
         last = time.monotonic()
         for batch in batches(passages):
-            for passage, shard, tokens in self.writer.write(batch, dealer):
+            for passage, shard, tokens in self.writer.write(batch, partition):
                 self._count_label(passage, shard, tokens)
             done, total = passages.progress()
             self._progress("tokenising", done if total is None else min(done, total), total)
@@ -216,9 +216,9 @@ class Preparation:
             return
         counts = self.state.label_tokens
         if passage.label not in counts:
-            if len(counts) == LABELS_AT_MOST:
+            if len(counts) == MAX_LABELS:
                 raise DataError(
-                    f"the documents of data.source {self.config.source!r} have more than {LABELS_AT_MOST} different "
+                    f"the documents of data.source {self.config.source!r} have more than {MAX_LABELS} different "
                     f"labels (data.label_field {self.config.label_field!r}): choose a field that names domains"
                 )
             counts[passage.label] = [0] * self.config.shards
@@ -281,7 +281,7 @@ class Preparation:
                     kind = "validation" if name == VALIDATION else "train"
                     counts[kind] += np.bincount(np.frombuffer(content, dtype), minlength=size)
             files[name] = part.hexdigest()
-        return counts, whole_digest((self.folder / TOKENIZER).read_bytes(), files), files
+        return counts, corpus_digest((self.folder / TOKENIZER).read_bytes(), files), files
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
