@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from chaos_worker import Story, Task
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, pack, write_frame
@@ -33,7 +33,7 @@ def intrude(settings: Settings, pipe: Connection, task: Task, run: str, addresse
 
 
 async def _attempts(folder: Path, run: str, addresses: list[str]) -> tuple[list[str], list[str]]:
-    transport = await HivemindTransport.create(folder / "stranger.key", protocol_of(run), Network("127.0.0.1", None))
+    transport = await P2pdTransport.create(folder / "stranger.key", protocol_of(run), ListenConfig("127.0.0.1", None))
     got: list[str] = []
     refusals: list[str] = []
 
@@ -47,7 +47,7 @@ async def _attempts(folder: Path, run: str, addresses: list[str]) -> tuple[list[
     for address in addresses:
         peer = address.rpartition("/p2p/")[2]
         try:
-            await transport.introduce(peer, [address], _SECONDS)
+            await transport.connect(peer, [address], _SECONDS)
         except Unreachable:
             continue
         for name, request in _requests(transport.peer).items():
@@ -85,7 +85,7 @@ def _requests(me: str) -> dict[str, bytes]:
     }
 
 
-async def _streams(transport: HivemindTransport, peer: str) -> list[str]:
+async def _streams(transport: P2pdTransport, peer: str) -> list[str]:
     """Those that gave a byte."""
     got = []
     heads = {
@@ -95,7 +95,7 @@ async def _streams(transport: HivemindTransport, peer: str) -> list[str]:
     }
     for name, head in heads.items():
         try:
-            stream = await transport.open(peer, _SECONDS)
+            stream = await transport.open_stream(peer, _SECONDS)
             await write_frame(stream, head, _SECONDS)
             await stream.read(1, _SECONDS)
             got.append(f"a stream of {name}")

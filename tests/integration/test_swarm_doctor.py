@@ -12,14 +12,14 @@ import pytest
 from diloco.cli.main import run
 from diloco.engines.swarm.doctor import local_checks as checks
 from diloco.engines.swarm.doctor import remote_checks as checks_outside
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.permissions import Permissions
 
 KEY = RunKey.create()
 
@@ -38,10 +38,10 @@ class Idle:
 async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) -> None:
     invitation = invite(KEY, [], 3600, time.time())
     write_private(folder / INVITATION_FILE, invitation.text())
-    network = Network(host="127.0.0.1")
-    transport = await HivemindTransport.create(folder / "worker-0.key", protocol_of(KEY.run_id), network)
-    trust = Trust(KEY.public, transport.peer, invitation.credential(transport.peer), 3)
-    node = Node(transport, trust, Settings(str(folder), "worker-0", founder=True), Idle())
+    network = ListenConfig(host="127.0.0.1")
+    transport = await P2pdTransport.create(folder / "worker-0.key", protocol_of(KEY.run_id), network)
+    permissions = Permissions(KEY.public, transport.peer, invitation.credential(transport.peer), 3)
+    node = Node(transport, permissions, Settings(str(folder), "worker-0", founder=True), Idle())
     await node.start()
     told["invitation"] = invitation.with_addresses(await transport.addresses())
     told["end"], told["loop"] = asyncio.Event(), asyncio.get_running_loop()
@@ -125,12 +125,13 @@ def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.M
     monkeypatch.setattr(checks, "_version", lambda name: {"torch": "2.3.1", "hivemind": "1.1.11"}.get(name))
     found = {finding.name: finding for finding in checks.look_at_packages()}
     assert {name: finding.state for name, finding in found.items()} == {
-        "torch": "failed", "hivemind": "warning", "msgpack": "failed", "cryptography": "failed",
+        "torch": "failed", "hivemind": "warning", "msgpack": "failed", "msgspec": "failed", "base58": "failed",
+        "cryptography": "failed",
     }  # fmt: skip
     assert all(finding.remedy for finding in found.values())
     monkeypatch.setattr(checks, "_NO_DISK", 1 << 62)
     assert checks.look_at_disk(tmp_path / "not" / "there").state == "failed"
     monkeypatch.setattr(checks, "own_addresses", list)
     assert checks.look_at_addresses().state == "failed"
-    assert checks.look_at_port(Network(host="192.0.2.77", port=4000)).state == "failed"
-    assert checks.look_at_port(Network(announce=("example.org",))).state == "failed"
+    assert checks.look_at_port(ListenConfig(host="192.0.2.77", port=4000)).state == "failed"
+    assert checks.look_at_port(ListenConfig(announce=("example.org",))).state == "failed"

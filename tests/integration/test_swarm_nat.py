@@ -70,12 +70,12 @@ def test_peers_behind_routers_meet_directly_or_through_an_open_one(
     with on(net, {"home": None, "other": None, "strict": None}, tmp_path, seeds) as (home, other, strict):
         assert (home.kind, other.kind, strict.kind) == ("closed", "closed", "closed")
         for peer in (home, other, strict):
-            peer.do("introduce", public.name, seeds)
+            peer.do("connect", public.name, seeds)
         with ThreadPoolExecutor() as both:  # also when both ask at the same time
             at = {peer: peer.wait_for_address("/p2p-circuit/") for peer in (home, other, strict)}
-            list(both.map(lambda a, b: a.do("introduce", b.name, at[b]), (home, other), (other, home)))
+            list(both.map(lambda a, b: a.do("connect", b.name, at[b]), (home, other), (other, home)))
         assert all("/p2p-circuit" not in way for way in exchange(home, other))
-        strict.do("introduce", home.name, at[home])
+        strict.do("connect", home.name, at[home])
         assert all("/p2p-circuit" in way for way in exchange(strict, home))
         assert public.do("call", home.name, "hello") == f"{public.name} said hello"
 
@@ -89,5 +89,5 @@ def test_a_peer_whose_router_forwards_its_port_is_open_and_relays(
         assert own[0].startswith("/ip4/5.5.5.") and any(address.startswith("/ip4/192.168.") for address in own)
         with on(net, {"home": None}, tmp_path, own) as (home,):
             assert home.kind == "closed"
-            public.do("introduce", home.name, home.wait_for_address("/p2p-circuit/"))
+            public.do("connect", home.name, home.wait_for_address("/p2p-circuit/"))
             assert public.do("stream", home.name, 200_000)

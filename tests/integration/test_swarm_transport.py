@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from diloco.engines.swarm.network import p2pd_transport as daemon
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 from diloco.errors import ConfigError, RendezvousError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the swarm runs on Linux only")]
 PROTOCOL = "/diloco-test/1"
-LOOPBACK = Network(host="127.0.0.1")
+LOOPBACK = ListenConfig(host="127.0.0.1")
 
 
 async def answer(peer: str, request: bytes) -> bytes:
@@ -51,21 +51,21 @@ async def greet(stream: Stream) -> None:
 
 
 @asynccontextmanager
-async def peers(folder: Path, *networks: Network) -> AsyncIterator[list[HivemindTransport]]:
-    made: list[HivemindTransport] = []
+async def peers(folder: Path, *networks: ListenConfig) -> AsyncIterator[list[P2pdTransport]]:
+    made: list[P2pdTransport] = []
     try:
         for i, network in enumerate(networks):
-            made.append(await HivemindTransport.create(folder / f"{i}.key", PROTOCOL, network))
+            made.append(await P2pdTransport.create(folder / f"{i}.key", PROTOCOL, network))
             await made[-1].serve(answer, echo)
         for peer in made[1:]:
-            await peer.introduce(made[0].peer, await made[0].addresses(), 10)
+            await peer.connect(made[0].peer, await made[0].addresses(), 10)
         yield made
     finally:
         for peer in made:
             await peer.close()
 
 
-def pid_of(peer: HivemindTransport) -> int:
+def pid_of(peer: P2pdTransport) -> int:
     assert peer._daemon is not None
     return peer._daemon.process.pid
 
@@ -83,7 +83,7 @@ def test_two_peers_call_each_other_and_exchange_streams(tmp_path: Path) -> None:
             with pytest.raises(CallRefused, match="the answer would have"):
                 await b.call(a.peer, b"long", 10)
             data = os.urandom(3_000_000)
-            stream = await b.open(a.peer, 10)
+            stream = await b.open_stream(a.peer, 10)
             await stream.write(len(data).to_bytes(8), 10)
             await stream.write(memoryview(data), 10)
             back = bytearray(len(data))
@@ -112,7 +112,7 @@ def test_many_callers_at_a_time_get_each_their_own_answer(tmp_path: Path) -> Non
 
 def test_an_identity_keeps_its_name_over_ipv6_and_a_restart(tmp_path: Path) -> None:
     async def run() -> None:
-        async with peers(tmp_path, Network(host="::1"), Network(host="::1")) as (a, b):
+        async with peers(tmp_path, ListenConfig(host="::1"), ListenConfig(host="::1")) as (a, b):
             names = [a.peer, b.peer]
             assert (await a.addresses())[0].startswith("/ip6/::1/tcp/")
             assert await b.call(a.peer, b"hello", 10) == b.peer.encode() + b" said hello"
@@ -126,7 +126,7 @@ def test_an_identity_keeps_its_name_over_ipv6_and_a_restart(tmp_path: Path) -> N
 
 def test_what_is_announced_is_told_instead_of_what_is_listened_at(tmp_path: Path) -> None:
     async def run() -> None:
-        async with peers(tmp_path, Network(host="127.0.0.1", announce=("swarm.example.org:4000",))) as (a,):
+        async with peers(tmp_path, ListenConfig(host="127.0.0.1", announce=("swarm.example.org:4000",))) as (a,):
             assert await a.addresses() == [f"/dns/swarm.example.org/tcp/4000/p2p/{a.peer}"]
 
     asyncio.run(run())
@@ -138,12 +138,12 @@ def test_a_taken_port_and_a_foreign_host_are_refused_by_name(tmp_path: Path) -> 
             port = taken.getsockname()[1]
             for host in (None, "127.0.0.1"):
                 with pytest.raises(RendezvousError, match=rf"port {port} is taken .* --port"):
-                    await HivemindTransport.create(tmp_path / "a.key", PROTOCOL, Network(host=host, port=port))
-        async with peers(tmp_path, Network(host="127.0.0.1", port=port)):
+                    await P2pdTransport.create(tmp_path / "a.key", PROTOCOL, ListenConfig(host=host, port=port))
+        async with peers(tmp_path, ListenConfig(host="127.0.0.1", port=port)):
             with pytest.raises(RendezvousError, match=f"port {port} is taken"):  # p2pd alone would share it in silence
-                await HivemindTransport.create(tmp_path / "b.key", PROTOCOL, Network(port=port))
+                await P2pdTransport.create(tmp_path / "b.key", PROTOCOL, ListenConfig(port=port))
         with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is no address of this machine"):
-            await HivemindTransport.create(tmp_path / "a.key", PROTOCOL, Network(host="192.0.2.77"))
+            await P2pdTransport.create(tmp_path / "a.key", PROTOCOL, ListenConfig(host="192.0.2.77"))
 
     asyncio.run(run())
 
@@ -168,7 +168,7 @@ def test_a_stranger_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)
-            streams = [await b.open(a.peer, 10) for _ in range(3)]
+            streams = [await b.open_stream(a.peer, 10) for _ in range(3)]
             ended, waiting_on = await asyncio.wait(
                 [asyncio.create_task(greet(stream)) for stream in streams], return_when=asyncio.FIRST_COMPLETED
             )
@@ -195,10 +195,10 @@ def test_a_call_that_is_too_large_for_the_other_sides_daemon_harms_nobody_else(t
             limit = next(flag for flag in daemon._COMMON if flag.startswith("-persistentConnMaxMsgSize"))
             daemon._COMMON.remove(limit)
             try:
-                stranger = await HivemindTransport.create(tmp_path / "stranger.key", PROTOCOL, LOOPBACK)
+                stranger = await P2pdTransport.create(tmp_path / "stranger.key", PROTOCOL, LOOPBACK)
             finally:
                 daemon._COMMON.append(limit)
-            await stranger.introduce(a.peer, await a.addresses(), 10)
+            await stranger.connect(a.peer, await a.addresses(), 10)
             sending = asyncio.create_task(stranger._control.call(a.peer, f"{PROTOCOL}/call", bytes(3 << 20)))
             await asyncio.sleep(0.3)
             assert await b.call(a.peer, b"hello", 10)
@@ -213,7 +213,7 @@ def test_a_call_that_is_too_large_for_the_other_sides_daemon_harms_nobody_else(t
 def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> None:
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
-            stream = await b.open(a.peer, 10)
+            stream = await b.open_stream(a.peer, 10)
             os.kill(pid_of(a), signal.SIGSTOP)
             with pytest.raises(Unreachable, match="did not answer") as silent:
                 await b.call(a.peer, b"hello", 0.3)
@@ -223,7 +223,7 @@ def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> Non
             os.kill(pid_of(a), signal.SIGCONT)
             stream.close()
             assert await b.call(a.peer, b"hello", 10)
-            stream = await b.open(a.peer, 10)
+            stream = await b.open_stream(a.peer, 10)
             reading = asyncio.create_task(stream.read(1, 30))
             await asyncio.sleep(0.05)
             os.kill(pid_of(a), signal.SIGKILL)
@@ -243,12 +243,12 @@ def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> Non
 def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -> None:
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
-            await b.forget(a.peer)
+            await b.disconnect(a.peer)
             assert await b.call(a.peer, b"hello", 10)
             await a.close()
-            again = await HivemindTransport.create(tmp_path / "0.key", PROTOCOL, LOOPBACK)
+            again = await P2pdTransport.create(tmp_path / "0.key", PROTOCOL, LOOPBACK)
             await again.serve(answer, echo)
-            await b.introduce(again.peer, await again.addresses(), 10)
+            await b.connect(again.peer, await again.addresses(), 10)
             assert await b.call(again.peer, b"hello", 10)
             await again.close()
 
@@ -258,11 +258,11 @@ def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -
 _KILLED = """
 import asyncio, sys
 from pathlib import Path
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
+from diloco.engines.swarm.network.addresses import ListenConfig
 
 async def main():
-    transport = await HivemindTransport.create(Path(sys.argv[1]), "/diloco-test/1", Network(host="127.0.0.1"))
+    transport = await P2pdTransport.create(Path(sys.argv[1]), "/diloco-test/1", ListenConfig(host="127.0.0.1"))
     print(transport._daemon.process.pid, flush=True)
     await asyncio.sleep(60)
 

@@ -12,7 +12,7 @@ from diloco.errors import EngineError
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.doctor.local_checks import Finding
-    from diloco.engines.swarm.network.reachability import Network
+    from diloco.engines.swarm.network.addresses import ListenConfig
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -46,14 +46,14 @@ def doctor(
     folder
         Where runs are kept.
     """
-    from diloco.engines.swarm.network.reachability import Network
+    from diloco.engines.swarm.network.addresses import ListenConfig
 
-    failed = asyncio.run(_print_all(_findings(invitation, Network(host, port, announce), folder)))
+    failed = asyncio.run(_print_all(_findings(invitation, ListenConfig(host, port, announce), folder)))
     if failed:
         raise EngineError(f"{failed} of the checks failed; what to do is said with each")
 
 
-async def _findings(invitation: str | None, network: "Network", folder: Path) -> "AsyncIterator[Finding]":
+async def _findings(invitation: str | None, network: "ListenConfig", folder: Path) -> "AsyncIterator[Finding]":
     from diloco.engines.swarm.doctor import local_checks as checks
 
     missing = False

@@ -67,14 +67,14 @@ class Prepared:
 
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
-    from diloco.engines.swarm.network.addresses import announced, check_name, listening
+    from diloco.engines.swarm.network.addresses import check_name, listen_addresses, parse_announced
     from diloco.engines.swarm.network.p2pd import check_ports
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:
-        check_ports(listening(config.host, port))
+        check_ports(listen_addresses(config.host, port))
     for text in [] if config.announce is None else config.announce.split(","):
-        check_name(announced(text.strip(), config.port))
+        check_name(parse_announced(text.strip(), config.port))
 
 
 def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> None:

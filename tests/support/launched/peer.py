@@ -70,8 +70,8 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
-    from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
-    from diloco.engines.swarm.network.reachability import Network
+    from diloco.engines.swarm.network.addresses import ListenConfig
+    from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
     from diloco.engines.swarm.network.transport import Stream
 
     async def answer(peer: str, request: bytes) -> bytes:
@@ -85,24 +85,24 @@ async def _main() -> None:
         match what:
             case "addresses":
                 return await transport.addresses()
-            case "introduce":
-                return await transport.introduce(*arguments, _SECONDS)
+            case "connect":
+                return await transport.connect(*arguments, _SECONDS)
             case "call":
                 return (await transport.call(arguments[0], arguments[1].encode(), _SECONDS)).decode()
             case "stream":
                 data = os.urandom(arguments[1])
-                stream = await transport.open(arguments[0], _SECONDS)
+                stream = await transport.open_stream(arguments[0], _SECONDS)
                 await stream.write(len(data).to_bytes(8) + data, _SECONDS)
                 same = await stream.read(len(data), _SECONDS) == data
                 stream.close()
                 return same
             case "ways":
-                return (await transport.ways()).get(arguments[0], [])
+                return (await transport.connections()).get(arguments[0], [])
         raise ValueError(what)
 
     given = json.loads(sys.argv[1])
-    network = Network(port=given["port"], announce=tuple(given["announce"]))
-    transport = await HivemindTransport.create(Path(given["key"]), PROTOCOL, network, given["seeds"])
+    network = ListenConfig(port=given["port"], announce=tuple(given["announce"]))
+    transport = await P2pdTransport.create(Path(given["key"]), PROTOCOL, network, given["seeds"])
     await transport.serve(answer, echo)
     print(json.dumps({"peer": transport.peer, "kind": transport.reach.kind}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

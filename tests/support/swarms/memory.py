@@ -21,7 +21,7 @@ from diloco.engines.swarm.node.trainer import Ended, Posting, Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.permissions import Permissions
 
 
 class MemoryNetwork:
@@ -138,7 +138,7 @@ class MemoryTransport(Transport):
     async def addresses(self) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer}"]
 
-    async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
+    async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
         del addresses
         await self._reach(peer, seconds)
 
@@ -169,7 +169,7 @@ class MemoryTransport(Transport):
         await self._reach(peer, seconds)
         return answer
 
-    async def open(self, peer: str, seconds: float) -> Stream:
+    async def open_stream(self, peer: str, seconds: float) -> Stream:
         other = await self._reach(peer, seconds)
         there, back = _Pipe(self.network, (self.peer, peer)), _Pipe(self.network, (peer, self.peer))
         for transport in (self, other):
@@ -301,10 +301,10 @@ class MemorySwarm:
         trainer = ScriptedTrainer()
         credential = mine.credential(name)
         public = self.run_key.public if credential_of is None else credential_of.public
-        trust = Trust(public, name, credential, settings.refusals_to_ban)
+        permissions = Permissions(public, name, credential, settings.refusals_to_ban)
         if credential_of is not None:
-            trust.run_public = self.run_key.public
-        node = Node(MemoryTransport(self.network, name), trust, settings, trainer)
+            permissions.run_public = self.run_key.public
+        node = Node(MemoryTransport(self.network, name), permissions, settings, trainer)
         await node.start()
         worker = MemoryWorker(node, trainer)
         self.workers.append(worker)

@@ -12,8 +12,8 @@ from diloco.cli.main import run
 from diloco.engines.swarm.network import identity
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE, write_private
-from diloco.engines.swarm.trust.invitation import Invitation, NotWelcome, RunKey, invite
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.invitation import Invitation, PeerRefused, RunKey, invite
+from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_owner import choose, own_invitation
 
 OWN = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
@@ -42,10 +42,10 @@ class Founded:
     def without_key(self) -> None:
         (self.swarm / "run.key").unlink()
 
-    def seen_by(self, peer: str) -> Trust:
+    def seen_by(self, peer: str) -> Permissions:
         """The node of a peer, after it has read the file."""
-        node = Trust(self.key.public, peer, self.first.credential(peer))
-        node.load(self.swarm / REVOCATIONS_FILE)
+        node = Permissions(self.key.public, peer, self.first.credential(peer))
+        node.load_revocations(self.swarm / REVOCATIONS_FILE)
         return node
 
 
@@ -223,10 +223,10 @@ def test_a_revoked_peer_is_out_for_all_and_the_others_of_its_invitation_stay(
     assert (founded.swarm / REVOCATIONS_FILE).stat().st_mode & 0o777 == 0o600
     node = founded.seen_by(EVE)
     node.check(EVE)
-    node.welcome(OWN, founded.first.credential(OWN).data())
+    node.admit(OWN, founded.first.credential(OWN).data())
     for peer in (BOB, "bob under a new name"):
-        with pytest.raises(NotWelcome, match="revoked"):
-            node.welcome(peer, founded.first.credential(peer).data())
+        with pytest.raises(PeerRefused, match="revoked"):
+            node.admit(peer, founded.first.credential(peer).data())
 
 
 def test_this_machines_own_invitation_is_renewed_if_it_went_too(
@@ -237,7 +237,7 @@ def test_this_machines_own_invitation_is_renewed_if_it_went_too(
     assert own.id != founded.first.id and own.run_id == founded.key.run_id
     assert abs(own.expires - founded.first.expires) <= 1
     assert "come with a new one" in err
-    founded.seen_by(EVE).welcome("newcomer", own.credential("newcomer").data())
+    founded.seen_by(EVE).admit("newcomer", own.credential("newcomer").data())
 
 
 def test_an_invitation_that_only_the_revoked_peer_used_leaves_the_machines_own_alone(
@@ -256,7 +256,7 @@ def test_a_peer_is_named_by_number_by_id_or_by_its_beginning_or_end(
     succeeds(capsys, "revoke", str(founded.path), "12D3KooWEV")
     succeeds(capsys, "revoke", str(founded.path), EVE)
     assert "was revoked already" in succeeds(capsys, "revoke", str(founded.path), EVE[-6:])[1]  # as status shows it
-    with pytest.raises(NotWelcome, match="revoked"):
+    with pytest.raises(PeerRefused, match="revoked"):
         founded.seen_by(EVE).check(EVE)
 
 

@@ -16,7 +16,7 @@ from diloco.engines.swarm.trust.invitation import (
     MAX_REVOCATION_BYTES,
     Credential,
     Invitation,
-    NotWelcome,
+    PeerRefused,
     Revocation,
     RunKey,
     invite,
@@ -294,8 +294,8 @@ def test_a_credential_is_small_and_proves_itself_with_the_runs_public_key_alone(
     assert credential.certificate.id == INVITATION.id
 
 
-def refusal(credential: Credential, run_public: bytes, peer: str, now: float | None) -> NotWelcome:
-    with pytest.raises(NotWelcome) as caught:
+def refusal(credential: Credential, run_public: bytes, peer: str, now: float | None) -> PeerRefused:
+    with pytest.raises(PeerRefused) as caught:
         credential.verify(run_public, peer, now)
     assert str(caught.value).startswith(f"{caught.value.kind}: ")
     return caught.value
@@ -331,13 +331,13 @@ def test_a_credential_with_any_byte_changed_is_refused() -> None:
     data = INVITATION.credential(BOB).data()
     for place in range(len(data)):
         changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-        with pytest.raises(NotWelcome, match="forged"):
+        with pytest.raises(PeerRefused, match="forged"):
             Credential.read(changed).verify(RUN.public, BOB, NOW)
 
 
 @given(st.binary(max_size=300))
 def test_any_other_bytes_are_no_credential(data: bytes) -> None:
-    with pytest.raises(NotWelcome, match="forged"):
+    with pytest.raises(PeerRefused, match="forged"):
         Credential.read(data).verify(RUN.public, BOB, NOW)
 
 
@@ -350,7 +350,7 @@ def test_a_signature_made_for_one_purpose_does_not_serve_for_another() -> None:
         parsed(forged.text())
     told = record.data.partition(b" ")[2]
     aimless = Ed25519PrivateKey.from_private_bytes(RUN.seed).sign(told).hex().encode() + b" " + told
-    with pytest.raises(NotWelcome, match="forged"):
+    with pytest.raises(PeerRefused, match="forged"):
         Revocation.read(aimless, RUN.public)
 
 
@@ -372,7 +372,7 @@ def test_only_the_runs_key_can_revoke() -> None:
     data = RUN.revoke([ALICE], INVITATION.id, [BOB], NOW).data
     for forged in (RunKey.create().revoke([ALICE], None, [], NOW).data, data.replace(b"12D3", b"12D4"), data[1:],
                    data[128:], b"", b" ", b"00" * 64 + b" {}", b"zz" * 64 + b" {}", b"\xff" * 200):  # fmt: skip
-        with pytest.raises(NotWelcome, match="forged"):
+        with pytest.raises(PeerRefused, match="forged"):
             Revocation.read(forged, RUN.public)
 
 

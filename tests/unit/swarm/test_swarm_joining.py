@@ -199,7 +199,7 @@ def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> No
                 await stranger.call(target, pack(kind, sequence=1, wished=0), 1.0)
             refusals.append(str(caught.value))
         for kind in ("state", "mean", "file", "parts"):
-            stream = await stranger.open(target, 1.0)
+            stream = await stranger.open_stream(target, 1.0)
             try:
                 await write_frame(stream, pack(kind, sequence=0, name="config", authority=[1, 0, 1]), 1.0)
                 read.append((await read_frame(stream, 1 << 20, 1.0)).decode())
@@ -234,7 +234,7 @@ def test_whoever_is_revoked_is_out_everywhere_and_told_why() -> None:
         workers = await founded(swarm, 3)
         record = swarm.run_key.revoke([workers[2].name], None, [], time.time())
         for worker in workers[:1]:  # one hears of it, beats carry it on
-            worker.node.trust.revoke(record.data)
+            worker.node.permissions.add_revocation(record.data)
             worker.node.membership.expel()
         await asyncio.sleep(0.6)
         ended, _ = await workers[2].post(values(2), seconds=10.0)
@@ -286,13 +286,13 @@ def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
             async def addresses() -> list[str]:
                 return [moved(worker)]
 
-            async def introduce(peer: str, addresses: list[str], seconds: float) -> None:
+            async def connect(peer: str, addresses: list[str], seconds: float) -> None:
                 nonlocal apart
                 if peer == other.name and moved(other) in addresses:
                     apart = False
                 await worker.node.transport._reach(peer, seconds)
 
-            worker.node.transport.addresses, worker.node.transport.introduce = addresses, introduce
+            worker.node.transport.addresses, worker.node.transport.connect = addresses, connect
 
         move(one, two)
         move(two, one)

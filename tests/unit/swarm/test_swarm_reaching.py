@@ -7,8 +7,9 @@ import pytest
 
 from diloco.engines.swarm.network import hole_punching as punching
 from diloco.engines.swarm.network import reachability as reaching
+from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import _unreachable
-from diloco.engines.swarm.network.reachability import Network, Reach, Seen, answered, ask
+from diloco.engines.swarm.network.reachability import Reach, Seen, answered, ask
 from diloco.engines.swarm.network.relaying import public_ones
 
 RELAYED = "/ip4/5.5.5.1/tcp/4000/p2p/R/p2p-circuit"
@@ -46,19 +47,19 @@ def test_a_dial_that_was_not_even_tried_tells_what_the_last_one_told(before: boo
 @pytest.mark.parametrize(
     ("network", "kind"),
     [
-        (Network(host="127.0.0.1"), "unknown"),
-        (Network(host="5.5.5.5"), "open"),
-        (Network(port=4000, announce=("5.5.5.5",)), "open"),
-        (Network(port=4000, announce=("192.168.1.7",)), "unknown"),
-        (Network(announce=("home.example.org:4000",)), "open"),
+        (ListenConfig(host="127.0.0.1"), "unknown"),
+        (ListenConfig(host="5.5.5.5"), "open"),
+        (ListenConfig(port=4000, announce=("5.5.5.5",)), "open"),
+        (ListenConfig(port=4000, announce=("192.168.1.7",)), "unknown"),
+        (ListenConfig(announce=("home.example.org:4000",)), "open"),
     ],
 )
-def test_who_has_or_tells_a_public_address_is_taken_for_open(network: Network, kind: str) -> None:
+def test_who_has_or_tells_a_public_address_is_taken_for_open(network: ListenConfig, kind: str) -> None:
     assert reaching.first_guess(network).kind == kind
 
 
 def test_an_open_peer_relays_and_a_closed_one_asks_its_relays() -> None:
-    network = Network(host="127.0.0.1")
+    network = ListenConfig(host="127.0.0.1")
     opened = Reach("open", outside=("/ip4/5.5.5.5/tcp/4000",)).arguments(network)
     assert "-announceAddrs=/ip4/5.5.5.5/tcp/4000" in opened and "-forceReachabilityPublic" in opened
     closed = Reach("closed", relays=("/ip4/5.5.5.1/tcp/4000/p2p/R",)).arguments(network)

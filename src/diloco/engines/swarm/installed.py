@@ -5,7 +5,7 @@ import sys
 
 from diloco.errors import ConfigError, install_hint
 
-_PACKAGES = ("hivemind", "msgpack", "cryptography")
+_PACKAGES = ("hivemind", "msgpack", "msgspec", "base58", "cryptography")
 
 
 def check_swarm() -> None:

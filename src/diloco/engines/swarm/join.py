@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.network.listen_port import usual_port
+from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
@@ -52,7 +52,7 @@ def join_swarm(
         write_private(swarm / INVITATION_FILE, invite(key, (), _DAYS * _DAY_SECONDS, time.time()).text() + "\n")
     (swarm.parent / "logs").mkdir(exist_ok=True)
     if port is None and not announce:
-        port = usual_port(swarm, seat, host)
+        port = choose_port(swarm, seat, host)
     settings = Settings(
         folder=str(swarm),
         seat=seat,

@@ -15,7 +15,7 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.network.listen_port import usual_port
+from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
 from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
@@ -67,7 +67,7 @@ def settings_of(config: RunConfig, chair: Chair) -> Settings:
     folder = chair.run_folder.absolute() / SWARM_FOLDER
     port = None if config.port is None else config.port + chair.index
     if port is None and not announce:  # what is announced needs a port that its user knows
-        port = usual_port(folder, chair.seat, config.host)
+        port = choose_port(folder, chair.seat, config.host)
     return Settings(
         folder=str(folder),
         seat=chair.seat,

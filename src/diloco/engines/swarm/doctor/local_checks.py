@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from diloco.engines.swarm.network import addresses as multiaddr
 from diloco.engines.swarm.network import p2pd
+from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd import Daemon
-from diloco.engines.swarm.network.reachability import Network, own_addresses
+from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.errors import DiLoCoError, install_hint
 
 State = Literal["ok", "warning", "failed"]
@@ -36,7 +36,7 @@ class Finding:
 
 def look_at_packages() -> Iterator[Finding]:
     yield _torch()
-    for name in ("hivemind", "msgpack", "cryptography"):
+    for name in ("hivemind", "msgpack", "msgspec", "base58", "cryptography"):
         yield _package(name)
 
 
@@ -103,16 +103,15 @@ def look_at_gpu() -> Finding:
     return Finding("GPU", "ok", ", ".join(f"{one.name} ({one.total_memory / (1 << 30):.0f} GiB)" for one in names))
 
 
-def look_at_port(network: Network) -> Finding:
+def look_at_port(config: ListenConfig) -> Finding:
     try:
-        p2pd.check_ports(multiaddr.listening(network.host, network.port))
-        for text in network.announce:
-            multiaddr.announced(text, network.port)
+        p2pd.check_ports(config.listen_addresses())
+        config.announced_addresses()
     except DiLoCoError as error:
         return Finding("port", "failed", str(error), "choose --host, --port and --announce anew")
-    if network.port is None:
+    if config.port is None:
         return Finding("port", "ok", "any that is free; choose one with --port if a router or firewall must let it in")
-    return Finding("port", "ok", f"{network.port} is free")
+    return Finding("port", "ok", f"{config.port} is free")
 
 
 def look_at_addresses() -> Finding:

@@ -14,9 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from diloco.engines.swarm.doctor.local_checks import Finding, State
-from diloco.engines.swarm.network import addresses as multiaddr
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
-from diloco.engines.swarm.network.reachability import Network, own_addresses
+from diloco.engines.swarm.network import multiaddr
+from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.engines.swarm.network.relaying import somebody_is_at
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.status import Status
@@ -49,14 +50,12 @@ def look_at_invitation(text: str) -> tuple[Finding, Invitation | None]:
     return Finding("invitation", "ok", told), invitation
 
 
-async def look_outside(invitation: Invitation, network: Network) -> AsyncIterator[Finding]:
+async def look_outside(invitation: Invitation, network: ListenConfig) -> AsyncIterator[Finding]:
     """One after the other; stops where nothing more can be found out."""
     with TemporaryDirectory(prefix="diloco-doctor-") as folder:
         key = Path(folder) / "doctor.key"
         try:
-            transport = await HivemindTransport.create(
-                key, protocol_of(invitation.run_id), replace(network, guest=True)
-            )
+            transport = await P2pdTransport.create(key, protocol_of(invitation.run_id), replace(network, guest=True))
         except DiLoCoError as error:
             yield Finding("p2pd", "failed", str(error), "see the lines above")
             return
@@ -70,7 +69,7 @@ async def look_outside(invitation: Invitation, network: Network) -> AsyncIterato
 
 
 class _Look:
-    def __init__(self, transport: HivemindTransport, invitation: Invitation) -> None:
+    def __init__(self, transport: P2pdTransport, invitation: Invitation) -> None:
         self._transport, self._invitation = transport, invitation
         self._hosts: list[str] = []
         """Who has let us in, the first of them asked first."""
@@ -93,11 +92,11 @@ class _Look:
             way, peer = multiaddr.split_peer(address)
             problem: str | None = None
             try:
-                await self._transport.forget(peer)
+                await self._transport.disconnect(peer)
                 started = time.monotonic()
                 if not await somebody_is_at(way, _SECONDS):  # p2pd alone would also try the peer's other addresses
                     raise Unreachable("nobody there speaks libp2p")
-                await self._transport.introduce(peer, [address], _SECONDS)
+                await self._transport.connect(peer, [address], _SECONDS)
                 took = time.monotonic() - started
                 await self._hello(peer)
                 tried.append((f"{way} answers, connected in {took * 1000:.0f} ms", None))
@@ -179,11 +178,11 @@ class _Look:
         peer, name = member.text("peer"), f"worker {member.number('number', low=-1)}"
         try:
             if peer not in self._hosts:
-                await self._transport.introduce(peer, texts(member.items("addresses")), _SECONDS)
+                await self._transport.connect(peer, texts(member.items("addresses")), _SECONDS)
                 await self._hello(peer)
             latency = await self._latency(peer)
             up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
-            ways = (await self._transport.ways()).get(peer, [])
+            ways = (await self._transport.connections()).get(peer, [])
         except (*Problem, ConfigError) as error:
             return Finding(name, "warning", f"{peer[-8:]} does not answer here: {error}", _NO_ANSWER)
         how = "through a relay" if ways and all(multiaddr.CIRCUIT in way for way in ways) else "directly"

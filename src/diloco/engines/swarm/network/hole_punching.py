@@ -15,8 +15,8 @@ import json
 import socket
 import time
 
-from diloco.engines.swarm.network import addresses as multiaddr
-from diloco.engines.swarm.network.limits import Allowance, Recent
+from diloco.engines.swarm.network import multiaddr
+from diloco.engines.swarm.network.limits import LruCache, TokenBucket
 from diloco.engines.swarm.network.p2pd_control import Control, DaemonError, DaemonGone, HandlerError
 
 SECONDS = 2.0
@@ -40,7 +40,7 @@ class Puncher:
 
     def __init__(self, me: str, protocol: str) -> None:
         self._me, self._protocol = me, protocol
-        self._allowances: Recent[Allowance] = Recent(_PEERS)
+        self._allowances: LruCache[TokenBucket] = LruCache(_PEERS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, control: Control, relay: str, peer: str, inside: tuple[str, int]) -> bool:
@@ -113,7 +113,7 @@ class Puncher:
 
     def _may(self, peer: str) -> bool:
         now = time.monotonic()
-        allowance = self._allowances.get(peer) or Allowance.full(_BURST, _PER_SECOND, now)
+        allowance = self._allowances.get(peer) or TokenBucket.full(_BURST, _PER_SECOND, now)
         self._allowances.put(peer, allowance)
         return allowance.take(now)
 

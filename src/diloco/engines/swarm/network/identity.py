@@ -6,7 +6,7 @@ libp2p proves at every connection that a peer holds the key of its name. The fil
 import os
 from pathlib import Path
 
-from diloco.engines.swarm.network.addresses import base58
+from diloco.engines.swarm.network.multiaddr import peer_id_to_text
 from diloco.errors import ConfigError, EngineError, install_hint
 
 _PRIVATE = b"\x08\x01\x12\x40"
@@ -27,7 +27,7 @@ def ensure(path: Path) -> str:
 def peer_id(public: bytes) -> str:
     """A key this short is its own name: libp2p's "identity hash"."""
     key = _PUBLIC + public
-    return base58(b"\0" + bytes([len(key)]) + key)
+    return peer_id_to_text(b"\0" + bytes([len(key)]) + key)
 
 
 def _make(path: Path) -> None:

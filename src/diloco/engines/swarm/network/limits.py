@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 @dataclass
-class Allowance:
+class TokenBucket:
     """`burst` at once, then `per_second`. A clock that is set back gives nothing and takes nothing."""
 
     burst: float
@@ -18,7 +18,7 @@ class Allowance:
     at: float
 
     @classmethod
-    def full(cls, burst: float, per_second: float, now: float) -> "Allowance":
+    def full(cls, burst: float, per_second: float, now: float) -> "TokenBucket":
         return cls(burst, per_second, burst, now)
 
     def take(self, now: float) -> bool:
@@ -30,7 +30,7 @@ class Allowance:
         return True
 
 
-class Recent(Generic[Value]):
+class LruCache(Generic[Value]):
     """The values of the last `most` names that were used; the one not used for longest makes room."""
 
     def __init__(self, most: int) -> None:
@@ -62,7 +62,7 @@ class Recent(Generic[Value]):
         self._values.pop(name, None)
 
 
-class Places:
+class ConcurrencyLimit:
     """How many things of others are being done, for each peer and in all."""
 
     def __init__(self, per_peer: int, in_all: int) -> None:

@@ -6,7 +6,7 @@ Others remember where it was: a worker that comes back elsewhere could not be fo
 import random
 from pathlib import Path
 
-from diloco.engines.swarm.network.addresses import listening
+from diloco.engines.swarm.network.addresses import listen_addresses
 from diloco.engines.swarm.network.p2pd import check_ports
 from diloco.engines.swarm.run_files import write_private
 from diloco.errors import ConfigError, RendezvousError
@@ -15,7 +15,7 @@ _FIRST, _LAST = 20_000, 32_000  # below what operating systems give to outgoing 
 _TRIES = 20
 
 
-def usual_port(folder: Path, seat: str, host: str | None) -> int | None:
+def choose_port(folder: Path, seat: str, host: str | None) -> int | None:
     """Of RUN/swarm and a worker of this machine; None (any) if no free one is found. Another if it is taken now."""
     path = folder / f"{seat}.port"
     try:
@@ -25,7 +25,7 @@ def usual_port(folder: Path, seat: str, host: str | None) -> int | None:
     candidates += random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES)
     for port in candidates:
         try:
-            check_ports(listening(host, port))
+            check_ports(listen_addresses(host, port))
         except (ConfigError, RendezvousError):
             continue
         write_private(path, f"{port}\n")

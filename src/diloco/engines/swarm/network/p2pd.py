@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from diloco.engines.swarm.network.addresses import ip_of
+from diloco.engines.swarm.network.multiaddr import ip_of
 from diloco.errors import ConfigError, EngineError, RendezvousError, install_hint
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from diloco.engines.swarm.network import addresses
+from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.p2pd import messages
 
 _MAX_MESSAGE = 8 << 20
@@ -67,7 +67,7 @@ async def receive_message(sock: socket.socket, message: Message) -> Message:
 
 def framed(message: Message) -> bytes:
     data: bytes = message.SerializeToString()
-    return addresses.varint(len(data)) + data
+    return multiaddr.varint(len(data)) + data
 
 
 class Control:
@@ -147,29 +147,29 @@ class Control:
         found = []
         for address in answer.identify.addrs:
             with contextlib.suppress(ValueError):
-                found.append(addresses.to_text(address))
-        return addresses.base58(answer.identify.id), found
+                found.append(multiaddr.to_text(address))
+        return multiaddr.peer_id_to_text(answer.identify.id), found
 
     async def connect_peer(self, peer: str, ways: list[str], seconds: float) -> None:
         request = self._messages.ConnectRequest(
-            peer=addresses.from_base58(peer),
-            addrs=[addresses.to_bytes(way) for way in ways],
+            peer=multiaddr.peer_id_to_bytes(peer),
+            addrs=[multiaddr.to_bytes(way) for way in ways],
             timeout=max(1, round(seconds)),
         )
         await self._ask_only("CONNECT", connect=request)
 
     async def disconnect_peer(self, peer: str) -> None:
-        request = self._messages.DisconnectRequest(peer=addresses.from_base58(peer))
+        request = self._messages.DisconnectRequest(peer=multiaddr.peer_id_to_bytes(peer))
         await self._ask_only("DISCONNECT", disconnect=request)
 
     async def list_peers(self) -> dict[str, list[str]]:
         """The peers that the daemon is connected with now, and how."""
         answer = await self._ask_only("LIST_PEERS")
-        return {addresses.base58(p.id): [addresses.to_text(a) for a in p.addrs] for p in answer.peers}
+        return {multiaddr.peer_id_to_text(p.id): [multiaddr.to_text(a) for a in p.addrs] for p in answer.peers}
 
     async def open_stream(self, peer: str, protocol: str, seconds: float) -> socket.socket:
         request = self._messages.StreamOpenRequest(
-            peer=addresses.from_base58(peer), proto=[protocol], timeout=max(1, round(seconds))
+            peer=multiaddr.peer_id_to_bytes(peer), proto=[protocol], timeout=max(1, round(seconds))
         )
         kind = self._messages.Request.STREAM_OPEN
         _, sock = await self._ask(self._messages.Request(type=kind, streamOpen=request))
@@ -185,7 +185,7 @@ class Control:
         self._listener.listen(128)
         self._start(self._accept(self._listener, on_stream))
         request = self._messages.StreamHandlerRequest(
-            addr=addresses.to_bytes(f"/unix{self._streams_path}"), proto=[protocol], balanced=False
+            addr=multiaddr.to_bytes(f"/unix{self._streams_path}"), proto=[protocol], balanced=False
         )
         await self._ask_only("STREAM_HANDLER", streamHandler=request)
 
@@ -207,12 +207,12 @@ class Control:
         except BaseException:
             sock.close()
             raise
-        await on_stream(addresses.base58(header.peer), sock)
+        await on_stream(multiaddr.peer_id_to_text(header.peer), sock)
 
     # Calls, all over one connection
 
     async def call(self, peer: str, protocol: str, data: bytes) -> bytes:
-        request = self._messages.CallUnaryRequest(peer=addresses.from_base58(peer), proto=protocol, data=data)
+        request = self._messages.CallUnaryRequest(peer=multiaddr.peer_id_to_bytes(peer), proto=protocol, data=data)
         return await self._exchange(callUnary=request)
 
     async def answer_calls(self, protocol: str, handler: OnRequest) -> None:
@@ -295,7 +295,7 @@ class Control:
         response = self._messages.CallUnaryResponse()
         try:
             handler = self._handlers[request.proto]
-            response.response = await handler(addresses.base58(request.peer), request.data)
+            response.response = await handler(multiaddr.peer_id_to_text(request.peer), request.data)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's to know
             response.error = str(error).encode()[:2000]
         with contextlib.suppress(DaemonGone):

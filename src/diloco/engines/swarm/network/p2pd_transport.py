@@ -12,14 +12,14 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from diloco.engines.swarm.network import addresses as multiaddr
 from diloco.engines.swarm.network import hole_punching as punching
-from diloco.engines.swarm.network import identity
+from diloco.engines.swarm.network import identity, multiaddr
 from diloco.engines.swarm.network import reachability as reaching
-from diloco.engines.swarm.network.limits import Places, Recent
+from diloco.engines.swarm.network.addresses import ListenConfig, listen_addresses
+from diloco.engines.swarm.network.limits import ConcurrencyLimit, LruCache
 from diloco.engines.swarm.network.p2pd import Daemon
 from diloco.engines.swarm.network.p2pd_control import Control, DaemonError, DaemonGone, HandlerError
-from diloco.engines.swarm.network.reachability import Network, Reach, Seen
+from diloco.engines.swarm.network.reachability import Reach, Seen
 from diloco.engines.swarm.network.relaying import Standing
 from diloco.engines.swarm.network.streams import SocketStream
 from diloco.engines.swarm.network.transport import (
@@ -32,8 +32,6 @@ from diloco.engines.swarm.network.transport import (
     Unreachable,
 )
 from diloco.errors import RendezvousError
-
-__all__ = ["HivemindTransport", "Network", "protocol_of"]
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +50,10 @@ def protocol_of(run_id: str) -> str:
     return f"/diloco/{run_id}"
 
 
-class HivemindTransport(Transport):
+class P2pdTransport(Transport):
     """Made by `create`. `ended` is done, with a reason, when p2pd has died: nothing works from then on."""
 
-    def __init__(self, key: Path, protocol: str, network: Network) -> None:
+    def __init__(self, key: Path, protocol: str, network: ListenConfig) -> None:
         self.peer = identity.ensure(key)
         self.reach = reaching.first_guess(network)
         self._flags = [f"-id={key}", *_COMMON]
@@ -67,17 +65,19 @@ class HivemindTransport(Transport):
         self._handlers: tuple[OnCall, OnStream] | None = None
         self._dial_back = reaching.DialBack()
         self._puncher = punching.Puncher(self.peer, protocol)
-        self._known: Recent[list[str]] = Recent(_MAX_KNOWN)
-        self._unpunched: Recent[None] = Recent(_MAX_KNOWN)
+        self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
+        self._unpunched: LruCache[None] = LruCache(_MAX_KNOWN)
         self._gone: set[str] = set()
         """Whose dials were refused last: for a while p2pd then says no more than that it does not try again."""
-        self._calls = Places(CALLS_PER_PEER, CALLS_IN_ALL)
-        self._streams = Places(STREAMS_PER_PEER, STREAMS_IN_ALL)
+        self._calls = ConcurrencyLimit(CALLS_PER_PEER, CALLS_IN_ALL)
+        self._streams = ConcurrencyLimit(STREAMS_PER_PEER, STREAMS_IN_ALL)
         self._open: set[SocketStream] = set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def create(cls, key: Path, protocol: str, network: Network, seeds: Sequence[str] = ()) -> "HivemindTransport":
+    async def create(
+        cls, key: Path, protocol: str, network: ListenConfig, seeds: Sequence[str] = ()
+    ) -> "P2pdTransport":
         """`key`: the file of this peer's identity, made if missing. `protocol` names the run: others hear nothing.
 
         `seeds` are addresses of peers that may be up: one of them is asked whether this machine can be reached, and
@@ -96,7 +96,7 @@ class HivemindTransport(Transport):
         transport._care = asyncio.create_task(standing.look_after())
         return transport
 
-    async def restart(self, reach: Reach, network: Network) -> None:
+    async def restart(self, reach: Reach, network: ListenConfig) -> None:
         """All connections end."""
         self.reach, self._network = reach, network
         await self._stop()
@@ -225,13 +225,13 @@ class HivemindTransport(Transport):
         self._addresses = [f"{way}/p2p/{self.peer}" for way in ordered]
         return self._addresses
 
-    async def ways(self) -> dict[str, list[str]]:
+    async def connections(self) -> dict[str, list[str]]:
         """The peers that this one is connected with now, and over which addresses."""
         with self._mapped(self.peer):
             return await self._control.list_peers()
 
-    async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
-        ways = [way for way in (multiaddr.way_to(peer, address) for address in addresses) if way is not None]
+    async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
+        ways = [way for way in (multiaddr.route_to(peer, address) for address in addresses) if way is not None]
         if not ways:
             raise Unreachable(f"no address of {peer} is known", gone=True)
         self._known.put(peer, ways)
@@ -257,10 +257,10 @@ class HivemindTransport(Transport):
     async def _inside(self) -> tuple[str, int]:
         """Where this machine's own p2pd listens, for one who is on it."""
         port, _ = await self.own()
-        first = multiaddr.ip_of(multiaddr.listening(self._network.host, port or None)[0])
+        first = multiaddr.ip_of(listen_addresses(self._network.host, port or None)[0])
         return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
 
-    async def forget(self, peer: str) -> None:
+    async def disconnect(self, peer: str) -> None:
         with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
             async with asyncio.timeout(_RECONNECT_SECONDS):
                 await self._control.disconnect_peer(peer)
@@ -279,7 +279,7 @@ class HivemindTransport(Transport):
                         raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
                 return await self._control.call(peer, protocol, request)
 
-    async def open(self, peer: str, seconds: float) -> Stream:
+    async def open_stream(self, peer: str, seconds: float) -> Stream:
         with self._mapped(peer, seconds):
             async with asyncio.timeout(seconds):
                 protocol = f"{self._protocol}/stream"

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diloco.engines.swarm.network import addresses as multiaddr
+from diloco.engines.swarm.network import multiaddr
+from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd import Daemon, check_ports
 from diloco.engines.swarm.network.p2pd_control import Control, DaemonError, DaemonGone
 from diloco.errors import ConfigError, RendezvousError
@@ -38,17 +39,6 @@ MAX_RELAYS = 8
 
 
 @dataclass(frozen=True)
-class Network:
-    """Where this peer listens and what it tells others; see Settings."""
-
-    host: str | None = None
-    port: int | None = None
-    announce: tuple[str, ...] = ()
-    guest: bool = False
-    """Calls others for a while, and is called by nobody: it relays nothing and needs no relay."""
-
-
-@dataclass(frozen=True)
 class Reach:
     """How this peer can be reached, as far as is known; at `outside` if others see it there, or through `relays`."""
 
@@ -56,10 +46,10 @@ class Reach:
     outside: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
 
-    def arguments(self, network: Network) -> list[str]:
+    def arguments(self, network: ListenConfig) -> list[str]:
         """p2pd's. Raises if the port is taken, or something was written that cannot be."""
-        listening = multiaddr.listening(network.host, network.port)
-        told = [multiaddr.announced(text, network.port) for text in network.announce]
+        listening = network.listen_addresses()
+        told = network.announced_addresses()
         check_ports(listening)
         arguments = [f"-hostAddrs={','.join(listening)}"]
         if told or self.outside:
@@ -77,15 +67,15 @@ class Reach:
         return arguments
 
 
-def first_guess(network: Network) -> Reach:
+def first_guess(network: ListenConfig) -> Reach:
     """Before anybody has been asked: open if an address of this machine, or one that the user told, is public."""
     if network.guest:
         return Reach()
     if network.announce:
-        told = [multiaddr.announced(text, network.port) for text in network.announce]
+        told = network.announced_addresses()
         return Reach("open" if any(map(multiaddr.is_public, told)) else "unknown")
     if network.host is not None:
-        mine = multiaddr.listening(network.host, network.port)
+        mine = network.listen_addresses()
     else:
         mine = [f"/ip{ip.version}/{ip}" for ip in own_addresses()]
     return Reach("open" if any(map(multiaddr.is_public, mine)) else "unknown")
@@ -101,7 +91,7 @@ def own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     return found
 
 
-async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
+async def start(reach: Reach, network: ListenConfig, common: list[str]) -> Daemon:
     """A daemon for that; an open one relays as much as it should.
 
     Where any port will do it is chosen here, so that IPv4 and IPv6 have the same: who sees this peer come over one of
@@ -112,7 +102,7 @@ async def start(reach: Reach, network: Network, common: list[str]) -> Daemon:
         if reach.kind != "open":
             return await Daemon.start([*common, *reach.arguments(tried)])
         daemon = await Daemon.start([*common, *reach.arguments(tried)], _ONE_PROCESSOR)
-        if await _relays_well(daemon, common, multiaddr.listening(tried.host, tried.port)):
+        if await _relays_well(daemon, common, tried.listen_addresses()):
             return daemon
         await daemon.stop()
     raise RendezvousError(

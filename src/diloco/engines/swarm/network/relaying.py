@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.engines.swarm.network import addresses as multiaddr
+from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network import reachability as reaching
-from diloco.engines.swarm.network.reachability import Network, Reach, Seen
+from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.reachability import Reach, Seen
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.errors import DiLoCoError
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.network.p2pd_transport import HivemindTransport
+    from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
 
 
 class Standing:
-    def __init__(self, transport: "HivemindTransport", network: Network) -> None:
+    def __init__(self, transport: "P2pdTransport", network: ListenConfig) -> None:
         self._transport, self._network = transport, network
         self._told = False
         """Somebody has said how this peer can be reached."""
@@ -70,7 +71,7 @@ class Standing:
         if peer == self._transport.peer:
             return None
         with contextlib.suppress(Unreachable, CallRefused):
-            await self._transport.introduce(peer, [address], _ASK_SECONDS)
+            await self._transport.connect(peer, [address], _ASK_SECONDS)
             return await self._transport.ask_reach(peer)
         return None
 

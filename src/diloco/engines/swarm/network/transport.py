@@ -66,10 +66,10 @@ class Transport(ABC):
         """Where others can reach this peer now (multiaddrs that end in /p2p/PEER)."""
 
     @abstractmethod
-    async def introduce(self, peer: str, addresses: list[str], seconds: float) -> None:
+    async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
         """Connect to a peer at one of these addresses; raises Unreachable."""
 
-    async def forget(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
+    async def disconnect(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """Drop the connections with a peer that is silent or not wanted; a later call connects anew."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Transport(ABC):
         """Raises Unreachable or CallRefused."""
 
     @abstractmethod
-    async def open(self, peer: str, seconds: float) -> Stream:
+    async def open_stream(self, peer: str, seconds: float) -> Stream:
         """Raises Unreachable."""
 
     @abstractmethod

@@ -114,7 +114,7 @@ async def _fetch_from(
     most_bytes: int,
     wanted: str | None,
 ) -> Fetched | None:
-    stream = await transport.open(peer, stall_seconds)
+    stream = await transport.open_stream(peer, stall_seconds)
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         await write_frame(stream, pack("file", name=name), stall_seconds)

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
+from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.status import Status
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class Guest:
     """Of one swarm; a context. Raises RendezvousError with what to do if nobody lets it in."""
 
-    def __init__(self, invitation: Invitation, network: Network | None = None) -> None:
-        self._invitation, self._network = invitation, replace(network or Network(), guest=True)
+    def __init__(self, invitation: Invitation, network: ListenConfig | None = None) -> None:
+        self._invitation, self._network = invitation, replace(network or ListenConfig(), guest=True)
         self._hosts: list[str] = []
         """Who has answered."""
 
@@ -46,7 +46,7 @@ class Guest:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-guest", daemon=True)
         self._thread.start()
-        self._transport: HivemindTransport | None = None
+        self._transport: P2pdTransport | None = None
         try:
             self._run(self._begin(), _START_SECONDS)
         except BaseException:
@@ -124,7 +124,7 @@ class Guest:
 
     async def _begin(self) -> None:
         key = Path(self._folder.name) / "guest.key"
-        self._transport = await HivemindTransport.create(key, protocol_of(self._invitation.run_id), self._network)
+        self._transport = await P2pdTransport.create(key, protocol_of(self._invitation.run_id), self._network)
         await self._transport.serve(_nothing, _no_stream)
         at: dict[str, list[str]] = {}
         for address in self._invitation.addresses:
@@ -154,7 +154,7 @@ class Guest:
             revocations=[],
         )
         try:
-            await self._transport.introduce(peer, addresses, _CALL_SECONDS)
+            await self._transport.connect(peer, addresses, _CALL_SECONDS)
             Message.unpack(await self._transport.call(peer, hello, _CALL_SECONDS))
         except (Unreachable, CallRefused, Malformed) as problem:
             return problem

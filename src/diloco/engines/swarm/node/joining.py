@@ -17,7 +17,7 @@ from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.wire import Malformed, Message, pack
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, NotWelcome
+from diloco.engines.swarm.trust.invitation import Invitation, PeerRefused
 from diloco.errors import Excluded, RendezvousError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ async def join(membership: Membership, settings: Settings) -> None:
     """Afterwards this node has a number. Raises RendezvousError."""
     wished = _former_number(settings)
     for peer, reason in _remembered(settings).get("banned", {}).items():
-        membership.trust.ban(str(peer), str(reason))
+        membership.permissions.ban(str(peer), str(reason))
     if await _find_somebody(membership, settings):
         number = await _ask_for_number(membership, wished)
         membership.status.number = number
@@ -53,7 +53,7 @@ async def join(membership: Membership, settings: Settings) -> None:
 
 def remember(membership: Membership, settings: Settings) -> None:
     """For this worker's next start: its number, and whom it has banned."""
-    values = {"number": membership.status.number, "banned": membership.trust.banned()}
+    values = {"number": membership.status.number, "banned": membership.permissions.bans()}
     write_private(settings.path(f"{settings.seat}.json"), json.dumps(values) + "\n")
 
 
@@ -87,12 +87,12 @@ async def _find_somebody(membership: Membership, settings: Settings) -> bool:
     refusal: Exception | None = None
     while True:
         where = _where(membership, settings)
-        membership.trust.vouch(where)
+        membership.permissions.vouch_for(where)
         results = await asyncio.gather(*(_try(membership, peer, at) for peer, at in where.items()))
         if any(result is None for result in results):
             await _greet_all(membership)
             return True
-        refused = [r for r in results if isinstance(r, CallRefused | NotWelcome) and not str(r).startswith("busy")]
+        refused = [r for r in results if isinstance(r, CallRefused | PeerRefused) and not str(r).startswith("busy")]
         refusal = refused[0] if refused else None
         if refusal is not None:
             raise Excluded(f"the swarm does not take this worker in: {refusal}")
@@ -103,9 +103,9 @@ async def _find_somebody(membership: Membership, settings: Settings) -> bool:
 
 async def _try(membership: Membership, peer: str, addresses: list[str]) -> Exception | None:
     try:
-        await membership.transport.introduce(peer, addresses, membership.settings.lost_seconds)
+        await membership.transport.connect(peer, addresses, membership.settings.lost_seconds)
         await membership.greet(peer)
-    except (Unreachable, CallRefused, Malformed, NotWelcome) as problem:
+    except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
         logger.info("%s: %s", peer, problem)
         return problem
     return None

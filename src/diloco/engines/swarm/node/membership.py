@@ -19,8 +19,8 @@ from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import NotWelcome
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.invitation import PeerRefused
+from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ _MOST_SILENT = 12.0  # and where more than half have
 class Membership:
     """The roster. `changed` is set whenever somebody comes or goes, or says something new."""
 
-    def __init__(self, transport: Transport, trust: Trust, settings: Settings, status: Status) -> None:
-        self.transport, self.trust, self.settings, self.status = transport, trust, settings, status
+    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: Status) -> None:
+        self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
         self.peers: dict[str, Peer] = {}
         self.numbers: dict[str, int] = {}
         """Of everyone that ever had one, so that whoever comes back keeps it."""
@@ -127,7 +127,7 @@ class Membership:
             "protocol": PROTOCOL,
             "version": __version__,
             "role": role,
-            "credential": self.trust.credential,
+            "credential": self.permissions.credential,
             "addresses": self.addresses[:MAX_ADDRESSES],
             "status": self.status.to_wire(),
             "time": time.time(),
@@ -140,14 +140,14 @@ class Membership:
         return answer
 
     def greeted(self, name: str, message: Message) -> dict[str, object]:
-        """Somebody says hello; raises NotWelcome before anything else is looked at."""
-        self.trust.welcome(name, message.data("credential", 4096))
+        """Somebody says hello; raises PeerRefused before anything else is looked at."""
+        self.permissions.admit(name, message.data("credential", 4096))
         self._take_revocations(message)
-        self.trust.check(name)
+        self.permissions.check(name)
         if message.text("role") == "worker":
             self._meet(name, message)
         known = [peer.entry() for peer in self._known()]
-        return {**self.greeting(), "roster": known, "revocations": self.trust.revocations()}
+        return {**self.greeting(), "roster": known, "revocations": self.permissions.revocations()}
 
     def _known(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if not peer.left]
@@ -161,8 +161,8 @@ class Membership:
             self._take_roster(message.items("roster"))
 
     def _add(self, name: str, credential: bytes, addresses: list[str]) -> Peer:
-        self.trust.welcome(name, credential)
-        self.trust.check(name)
+        self.permissions.admit(name, credential)
+        self.permissions.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, []))
         peer.credential = credential
         peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
@@ -178,10 +178,10 @@ class Membership:
                     if name in self.peers:
                         self._take_addresses(self.peers[name], texts(addresses))
                         continue
-                    self.trust.vouch([name])
+                    self.permissions.vouch_for([name])
                     try:
                         self._add(name, credential, texts(addresses)).status.number = number
-                    except NotWelcome as reason:
+                    except PeerRefused as reason:
                         logger.debug("%s, whom another member knows, is not welcome: %s", name, reason)
                     else:
                         self.numbers.setdefault(name, number)
@@ -195,9 +195,9 @@ class Membership:
 
     def _take_revocations(self, message: Message) -> None:
         records = message.items("revocations") if message.has("revocations") else []
-        news = [record for record in records if isinstance(record, bytes) and self.trust.revoke(record)]
+        news = [record for record in records if isinstance(record, bytes) and self.permissions.add_revocation(record)]
         if news:
-            self.trust.save(self.settings.path(REVOCATIONS_FILE))
+            self.permissions.save_revocations(self.settings.path(REVOCATIONS_FILE))
             self.expel()
 
     def expel(self) -> None:
@@ -205,8 +205,8 @@ class Membership:
         self.check_self()
         for name in list(self.peers):
             try:
-                self.trust.check(name)
-            except NotWelcome as reason:
+                self.permissions.check(name)
+            except PeerRefused as reason:
                 peer = self.peers.pop(name)
                 self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": str(reason)})
         self.changed()
@@ -214,8 +214,8 @@ class Membership:
     def check_self(self) -> None:
         """Whether this node itself is still welcome; if not, it takes no part in anything any more."""
         try:
-            self.trust.check(self.me)
-        except NotWelcome as reason:
+            self.permissions.check(self.me)
+        except PeerRefused as reason:
             self.out = self.out or str(reason)
             self.status.holds = False
 
@@ -273,7 +273,7 @@ class Membership:
         peer.asked = time.monotonic()
         try:
             if not peer.live:
-                await self.transport.introduce(peer.name, peer.addresses, self.settings.lost_seconds)
+                await self.transport.connect(peer.name, peer.addresses, self.settings.lost_seconds)
                 await self.greet(peer.name)
                 return
             beat = pack("beat", **self._beat_fields(), **self._news_for(peer))
@@ -282,7 +282,7 @@ class Membership:
             news = self.beaten(peer.name, Message.unpack(data))
             if not {"roster", "revocations"}.isdisjoint(news):  # what the other one does not know
                 await self._call(peer.name, pack("beat", **news), self.settings.lost_seconds)
-        except (Unreachable, CallRefused, Malformed, NotWelcome) as problem:
+        except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
             await self._no_answer(peer, problem)
         finally:
             self._busy.discard(peer.name)
@@ -318,7 +318,7 @@ class Membership:
         self.changed()
 
     def _beat_fields(self) -> dict[str, object]:
-        revoked = self.trust.revocations_digest()
+        revoked = self.permissions.revocations_digest()
         here = {"status": self.status.to_wire(), "addresses": self.addresses[:MAX_ADDRESSES]}
         return {**here, "known": self._fingerprint(), "revoked": revoked}
 
@@ -343,8 +343,8 @@ class Membership:
         if message.has("addresses"):  # a relay may have been lost, and another one found
             peer.addresses = texts(message.items("addresses"))[:MAX_ADDRESSES] or peer.addresses
         answer = self._beat_fields() | self._news_for(peer)
-        if message.text("revoked") != self.trust.revocations_digest():
-            answer["revocations"] = self.trust.revocations()
+        if message.text("revoked") != self.permissions.revocations_digest():
+            answer["revocations"] = self.permissions.revocations()
         return answer
 
     def _heard(self, peer: Peer, status: Status) -> None:

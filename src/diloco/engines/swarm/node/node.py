@@ -29,8 +29,8 @@ from diloco.engines.swarm.node.trainer import Arrived, Ended, Posting, Trainer
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, read_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import NotWelcome
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.invitation import PeerRefused
+from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ _FAREWELL_SECONDS = 2.0
 
 
 class Node:
-    def __init__(self, transport: Transport, trust: Trust, settings: Settings, trainer: Trainer) -> None:
-        self.transport, self.trust, self.settings, self._trainer = transport, trust, settings, trainer
+    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
+        self.transport, self.permissions, self.settings, self._trainer = transport, permissions, settings, trainer
         self.own = Status(label=settings.label)
-        self.membership = Membership(transport, trust, settings, self.own)
+        self.membership = Membership(transport, permissions, settings, self.own)
         self.membership.on_event = self._happened
         self.taking_part = TakingPart(self.membership, KeptRounds())
         self.taking_part.on_settled = self._settled
@@ -69,7 +69,7 @@ class Node:
         """Found the swarm, or join it; raises EngineError with what to do."""
         await self.transport.serve(self._on_call, self._on_stream)
         self.membership.addresses = await self.transport.addresses()
-        self.trust.load(self.settings.path(REVOCATIONS_FILE))
+        self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE))
         await join(self.membership, self.settings)
         self._keep(self.membership.keep_beating())
         self._keep(self._take_care())
@@ -133,11 +133,11 @@ class Node:
             "addresses": self.membership.addresses,
         }
         return {
-            "run": self.trust.run_id,
+            "run": self.permissions.run_id,
             "members": sorted([me, *others], key=lambda member: (member["number"] < 0, member["number"])),
             "leader": self.membership.leader(),
             "leading": {str(sequence): phase for sequence, phase in self.leading.in_progress().items()},
-            "banned": self.trust.banned(),
+            "banned": self.permissions.bans(),
         }
 
     # Care
@@ -150,7 +150,7 @@ class Node:
     async def _take_care(self) -> None:
         while True:
             await asyncio.sleep(_CARE_SECONDS)
-            if self.trust.load(self.settings.path(REVOCATIONS_FILE)):
+            if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
                 self.membership.expel()
             self.membership.addresses = await self.transport.addresses()
             self._notice_rounds_missed()
@@ -197,7 +197,7 @@ class Node:
                 peer.name,
                 peer.status.number if peer.status.number >= 0 else None,
                 tuple(peer.addresses),
-                self.trust.invitation_of(peer.name),
+                self.permissions.invitation_of(peer.name),
                 now - (monotonic - peer.heard),
             )
             for peer in self.membership.peers.values()
@@ -207,7 +207,7 @@ class Node:
             self.transport.peer,
             self.number if self.number >= 0 else None,
             tuple(self.membership.addresses),
-            self.trust.invitation_of(self.transport.peer),
+            self.permissions.invitation_of(self.transport.peer),
             now,
             self.settings.seat,
         )
@@ -242,20 +242,20 @@ class Node:
             name = names.get(number)
             if name is None or number in strays or not plan.contributors:  # all at once is no one's offence
                 continue
-            if self.trust.refused(name, reason):
+            if self.permissions.record_offence(name, reason):
                 self._happened("member_banned", {"peer": name, "number": number, "reason": reason})
                 self.membership.expel()
                 remember(self.membership, self.settings)
         for entry in plan.contributors:
-            self.trust.accepted(entry.peer)
+            self.permissions.record_accepted(entry.peer)
 
     # What others say
 
     async def _on_call(self, peer: str, data: bytes) -> bytes:
-        stranger: NotWelcome | None = None
+        stranger: PeerRefused | None = None
         try:
-            self.trust.check(peer)
-        except NotWelcome as reason:
+            self.permissions.check(peer)
+        except PeerRefused as reason:
             stranger = reason
         if stranger is not None and (stranger.kind != "unknown" or len(data) > _LONGEST_HELLO):
             raise CallRefused(str(stranger))
@@ -266,10 +266,10 @@ class Node:
             if stranger is not None:
                 raise stranger
             return await self._answer(peer, message)
-        except NotWelcome as reason:
+        except PeerRefused as reason:
             raise CallRefused(str(reason)) from None
         except Malformed as problem:
-            if self.trust.refused(peer, f"malformed: {problem}"):
+            if self.permissions.record_offence(peer, f"malformed: {problem}"):
                 self.membership.expel()
             raise CallRefused(f"malformed: {problem}") from None
 
@@ -280,7 +280,7 @@ class Node:
                 f"{message.number('protocol')} (diloco {message.text('version')}): install the same version"
             )
         answer = self.membership.greeted(peer, message)
-        return answer | {"run": self.trust.run_id}
+        return answer | {"run": self.permissions.run_id}
 
     async def _answer(self, peer: str, message: Message) -> bytes:
         """Of whoever has a credential; rounds are for members only."""
@@ -319,7 +319,7 @@ class Node:
 
     async def _on_stream(self, stream: Stream) -> None:
         try:
-            self.trust.check(stream.peer)
+            self.permissions.check(stream.peer)
             message = Message.unpack(await read_frame(stream, 4096, self.settings.lost_seconds))
             if message.kind == "file":
                 await self.files.give(stream, message, self.taking_part.stall_seconds)
@@ -331,5 +331,5 @@ class Node:
                 await self.states.serve_mean(stream, message)
             elif message.kind == "state":
                 await self.states.serve(stream)
-        except (NotWelcome, Malformed, Unreachable) as problem:
+        except (PeerRefused, Malformed, Unreachable) as problem:
             logger.info("a stream of %s ended: %s", stream.peer, problem)

@@ -343,7 +343,7 @@ class TakingPart:
 
     async def fetch_kept(self, sequence: int, peer: str) -> bytes:
         """The mean of a round that has ended, from somebody who keeps it."""
-        stream = await self.transport.open(peer, self.stall_seconds)
+        stream = await self.transport.open_stream(peer, self.stall_seconds)
         try:
             await write_frame(stream, pack("mean", sequence=sequence), self.stall_seconds)
             size = int.from_bytes(await stream.read(8, self.stall_seconds), "little")

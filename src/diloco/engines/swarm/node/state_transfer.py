@@ -150,7 +150,7 @@ class States:
         return None if snapshot is None else _Base(snapshot, snapshot.numbers["sequence"])
 
     async def _download(self, peer: str) -> Snapshot | None:
-        stream = await self.membership.transport.open(peer, self._stall)
+        stream = await self.membership.transport.open_stream(peer, self._stall)
         try:
             await write_frame(stream, pack("state"), self._stall)
             head = Message.unpack(await read_frame(stream, 1 << 16, 4 * self._stall))

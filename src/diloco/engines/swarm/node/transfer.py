@@ -94,7 +94,7 @@ class Transfer:
         """Send this worker's parts of the reducer's range, and fetch the mean of that range."""
         rows = self._ranges[reducer.peer]
         try:
-            stream = await self._transport.open(reducer.peer, self._stall)
+            stream = await self._transport.open_stream(reducer.peer, self._stall)
             self._streams.add(stream)
             head = pack("parts", sequence=self.plan.key.sequence, authority=list(self.plan.authority))
             await write_frame(stream, head, self._stall)

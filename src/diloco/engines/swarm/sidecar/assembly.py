@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import torch
 
+from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.network.p2pd_transport import HivemindTransport, protocol_of
-from diloco.engines.swarm.network.reachability import Network
+from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Trainer
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.sidecar.process import Place
 from diloco.engines.swarm.trust.invitation import Invitation
-from diloco.engines.swarm.trust.permissions import Trust
+from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.errors import ConfigError
 
 
@@ -25,14 +25,14 @@ async def build(settings: Settings, trainer: Trainer, held: int | None) -> Place
     """
     torch.set_num_threads(1)  # the other cores are the trainer's
     invitation = _invitation(settings)
-    network = Network(settings.host, settings.port, settings.announce)
+    network = ListenConfig(settings.host, settings.port, settings.announce)
     seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]
-    transport = await HivemindTransport.create(
+    transport = await P2pdTransport.create(
         settings.path(f"{settings.seat}.key"), protocol_of(invitation.run_id), network, seeds
     )
     credential = invitation.credential(transport.peer)
-    trust = Trust(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
-    node = Node(transport, trust, replace(settings, founder=settings.founder or held is not None), trainer)
+    permissions = Permissions(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
+    node = Node(transport, permissions, replace(settings, founder=settings.founder or held is not None), trainer)
     node.taking_part.kept.held = held
 
     async def close() -> None:

@@ -48,7 +48,7 @@ MAX_EXPIRES = (1 << 32) - 1
 Kind = Literal["unknown", "forged", "expired", "revoked", "banned", "busy"]
 
 
-class NotWelcome(Exception):
+class PeerRefused(Exception):
     """A peer is turned away. The text, which the peer gets to read, is its kind and one sentence."""
 
     def __init__(self, kind: Kind, sentence: str) -> None:
@@ -200,10 +200,12 @@ class Credential:
 
     @classmethod
     def read(cls, data: bytes) -> "Credential":
-        """Raises NotWelcome; says nothing about whether it is true."""
+        """Raises PeerRefused; says nothing about whether it is true."""
         if len(data) != CREDENTIAL_BYTES or data[0] != VERSION:
             version = data[0] if data else "none"
-            raise NotWelcome("forged", f"a credential of {len(data)} bytes, version {version}, is none of this version")
+            raise PeerRefused(
+                "forged", f"a credential of {len(data)} bytes, version {version}, is none of this version"
+            )
         _, public, expires, signature, own = _CREDENTIAL.unpack(data)
         return cls(Certificate(public, expires, signature), own)
 
@@ -212,13 +214,13 @@ class Credential:
         return _CREDENTIAL.pack(VERSION, certificate.public, certificate.expires, certificate.signature, self.signature)
 
     def verify(self, run_public: bytes, peer: str, now: float | None) -> None:
-        """Raises NotWelcome. `now` None: its expiry does not matter."""
+        """Raises PeerRefused. `now` None: its expiry does not matter."""
         if not self.certificate.is_of(run_public):
-            raise NotWelcome("forged", f"{peer} comes with an invitation that is not of the run {run_id(run_public)}")
+            raise PeerRefused("forged", f"{peer} comes with an invitation that is not of the run {run_id(run_public)}")
         if not _is_signed(self.certificate.public, self.signature, _claimed(run_public, peer)):
-            raise NotWelcome("forged", f"the credential that {peer} shows was made for another peer")
+            raise PeerRefused("forged", f"the credential that {peer} shows was made for another peer")
         if now is not None and now >= self.certificate.expires:
-            raise NotWelcome(
+            raise PeerRefused(
                 "expired",
                 f"the invitation of {peer} expired at {_time(self.certificate.expires)} (the clock here says "
                 f"{_time(now)}), and nobody here remembers that peer; ask for a new one",
@@ -238,18 +240,18 @@ class Revocation:
 
     @classmethod
     def read(cls, data: bytes, run_public: bytes) -> "Revocation":
-        """Raises NotWelcome. Nothing is parsed before the run's signature has been checked."""
+        """Raises PeerRefused. Nothing is parsed before the run's signature has been checked."""
         signature, _, told = data.partition(b" ")
         if len(data) > MAX_REVOCATION_BYTES or len(signature) != 128 or not _is_hex(signature):
-            raise NotWelcome("forged", f"{len(data)} bytes are not a revocation")
+            raise PeerRefused("forged", f"{len(data)} bytes are not a revocation")
         if not _is_signed(run_public, bytes.fromhex(signature.decode()), _REVOKED + told):
-            raise NotWelcome("forged", f"a revocation that the key of the run {run_id(run_public)} has not signed")
+            raise PeerRefused("forged", f"a revocation that the key of the run {run_id(run_public)} has not signed")
         try:
             values = json.loads(told)
             peers, kept = frozenset(values["peers"]), frozenset(values["kept"])
             return cls(peers, values["invitation"], kept, values["at"], data)
         except (ValueError, KeyError, TypeError) as error:
-            raise NotWelcome("forged", f"a revocation that this version of diloco cannot read ({error!r})") from error
+            raise PeerRefused("forged", f"a revocation that this version of diloco cannot read ({error!r})") from error
 
     def concerns(self, peer: str, invitation: str | None) -> bool:
         """Whether it puts this peer, who came with that invitation, out."""

@@ -1,6 +1,6 @@
 """Who may do what in a node: the one place that decides it. Every call and every stream asks `check` first.
 
-A stranger has one thing to say, a hello with its credential (`welcome`). What counts is in docs/adr/0014: an expired
+A stranger has one thing to say, a hello with its credential (`admit`). What counts is in docs/adr/0014: an expired
 invitation turns strangers away and nobody else; a revocation is for ever and passed on; a ban is made of offences that
 this node has counted itself, and not passed on. Decides, and does nothing else: no connection, no waiting, and no
 file but the revocations', when told to.
@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from diloco.engines.swarm.network.limits import Allowance, Recent
+from diloco.engines.swarm.network.limits import LruCache, TokenBucket
 from diloco.engines.swarm.run_files import append_line
-from diloco.engines.swarm.trust.invitation import Credential, Kind, NotWelcome, Revocation
+from diloco.engines.swarm.trust.invitation import Credential, Kind, PeerRefused, Revocation
 from diloco.engines.swarm.trust.invitation import run_id as id_of
 
 MAX_PEERS = 4096
@@ -28,7 +28,7 @@ FORGIVING = 10
 """So many accepted contributions take back one offence."""
 
 
-class Trust:
+class Permissions:
     """Of one node in one run."""
 
     def __init__(
@@ -44,30 +44,30 @@ class Trust:
         self.run_public, self.run_id, self.peer = run_public, id_of(run_public), peer
         self.credential = credential.data()
         """To show in a hello."""
-        self.turned_away: Counter[Kind] = Counter()
+        self.refusals: Counter[Kind] = Counter()
         """How often, by kind; for whoever looks at the swarm."""
         self._own = credential
         self._refusals_to_ban, self._clock = refusals_to_ban, clock
-        self._known: Recent[Credential] = Recent(MAX_PEERS)
-        self._vouched: Recent[None] = Recent(MAX_PEERS)
-        self._bans: Recent[str] = Recent(MAX_PEERS)
-        self._offences: Recent[int] = Recent(MAX_PEERS)  # in points, FORGIVING each
-        self._hellos: Recent[Allowance] = Recent(MAX_PEERS)
-        self._strangers = Allowance.full(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND, clock())
+        self._known: LruCache[Credential] = LruCache(MAX_PEERS)
+        self._vouched: LruCache[None] = LruCache(MAX_PEERS)
+        self._bans: LruCache[str] = LruCache(MAX_PEERS)
+        self._offences: LruCache[int] = LruCache(MAX_PEERS)  # in points, FORGIVING each
+        self._hellos: LruCache[TokenBucket] = LruCache(MAX_PEERS)
+        self._strangers = TokenBucket.full(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND, clock())
         self._revocations: dict[bytes, Revocation] = {}
         self._file_stamp: tuple[int, int] | None = None
 
     # Who comes
 
-    def welcome(self, peer: str, credential: bytes) -> None:
-        """A peer says hello. Returns if it may be here from now on, else raises NotWelcome."""
+    def admit(self, peer: str, credential: bytes) -> None:
+        """A peer says hello. Returns if it may be here from now on, else raises PeerRefused."""
         try:
-            self._welcome(peer, credential)
-        except NotWelcome as error:
-            self.turned_away[error.kind] += 1
+            self._admit(peer, credential)
+        except PeerRefused as error:
+            self.refusals[error.kind] += 1
             raise
 
-    def _welcome(self, peer: str, data: bytes) -> None:
+    def _admit(self, peer: str, data: bytes) -> None:
         known = self._known.get(peer)
         if known is not None and known.data() == data:
             self._check_standing(peer, known)
@@ -83,12 +83,12 @@ class Trust:
         now = self._clock()
         own = self._hellos.get(peer)
         if own is None:
-            own = Allowance.full(HELLOS_AT_ONCE, HELLOS_PER_SECOND, now)
+            own = TokenBucket.full(HELLOS_AT_ONCE, HELLOS_PER_SECOND, now)
             self._hellos.put(peer, own)
         if not own.take(now) or not (remembered or self._strangers.take(now)):
-            raise NotWelcome("busy", "too many hellos; try again in some seconds")
+            raise PeerRefused("busy", "too many hellos; try again in some seconds")
 
-    def vouch(self, peers: Iterable[str]) -> None:
+    def vouch_for(self, peers: Iterable[str]) -> None:
         """A member's list of members, an invitation's addresses or peers.json name them: they are no strangers.
 
         An expired invitation is not held against them. All else that is asked of a peer is asked of them too.
@@ -100,14 +100,14 @@ class Trust:
     # Who is here
 
     def check(self, peer: str) -> None:
-        """Returns if the peer has shown its credential and is in good standing, else raises NotWelcome."""
+        """Returns if the peer has shown its credential and is in good standing, else raises PeerRefused."""
         credential = self._credential(peer)
         try:
             if credential is None:
-                raise NotWelcome("unknown", f"{peer} has not said hello to this peer, or long ago; say hello first")
+                raise PeerRefused("unknown", f"{peer} has not said hello to this peer, or long ago; say hello first")
             self._check_standing(peer, credential)
-        except NotWelcome as error:
-            self.turned_away[error.kind] += 1
+        except PeerRefused as error:
+            self.refusals[error.kind] += 1
             raise
 
     def invitation_of(self, peer: str) -> str | None:
@@ -121,21 +121,21 @@ class Trust:
     def _check_standing(self, peer: str, credential: Credential) -> None:
         reason = self._bans.get(peer)
         if reason is not None:
-            raise NotWelcome("banned", f"{peer} is banned from the run {self.run_id}: {reason}")
+            raise PeerRefused("banned", f"{peer} is banned from the run {self.run_id}: {reason}")
         invitation = credential.certificate.id
         for record in self._revocations.values():
             if record.concerns(peer, invitation):
-                raise NotWelcome("revoked", _revoked(peer, record))
+                raise PeerRefused("revoked", _revoked(peer, record))
 
     # Who is out
 
-    def revoke(self, data: bytes) -> bool:
-        """Take in a record; True if it is news, to be passed on and saved. Raises NotWelcome if it is not the run's."""
+    def add_revocation(self, data: bytes) -> bool:
+        """True if the record is new here (pass it on, save it). Raises PeerRefused if the run has not signed it."""
         if data in self._revocations:
             return False
         record = Revocation.read(data, self.run_public)
         if len(self._revocations) >= MAX_REVOCATIONS:
-            raise NotWelcome("busy", f"no more than {MAX_REVOCATIONS} revocations are kept")
+            raise PeerRefused("busy", f"no more than {MAX_REVOCATIONS} revocations are kept")
         self._revocations[data] = record
         return True
 
@@ -150,7 +150,7 @@ class Trust:
             digest.update(hashlib.sha256(data).digest())
         return digest.hexdigest()[:16]
 
-    def refused(self, peer: str, reason: str) -> bool:
+    def record_offence(self, peer: str, reason: str) -> bool:
         """A peer has done something that an honest one does not do; True if it is now banned for it.
 
         That is: a contribution that is not finite, out of norm, of another shape, model or codec, or not what its
@@ -165,7 +165,7 @@ class Trust:
             self.ban(peer, f"refused too often, the last time because: {reason}")
         return peer in self._bans
 
-    def accepted(self, peer: str) -> None:
+    def record_accepted(self, peer: str) -> None:
         """A contribution of this peer was good."""
         points = self._offences.get(peer)
         if points is not None:
@@ -176,13 +176,13 @@ class Trust:
         self._bans.put(peer, reason)
         self._offences.drop(peer)
 
-    def banned(self) -> dict[str, str]:
+    def bans(self) -> dict[str, str]:
         """Peers and why."""
         return {peer: self._bans.get(peer) or "" for peer in list(self._bans)}
 
     # The one file
 
-    def load(self, path: Path) -> bool:
+    def load_revocations(self, path: Path) -> bool:
         """Take in what RUN/swarm/revocations.txt has; True if there was news. Quick if the file has not changed.
 
         A line that the run's key has not signed, or half a line, is passed over: it can do nothing.
@@ -197,12 +197,12 @@ class Trust:
         self._file_stamp, news = stamp, False
         for line in path.read_bytes().splitlines():
             try:
-                news = (bool(line) and self.revoke(line)) or news
-            except NotWelcome:
+                news = (bool(line) and self.add_revocation(line)) or news
+            except PeerRefused:
                 continue
         return news
 
-    def save(self, path: Path) -> None:
+    def save_revocations(self, path: Path) -> None:
         """Add to the file what it lacks. Several processes may do so at once: then a record is there twice."""
         there = set(path.read_bytes().splitlines()) if path.exists() else set()
         for data in self.revocations():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.engines.swarm.network import identity
-from diloco.engines.swarm.network.addresses import ip_of, is_public
 from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
+from diloco.engines.swarm.network.multiaddr import ip_of, is_public
 from diloco.engines.swarm.run_files import (
     INVITATION_FILE,
     PEERS_FILE,
@@ -20,7 +20,7 @@ from diloco.engines.swarm.run_files import (
     append_line,
     write_private,
 )
-from diloco.engines.swarm.trust.invitation import Invitation, NotWelcome, Revocation, RunKey, invite
+from diloco.engines.swarm.trust.invitation import Invitation, PeerRefused, Revocation, RunKey, invite
 from diloco.errors import ConfigError
 
 DAYS = 30.0
@@ -110,7 +110,7 @@ def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             found.append(Revocation.read(line, run_public))
-        except NotWelcome:  # half a line, say
+        except PeerRefused:  # half a line, say
             continue
     return found
 
