@@ -1,5 +1,6 @@
 """Whole training runs of workers that come and go, in threads over an elastic engine without a network."""
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -247,11 +248,21 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
     company = training.company
     assert company is not None
     company.check_progress(["no network"] * 50, 2.0)
-    with pytest.raises(EngineError, match="the loss is inf: lower"):
-        company.check_progress(["no contribution"] * 3, float("inf"))
+    company.check_progress(["no network"] * 50, None)
+    for loss in (math.inf, -math.inf, math.nan):
+        with pytest.raises(EngineError, match=f"the loss is {loss}: lower"):
+            company.check_progress(["no contribution"] * 3, loss)
     monkeypatch.setattr("diloco.training.swarm_data.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
         company.check_progress(["no network"] * 3, 2.0)
+
+
+def test_a_worker_whose_loss_is_nan_ends_after_three_rounds_without_its_contribution(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    broken = replace(made[0], inner=replace(made[0].inner, lr=1e20, warmup_steps=0, clip_norm=None))
+    with pytest.raises(EngineError, match=r"the last 3 rounds .* the loss is nan: lower inner\.lr \(1e\+20\)"):
+        Swarm((broken, made[1]), tmp_path).worker(0).run()
 
 
 def test_a_missed_round_is_made_up_for_and_told(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:

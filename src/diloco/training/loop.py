@@ -6,6 +6,7 @@ events.jsonl. Inputs are a pure function of (seed, shards, how far they were rea
 """
 
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ class Training:
         self._joined_at = 0
         self._elapsed_before = 0.0
         self._failures: list[str] = []  # of the latest rounds, in a row
-        self._loss = float("nan")
+        self._loss: float | None = None  # of the last inner step that was logged
         self._started = time.monotonic()
 
     def _mode(self, identity: str) -> Mode:
@@ -270,7 +271,7 @@ class Training:
             state.report,
             tokens=self._tokens(1),
             elapsed_seconds=self._elapsed(),
-            loss=self._loss,
+            loss=math.nan if self._loss is None else self._loss,
             checkpoint_step=self.checkpoints.latest,
         )
 

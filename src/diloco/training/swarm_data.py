@@ -111,6 +111,7 @@ class Company:
         self._lacking: list[int] = []
         self._note = b""
         self._failing_since: float | None = None
+        self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
         self._step_seconds = 0.0
         self._listed = 0.0
@@ -165,13 +166,16 @@ class Company:
             self._lacking = self.sharing.missing()
             self._fetching.start(self._lacking)
 
-    def after_step(self, loss: float, tokens: int) -> None:
+    def after_step(self, loss: float | None, tokens: int) -> None:
         now = time.monotonic()
         self._step_seconds += 0.1 * (now - self._last_step - self._step_seconds)
         self._last_step = now
         if self._swarm is not None:  # which itself tells no more than twice a second
             self._swarm.progress(
-                inner_steps=self._outer.inner_steps, tokens=tokens, loss=loss, step_seconds=self._step_seconds
+                inner_steps=self._outer.inner_steps,
+                tokens=tokens,
+                loss=math.nan if loss is None else loss,
+                step_seconds=self._step_seconds,
             )
 
     def list_members(self) -> None:
@@ -193,6 +197,7 @@ class Company:
         result = event.result
         if result is None:
             return
+        self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
         for member in result.members:
             if member.worker != self._engine.worker:
                 self.sharing.heard(member.worker, member.note)
@@ -229,22 +234,21 @@ class Company:
 
     # Patience
 
-    def check_progress(self, failures: list[str], loss: float) -> None:
-        """Raise EngineError once it is known to be of no use: the worker's own numbers are broken, or the others have
-        been out of reach for very long."""
+    def check_progress(self, failures: list[str], loss: float | None) -> None:
+        """Raise EngineError where to train on is of no use: the loss is not finite and the last rounds were without
+        this worker's contribution, or no round has succeeded for CUT_OFF_SECONDS."""
+        without = len(failures) or self._refusals
+        if without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
+            raise EngineError(
+                f"the last {without} rounds failed or refused this worker's contribution, and the loss is {loss}: lower "
+                f"inner.lr ({self._config.inner.lr}) or check the data"
+            )
         if not failures:
             self._failing_since = None
             return
         self._failing_since = self._failing_since or time.monotonic()
         seconds = time.monotonic() - self._failing_since
-        if len(failures) < FAILURES_IN_A_ROW:
-            return
-        if not math.isnan(loss) and not math.isfinite(loss):
-            raise EngineError(
-                f"the last {len(failures)} rounds failed and the loss is {loss}: lower inner.lr "
-                f"({self._config.inner.lr}) or check the data"
-            )
-        if seconds > CUT_OFF_SECONDS:
+        if len(failures) >= FAILURES_IN_A_ROW and seconds > CUT_OFF_SECONDS:
             raise EngineError(
                 f"no round has succeeded for {seconds / 60:.0f} minutes ({len(failures)} have failed, the last "
                 f"because: {failures[-1]}). Check the network (diloco doctor); diloco train --resume goes on"
