@@ -19,7 +19,8 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import EngineError
 from diloco.training.checkpoints.resuming import newest
-from diloco.training.config.run import RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import Event, EventLog, read_events
 from diloco.training.records.summary import summarize

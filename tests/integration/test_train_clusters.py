@@ -18,7 +18,8 @@ from diloco.engines.local import alone
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.saving import save_model
 from diloco.models.native.transformer import Transformer
-from diloco.training.config.run import RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import EventLog
 

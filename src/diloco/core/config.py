@@ -1,12 +1,14 @@
 """The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+from diloco.core.options import option
 from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
+_DATA_PARALLEL = ("mode", "data-parallel")
 OUTER_NUMBERS: dict[str, tuple[str, ...]] = {
     "nesterov": ("lr", "momentum"),
     "sgd": ("lr",),
@@ -61,21 +63,21 @@ class OuterConfig:
 class SyncConfig:
     """When the workers average, in how many fragments, and what they send."""
 
-    num_inner_steps: int = 500
+    num_inner_steps: int = option(500, unused_with=_DATA_PARALLEL)
     """H: inner steps between two rounds of a fragment."""
     codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
     """How outer gradients travel."""
-    fragments: int = 1
+    fragments: int = option(1, unused_with=_DATA_PARALLEL)
     """Cut the model's blocks into so many fragments, averaged in turn; what is outside the blocks is one more."""
-    overlap_steps: int = 0
+    overlap_steps: int = option(0, unused_with=_DATA_PARALLEL)
     """Merge a round so many inner steps after it was posted, training on meanwhile."""
-    mixing: float = 0.0
+    mixing: float = option(0.0, unused_with=_DATA_PARALLEL)
     """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
-    offload: bool = field(default=False, repr=False)  # a worker's own affair: the others need not do it too
+    offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 1000.0
     """Refuse a contribution whose norm is above so many times the round's median; none: never."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
 
     def __post_init__(self) -> None:

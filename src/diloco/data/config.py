@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco.core.options import option
 from diloco.errors import ConfigError
 
 DEFAULT_VOCAB_SIZE = 2048
@@ -13,9 +14,12 @@ LARGEST_SHARD_COUNT = 2**16  # a shard is a file
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text that is trained on, how it is cut into tokens and how it is dealt to the workers."""
+    """The text that is trained on, how it is cut into tokens and how it is dealt to the workers.
 
-    source: str = "stdlib"
+    Options that may differ say where the text is, or what the digest of the prepared corpus shows anyway.
+    """
+
+    source: str = option("stdlib", may_change=True, may_differ="always")
     """`stdlib` (this Python's own library), a file or folder (text, .jsonl, .parquet), or hf:NAME[:CONFIG][@SPLIT]."""
 
     text_field: str = "text"
@@ -33,25 +37,25 @@ class DataConfig:
     vocab_size: int = DEFAULT_VOCAB_SIZE
     """Tokens of the byte-level BPE trained on the source; fewer where the text does not support so many."""
 
-    tokenizer: str | None = None
+    tokenizer: str | None = option(None, may_change=True, may_differ="always")
     """A tokenizer.json, a folder with one, or hf:NAME: to use as it is, instead of training one."""
 
-    sequence_length: int = 128
+    sequence_length: int = option(128, may_differ="never")
     """Tokens the model predicts in one sequence."""
 
     shards: int = 16
     """Disjoint parts of the training text; worker i of k reads parts i, i+k, …, so workers ≤ shards."""
 
-    partition: Literal["iid", "clusters"] = "iid"
+    partition: Literal["iid", "clusters"] = option("iid", may_differ="always")
     """How documents are dealt to the shards: evenly, or a cluster of similar ones to each (k-means on features)."""
 
-    feature_model: str | None = None
+    feature_model: str | None = option(None, may_change=True, may_differ="always")
     """With partition = clusters: the folder of the model whose last layer gives the features."""
 
     validation_fraction: float = 0.02
     """Part of the text held out for validation: the same passages whatever the workers, seed and shards."""
 
-    cache_dir: str | None = None
+    cache_dir: str | None = option(None, may_change=True, may_differ="always")
     """Folder for prepared corpora; by default $XDG_CACHE_HOME/diloco, else ~/.cache/diloco."""
 
     def __post_init__(self) -> None:

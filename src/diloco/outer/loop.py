@@ -29,6 +29,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment, PartLayout, assign
+from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Membership
@@ -99,7 +100,7 @@ class OuterLoop:
             groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0)))
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
-        common = (self.schedule, outer, sync, identity)
+        common = (self.schedule, outer, common_values(sync), identity)
         self.replica = Replica(tensors, self.engine, groups, sync, common)
         self.state = OuterState(self.replica.lanes, self.replica.num_lanes, groups, self.engine.ranks)
 

@@ -17,6 +17,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
 from diloco.core.fragments import PartLayout
+from diloco.core.options import common_values
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
@@ -49,7 +50,9 @@ class DataParallel:
         self._gradient = torch.zeros(numel, device=device)
         self._vector = EncodedVector(codec(sync.codec), PartLayout(numel), device)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
-        self._layout = hashlib.sha256(repr(("data-parallel", shapes, sync, identity)).encode()).hexdigest()[:16]
+        self._layout = hashlib.sha256(
+            repr(("data-parallel", shapes, common_values(sync), identity)).encode()
+        ).hexdigest()[:16]
         self._views = self._gradient_views()
         self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self.report = Report()

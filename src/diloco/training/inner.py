@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
-from diloco.training.config.run import InnerConfig
+from diloco.training.config.tables import InnerConfig
 
 Group = dict[str, Any]
 

@@ -240,8 +240,8 @@ class Company:
         without = len(failures) or self._refusals
         if without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
             raise EngineError(
-                f"the last {without} rounds failed or refused this worker's contribution, and the loss is {loss}: lower "
-                f"inner.lr ({self._config.inner.lr}) or check the data"
+                f"the last {without} rounds failed or refused this worker's contribution, and the loss is {loss}: "
+                f"lower inner.lr ({self._config.inner.lr}) or check the data"
             )
         if not failures:
             self._failing_since = None

@@ -24,7 +24,8 @@ from diloco.engines.local import LocalSwarm
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
 from diloco.training.checkpoints.resuming import Start, agree
-from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import Event, EventLog, read_events
 

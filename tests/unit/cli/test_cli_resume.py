@@ -16,8 +16,9 @@ from diloco.errors import CheckpointError
 from diloco.outer.tensor_pieces import hold
 from diloco.training.checkpoints.resuming import check_going_on
 from diloco.training.checkpoints.store import Checkpoints, Seat
-from diloco.training.config.run import CheckpointConfig, RunConfig
+from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
+from diloco.training.config.tables import CheckpointConfig
 from diloco.training.records.events import EventLog
 from diloco.training.records.summary import write_summary
 

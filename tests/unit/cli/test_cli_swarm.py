@@ -24,8 +24,9 @@ from diloco.cli.swarm import inviting, with_text
 from diloco.cli.train import check_out
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.errors import ConfigError, DataError
-from diloco.training.config.run import RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
+from diloco.training.config.tables import TrainingConfig
 from diloco.training.records.events import Event
 from diloco.training.records.history import current
 from diloco.training.records.run_description import Described

@@ -12,8 +12,9 @@ from diloco.cli.main import app, run
 from diloco.core.config import OUTER_NUMBERS, OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.training.config.recipes import RECIPES
-from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, own_fields, sections, to_toml
+from diloco.training.config.tables import InnerConfig, TrainingConfig
 
 
 def resolved(*tokens: str | Path) -> RunConfig:

@@ -18,7 +18,7 @@ from diloco.outer.tensor_pieces import hold
 from diloco.training.checkpoints import durable
 from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import Checkpoints, Seat
-from diloco.training.config.run import CheckpointConfig
+from diloco.training.config.tables import CheckpointConfig
 
 SYNC = CheckpointConfig(keep=2, asynchronous=False)
 TENSORS = {"w": hold(torch.arange(6.0)), "s": hold(torch.tensor(1.0))}

@@ -11,7 +11,8 @@ from diloco.cli.join import configured, own_options
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
-from diloco.training.config.run import InnerConfig, RunConfig, is_shared
+from diloco.training.config.run import RunConfig, is_shared
+from diloco.training.config.tables import InnerConfig
 from diloco.training.records.run_description import Described
 
 DIGEST = "ab" * 32

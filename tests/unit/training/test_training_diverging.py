@@ -11,7 +11,8 @@ from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import EngineError
-from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import InnerConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import EventLog, read_events
 

@@ -16,7 +16,7 @@ from diloco.outer.tensor_pieces import hold
 from diloco.training.checkpoints.manifests import Moment, find_checkpoints, worker_folder
 from diloco.training.checkpoints.resuming import agree, check_lasting
 from diloco.training.checkpoints.store import Checkpoints, Seat
-from diloco.training.config.run import CheckpointConfig
+from diloco.training.config.tables import CheckpointConfig
 
 CONFIG = CheckpointConfig(keep=9, asynchronous=False)
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from diloco.core.options import option
 from diloco.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class SwarmConfig:
     """A worker that is silent for so long is left out."""
     refusals_to_ban: int = 3
     """A worker whose contributions are refused so often in a row is banned from the run."""
-    invitation_days: float = 30.0
+    invitation_days: float = option(30.0, may_differ="in a swarm")
     """So long the first invitation is good for; `diloco invite RUN` makes more."""
 
     def __post_init__(self) -> None:

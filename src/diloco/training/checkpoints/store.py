@@ -32,7 +32,7 @@ from diloco.training.checkpoints.manifests import (
     worker_folders,
 )
 from diloco.training.checkpoints.tensor_files import SUFFIX, write_tensors
-from diloco.training.config.run import CheckpointConfig
+from diloco.training.config.tables import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

@@ -77,14 +77,3 @@ ENGINE_DEFAULTS: dict[str, dict[str, object]] = {
     "torch_distributed": {},
     "swarm": {"workers": 1},  # one is enough to begin with: the others join
 }
-WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "diloco": (),
-    "data-parallel": ("outer.", "sync.num_inner_steps", "sync.fragments", "sync.overlap_steps", "sync.mixing"),
-}
-WITHOUT_EFFECT_WITH_ENGINE: dict[str, tuple[str, ...]] = {"torch_distributed": ("swarm.",), "swarm": ()}
-
-SWITCHED_OFF_BY_ZERO: dict[str, tuple[str, ...]] = {
-    "checkpoint.interval": ("checkpoint.keep", "checkpoint.asynchronous"),
-    "training.sample_tokens": ("training.sample_prompt",),
-}
-"""Keys that mean "none at all" if they are 0, and those that then have no effect."""

@@ -16,13 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from diloco.core.options import scopes
 from diloco.errors import ConfigError
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
     MODE_DEFAULTS,
-    SWITCHED_OFF_BY_ZERO,
-    WITHOUT_EFFECT,
-    WITHOUT_EFFECT_WITH_ENGINE,
     model_recipe,
 )
 from diloco.training.config.run import RunConfig, may_change
@@ -219,30 +217,32 @@ def _token(value: object) -> str:
 
 
 def _check_effect(mode: str, engine: str, file: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """An option without effect in this mode or engine is refused on the command line, and noted if a shared run file
-    has it."""
+    """Refuse options of the command line that have no effect in this mode or engine; returns a note on those of a run
+    file, which other runs may share."""
     notes = []
-    tables = {
-        f"mode '{mode}'": WITHOUT_EFFECT.get(mode, ()),
-        f"engine '{engine}'": WITHOUT_EFFECT_WITH_ENGINE.get(engine, ()),
-    }
-    for chosen, useless in tables.items():
+    for name, chosen in (("mode", mode), ("engine", engine)):
+        unused = _unused_with(name, chosen)
         for key in given:
-            if useless and key.startswith(useless):
-                raise ConfigError(f"--{key} has no effect in {chosen}: leave it out")
-        ignored = [key for key in file if useless and key.startswith(useless)]
-        notes += [f"{chosen} has no use for {', '.join(ignored)} of the run file"] if ignored else []
+            if key in unused:
+                raise ConfigError(f"--{key} has no effect in {name} '{chosen}': leave it out")
+        ignored = [key for key in file if key in unused]
+        notes += [f"{name} '{chosen}' has no use for {', '.join(ignored)} of the run file"] if ignored else []
     _check_switched_off(file, given)
     return notes
 
 
 def _check_switched_off(file: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """An option of what is switched off is refused on the command line; a run file of an earlier run has them all."""
-    for switch, keys in SWITCHED_OFF_BY_ZERO.items():
-        off = _same(str(given.get(switch, file.get(switch, "none"))), 0)
-        useless = [key for key in keys if key in given]
-        if off and useless:
-            raise ConfigError(f"--{useless[0]} has no effect with {switch} = 0: leave out one of the two")
+    """Refuse an option of something that is switched off by 0, if the command line has it: an earlier run's file has
+    them all."""
+    for key in given:
+        scope = scopes(RunConfig).get(key)
+        switch, value = scope.unused_with if scope and scope.unused_with else ("", None)
+        if value == 0 and _same(str(given.get(switch, file.get(switch, "none"))), 0):
+            raise ConfigError(f"--{key} has no effect with {switch} = 0: leave out one of the two")
+
+
+def _unused_with(key: str, value: str) -> set[str]:
+    return {name for name, scope in scopes(RunConfig).items() if scope.unused_with == (key, value)}
 
 
 def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:

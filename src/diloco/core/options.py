@@ -1,0 +1,76 @@
+"""The scope of an option, declared beside it: whether it may change on resume, differ between workers, be unused.
+
+    offload: bool = option(False, may_change=True, may_differ="always")
+    outer: OuterConfig = field(default_factory=OuterConfig, metadata=scope(unused_with=("mode", "data-parallel")))
+
+What is declared of a table holds for all its options; an option's own declaration comes first. Torch-free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal
+
+Differs = Literal["never", "in a swarm", "always"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where an option may have another value. None: as its table says, and no if that says nothing."""
+
+    may_change: bool | None = None
+    """When the run is resumed."""
+    may_differ: Differs | None = None
+    """On another worker of the same run."""
+    unused_with: tuple[str, object] | None = None
+    """The dotted key and the value with which this option has no effect."""
+
+    def inside(self, table: "Scope") -> "Scope":
+        """This scope, completed with that of the option's table."""
+        return Scope(
+            table.may_change if self.may_change is None else self.may_change,
+            self.may_differ or table.may_differ,
+            self.unused_with or table.unused_with,
+        )
+
+
+def scope(
+    *,
+    may_change: bool | None = None,
+    may_differ: Differs | None = None,
+    unused_with: tuple[str, object] | None = None,
+) -> dict[str, Scope]:
+    """The metadata of a dataclass field that says its scope."""
+    return {"scope": Scope(may_change, may_differ, unused_with)}
+
+
+def option(
+    default: Any,
+    *,
+    may_change: bool | None = None,
+    may_differ: Differs | None = None,
+    unused_with: tuple[str, object] | None = None,
+) -> Any:
+    """A dataclass field with a default and a scope."""
+    metadata = scope(may_change=may_change, may_differ=may_differ, unused_with=unused_with)
+    return field(default=default, metadata=metadata)
+
+
+@cache
+def scopes(kind: Any) -> Mapping[str, Scope]:
+    """The scope of every option of a configuration class, by dotted key."""
+    found: dict[str, Scope] = {}
+    for one in fields(kind):
+        own: Scope = one.metadata.get("scope", Scope())
+        table: Any = one.default_factory
+        if table is not MISSING:
+            found |= {f"{one.name}.{key}": inner.inside(own) for key, inner in scopes(table).items()}
+        else:
+            found[one.name] = own
+    return found
+
+
+def common_values(config: Any) -> dict[str, object]:
+    """The values of a table that must be the same on all workers, by name."""
+    kind: Any = type(config)
+    return {key: getattr(config, key) for key, one in scopes(kind).items() if one.may_differ != "always"}
