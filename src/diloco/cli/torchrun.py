@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from diloco.atomic_files import write_file
 from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
 from diloco.cli.train import begin_again, both, check_data, is_complete, load_features, new_run_folder, noting
@@ -115,7 +116,7 @@ def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
     folder = Path(bytes(shared.tolist()).rstrip(b"\0").decode())
     if leader and rank != 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_file(folder / "config.toml", to_toml(config))
     _meet()
     return folder
 

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from diloco.atomic_files import write_file
 from diloco.cli.display.live import Display, PipeSafeConsole
 from diloco.cli.display.report import print_report
 from diloco.data.corpus import Corpus
@@ -203,7 +204,7 @@ def new_run_folder(config: RunConfig) -> Path:
         else:
             _check_unused(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_file(folder / "config.toml", to_toml(config))
     except OSError as error:
         raise _not_writable(folder, error) from error
     return folder
@@ -255,9 +256,7 @@ def begin_again(folder: Path, config: RunConfig) -> None:
     """A run that goes on: with its configuration as it is now, and without the summary of an earlier end."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     end_cut_line(folder)
-    temporary = folder / f"config.toml.{os.getpid()}.partial"
-    temporary.write_text(to_toml(config), encoding="utf-8")
-    temporary.replace(folder / "config.toml")
+    write_file(folder / "config.toml", to_toml(config))
 
 
 def _make_unused(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from diloco.atomic_files import write_file
 from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES, TokenizerFile, find_tokenizer
 from diloco.errors import DataError
 
@@ -90,10 +91,8 @@ class Tokenizer:
         """A tokenizer.json and, beside it, which token ends a text."""
         end_of_text = self._inner.id_to_token(self.end_of_text)
         self.check_target(path)
-        path.with_name(TOKENIZER_CONFIG_FILES[0]).write_text(_telling(end_of_text), encoding="utf-8")
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        write_file(path.with_name(TOKENIZER_CONFIG_FILES[0]), _telling(end_of_text))
+        write_file(path, self.to_json())
 
     def to_json(self) -> str:
         """What a tokenizer.json holds."""

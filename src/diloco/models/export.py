@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from diloco.models.folders import check_unused, replace_json, whole_folder
+from diloco.models.folders import check_unused, replace_model_folder, write_json
 from diloco.models.pretrained import CONFIG_FILE, read_json
 from diloco.models.tokenizer_files import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, copy_tokenizer
 from diloco.models.weights import StoredWeights, write_weights
@@ -33,15 +33,15 @@ def export_model(
     target = target.expanduser().resolve()
     check_unused(target)
     config = read_json(source / CONFIG_FILE)
-    with StoredWeights(source) as stored, whole_folder(target) as new:
+    with StoredWeights(source) as stored, replace_model_folder(target) as new:
         write_weights(stored, new, getattr(torch, dtype), max_shard_bytes, progress)
         # Versions 5 and 4 of transformers look for the type under different names.
-        replace_json(new / CONFIG_FILE, {**config, "dtype": dtype, "torch_dtype": dtype})
+        write_json(new / CONFIG_FILE, {**config, "dtype": dtype, "torch_dtype": dtype})
         copy_tokenizer(source, new)
         if not (new / GENERATION_FILE).exists():
-            replace_json(new / GENERATION_FILE, {k: v for k, v in config.items() if k.endswith("_token_id")})
+            write_json(new / GENERATION_FILE, {k: v for k, v in config.items() if k.endswith("_token_id")})
         if not (new / SPECIAL_TOKENS_FILE).exists() and (new / TOKENIZER_CONFIG_FILE).exists():
-            replace_json(new / SPECIAL_TOKENS_FILE, _special_tokens(read_json(new / TOKENIZER_CONFIG_FILE)))
+            write_json(new / SPECIAL_TOKENS_FILE, _special_tokens(read_json(new / TOKENIZER_CONFIG_FILE)))
         (new / CARD_FILE).write_text(card, encoding="utf-8")
 
 

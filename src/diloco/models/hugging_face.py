@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
-from diloco.models.folders import whole_folder
+from diloco.models.folders import replace_model_folder
 from diloco.models.pretrained import TOKENIZER_FILE, Pretrained, weight_files
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 
@@ -110,7 +110,7 @@ class HuggingFaceModel(LanguageModel):
         if hasattr(self.inner, "generation_config"):
             # transformers refuses to save what some published models have in theirs; the file itself is kept below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
-        with whole_folder(folder) as new, _no_progress_bars(), _saving_here(self.inner):
+        with replace_model_folder(folder) as new, _no_progress_bars(), _saving_here(self.inner):
             self.inner.save_pretrained(new)
             weight_files(new)  # whatever else transformers may have decided: a folder without weights is never left
             if own:

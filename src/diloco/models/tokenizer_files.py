@@ -10,8 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
-from diloco.models.folders import replace_bytes, replace_json
+from diloco.models.folders import write_json
 from diloco.models.pretrained import TOKENIZER_FILE
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -62,7 +63,7 @@ def check_tokenizer(path: Path, vocab_size: int, end_of_text: str | None) -> int
 
 def write_tokenizer(folder: Path, path: Path, end_of_text: str | None, max_length: int | None) -> None:
     """tokenizer.json and a tokenizer_config.json with which `transformers` encodes and decodes losslessly."""
-    replace_bytes(folder / TOKENIZER_FILE, path.read_bytes())
+    write_file(folder / TOKENIZER_FILE, path.read_bytes())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         # Byte-level text round-trips only if decoding does not tidy up spaces.
@@ -70,11 +71,11 @@ def write_tokenizer(folder: Path, path: Path, end_of_text: str | None, max_lengt
         **({} if max_length is None else {"model_max_length": max_length}),
         **({} if end_of_text is None else {"eos_token": end_of_text}),
     }
-    replace_json(folder / TOKENIZER_CONFIG_FILE, config)
+    write_json(folder / TOKENIZER_CONFIG_FILE, config)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """All tokenizer files of one model folder into another, as they are."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
-            replace_bytes(folder / name, (source / name).read_bytes())
+            write_file(folder / name, (source / name).read_bytes())

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.sinks.base import Sink
 from diloco.sinks.points import PointReader
@@ -124,9 +125,7 @@ class Follower:
 
     def _save(self) -> None:
         path = sink_folder(self.run, self.name) / STATE_FILE
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps(asdict(self.state)) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, json.dumps(asdict(self.state)) + "\n")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco.atomic_files import write_file
 from diloco.sinks.base import Point, Sink
 
 _ID_FILE = "run_id"
@@ -37,7 +38,7 @@ class WandbSink(Sink):
     def _id(self) -> str:
         path = self.folder / _ID_FILE
         if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+            write_file(path, uuid.uuid4().hex[:12])
         return path.read_text(encoding="utf-8")
 
     def write(self, points: Sequence[Point]) -> None:

@@ -1,6 +1,7 @@
 """A saved folder is the same model to us and to transformers; a folder that is not one is refused by name."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,11 +191,11 @@ def test_a_save_that_fails_midway_leaves_the_old_file_whole(tmp_path: Path, monk
     save_model(make(GROUPED), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
 
-    def dies_halfway(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
+    def dies_halfway(tensors: object, metadata: object) -> Iterator[memoryview]:
+        yield memoryview(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("diloco.models.native.saving.save_file", dies_halfway)
+    monkeypatch.setattr("diloco.models.native.saving.file_chunks", dies_halfway)
     with pytest.raises(OSError, match="disk full"):
         save_model(make(GROUPED, seed=1), tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -27,11 +26,12 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.atomic_files import PARTIAL, append_file, write_file
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, token_dtype
 from diloco.data.preparation.clusters import ClusterPartition, Clusters, LoadFeatures, find_clusters
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
-from diloco.data.preparation.writer import IidPartition, Partition, ShardWriter, append
+from diloco.data.preparation.writer import IidPartition, Partition, ShardWriter
 from diloco.data.sources.base import Source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
@@ -66,15 +66,7 @@ class State:
     label_tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        partial = folder / f".{STATE}.partial"
-        partial.write_bytes(b"")
-        append(partial, json.dumps(asdict(self)).encode())
-        partial.replace(folder / STATE)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # the new name too
-        finally:
-            os.close(descriptor)
+        write_file(folder / STATE, json.dumps(asdict(self)), durable=True)
 
     @classmethod
     def load(cls, folder: Path) -> "State":
@@ -107,6 +99,8 @@ class Preparation:
     def _clear_up(self) -> None:
         for name in SCAFFOLDING:
             (self.folder / name).unlink(missing_ok=True)
+        for left_by_a_kill in self.folder.glob(f".*{PARTIAL}"):
+            left_by_a_kill.unlink()
 
     # Where to begin
 
@@ -198,13 +192,13 @@ class Preparation:
     def _seen(self) -> set[bytes]:
         path = self.folder / DIGESTS
         content = path.read_bytes()[: self.state.digests * DIGEST_BYTES] if path.exists() else b""
-        path.write_bytes(content)
+        write_file(path, content, durable=True)
         return {content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES)}
 
     def _commit(self, passages: Passages) -> None:
         """A durable point: the files first, then the state that speaks of them."""
         self.writer.commit()
-        append(self.folder / DIGESTS, b"".join(passages.new_digests))
+        append_file(self.folder / DIGESTS, b"".join(passages.new_digests))
         self.state.digests += len(passages.new_digests)
         passages.new_digests.clear()
         self.state.tokens = dict(self.writer.tokens)
@@ -248,9 +242,7 @@ class Preparation:
             partition=self.config.partition,
             label_tokens={label: tuple(tokens) for label, tokens in self.state.label_tokens.items()},
         )
-        partial = self.folder / f".{META}.partial"
-        partial.write_text(meta.to_json(), encoding="utf-8")
-        partial.replace(self.folder / META)
+        write_file(self.folder / META, meta.to_json(), durable=True)
 
     def _account_for(self, walk: Walk) -> dict[str, int]:
         """Refuse a corpus without a training and a validation part; say and return what was left out of it."""

@@ -8,6 +8,7 @@ Needs scikit-learn (extra `lab`) to find clusters, not to use them.
 
 import hashlib
 import heapq
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.atomic_files import write_file
 from diloco.data.preparation.passages import Passage
 from diloco.data.preparation.writer import Partition
 from diloco.data.tokenizer import Tokenizer
@@ -94,10 +96,9 @@ class Clusters:
         return np.asarray(distances.argmin(1), np.int64)
 
     def save(self, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
-            np.savez(file, mean=self.mean, scale=self.scale, centres=self.centres)
-        partial.replace(path)
+        content = io.BytesIO()
+        np.savez(content, mean=self.mean, scale=self.scale, centres=self.centres)
+        write_file(path, content.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> "Clusters":

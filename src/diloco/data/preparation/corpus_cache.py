@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from diloco.atomic_files import move_folder
 from diloco.data.config import DataConfig
 from diloco.data.corpus import FORMAT_VERSION, Corpus
 from diloco.data.preparation.builder import Preparation, Progress
@@ -69,11 +70,7 @@ def _prepared(preparation: Preparation, folder: Path) -> Corpus:
     except DataError:
         shutil.rmtree(preparation.folder, ignore_errors=True)
         raise
-    if folder.exists():  # damaged: moved away first, because a rename onto it would be refused
-        damaged = _working(folder).with_suffix(".damaged")
-        folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    preparation.folder.rename(folder)
+    move_folder(preparation.folder, folder)  # in place of a damaged one
     return Corpus.open(folder)
 
 

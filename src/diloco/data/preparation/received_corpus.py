@@ -4,11 +4,11 @@ Everything hangs on one digest (corpus.py): of the tokenizer and of the other fi
 have it is refused, and so is a file that the description does not know. Files are data: nothing here runs any of it.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from diloco.atomic_files import digest_file
 from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, corpus_digest, shard_name
 from diloco.data.preparation.corpus_cache import cache_root
@@ -96,9 +96,7 @@ def bytes_to_receive(folder: Path, meta: CorpusMeta, shards: Sequence[int]) -> i
 
 def check_file(meta: CorpusMeta, path: Path) -> None:
     """Remove a file that is not what the corpus says it is, and say so."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != meta.files.get(path.name):
+    if digest_file(path).sha256 != meta.files.get(path.name):
         path.unlink()
         raise DataError(f"{path.name}, as it was received, is not a file of the corpus {meta.digest[:16]}")
 

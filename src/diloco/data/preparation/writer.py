@@ -6,7 +6,6 @@ cuts them back and goes on. Dealing passages to shards is a strategy of its own,
 """
 
 import heapq
-import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.atomic_files import append_file
 from diloco.data.corpus import VALIDATION, shard_name, token_dtype
 from diloco.data.preparation.passages import Passage
 from diloco.data.tokenizer import Tokenizer
@@ -93,14 +93,6 @@ class ShardWriter:
     def commit(self) -> None:
         """Put what is pending into the files, for good."""
         for name, pieces in self._pending.items():
-            append(self._folder / name, np.concatenate(pieces).tobytes())
+            append_file(self._folder / name, np.concatenate(pieces).tobytes())
         self._pending.clear()
         self.pending_bytes = 0
-
-
-def append(path: Path, content: bytes) -> None:
-    """Opened each time: thousands of shards must not need thousands of open files."""
-    with path.open("ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

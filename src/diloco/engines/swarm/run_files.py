@@ -3,9 +3,9 @@
 Several workers of one machine share the folder, each with a process that writes; nothing here waits for a lock.
 """
 
-import os
-import tempfile
 from pathlib import Path
+
+from diloco.atomic_files import PRIVATE, append_file, write_file
 
 SWARM_FOLDER = "swarm"
 RUN_KEY_FILE = "run.key"
@@ -20,39 +20,10 @@ REVOCATIONS_FILE = "revocations.txt"
 def write_private(path: Path, text: str, *, new: bool = False) -> None:
     """On the disk when this returns, readable by its owner only. `new`: raises FileExistsError if it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    draft = Path(name)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            os.link(draft, path)  # fails where `replace` would put an end to what is there
-        else:
-            draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    write_file(path, text, durable=True, mode=PRIVATE, overwrite=not new)
 
 
 def append_line(path: Path, line: str) -> None:
-    """In one write, which no other process gets into; a line end first, since a power cut may have left half a line."""
+    """Starts with a line end, since a power cut may have left half a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        data = f"\n{line}\n".encode()
-        if os.write(descriptor, data) != len(data):
-            raise OSError(f"{path} could not be written whole: the disk is full?")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    append_file(path, f"\n{line}\n".encode(), mode=PRIVATE)

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from diloco.atomic_files import replace_file
 from diloco.errors import ConfigError
-from diloco.models.folders import replace_file, replace_json
+from diloco.models.folders import write_json
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.models.pretrained import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, read_json
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 from diloco.models.weights import read_weights
+from diloco.safetensors_files import file_chunks
 
 Kind = TypeVar("Kind", bound=Transformer)
 
@@ -54,7 +55,9 @@ def save_model(
     # fp32 whatever the training type: that is what config.json says.
     state = model.state_dict()
     tensors = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in state.items()}
-    replace_file(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    with replace_file(directory / WEIGHTS_FILE) as file:
+        for chunk in file_chunks(tensors, {"format": "pt"}):
+            file.write(chunk)
     config = model.config.hf_config(eos_token_id=eos_token_id)
     if tokenizer_path is not None:
         if origin is not None and is_same_tokenizer(tokenizer_path, origin / TOKENIZER_FILE):
@@ -63,7 +66,7 @@ def save_model(
             config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
         else:
             write_tokenizer(directory, tokenizer_path, end_of_text, model.config.max_sequence_length)
-    replace_json(directory / CONFIG_FILE, config)
+    write_json(directory / CONFIG_FILE, config)
 
 
 def load_model(directory: Path, kind: type[Kind] = Transformer) -> Kind:  # type: ignore[assignment]

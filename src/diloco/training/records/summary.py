@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
 from diloco.training.records import history
@@ -156,9 +157,7 @@ def _utilization(reports: list[dict[str, Any]]) -> float | None:
 def write_summary(folder: Path, config: RunConfig, error: str | None = None) -> Summary:
     """Summarise a run folder's events into its summary.json, atomically."""
     summary = summarize(config, read_events(folder), error)
-    temporary = folder / (SUMMARY_FILE + ".partial")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / SUMMARY_FILE)
+    write_file(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -3,9 +3,9 @@
 libp2p proves at every connection that a peer holds the key of its name. The file is never sent anywhere.
 """
 
-import os
 from pathlib import Path
 
+from diloco.atomic_files import PRIVATE, write_file
 from diloco.engines.swarm.network.multiaddr import peer_id_to_text
 from diloco.errors import ConfigError, EngineError, install_hint
 
@@ -40,10 +40,4 @@ def _make(path: Path) -> None:
     seed = key.private_bytes(form.Encoding.Raw, form.PrivateFormat.Raw, form.NoEncryption())
     public = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(_PRIVATE + seed + public)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_file(path, _PRIVATE + seed + public, durable=True, mode=PRIVATE)

@@ -7,13 +7,13 @@ held against its digest, and appears whole or not at all.
 import asyncio
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco.atomic_files import PartialFile, replace_file
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node.wire import Malformed, Message, pack, read_frame, write_frame
 from diloco.errors import EngineError
@@ -115,7 +115,6 @@ async def _fetch_from(
     wanted: str | None,
 ) -> Fetched | None:
     stream = await transport.open_stream(peer, stall_seconds)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         await write_frame(stream, pack("file", name=name), stall_seconds)
         head = Message.unpack(await read_frame(stream, 1 << 12, 4 * stall_seconds))
@@ -131,25 +130,19 @@ async def _fetch_from(
                 f"'{name}' has {size} bytes, and {path.parent} has {free} bytes left: free some space, or choose "
                 "another place with --out or --data.cache-dir"
             )
-        await _receive(stream, draft, size, digest, stall_seconds)
-        await stream.write(b"\1", stall_seconds)
-        draft.replace(path)
+        with replace_file(path, durable=True) as file:
+            await _receive(stream, file, size, digest, stall_seconds)
+            await stream.write(b"\1", stall_seconds)
         return Fetched(size, digest)
     finally:
-        draft.unlink(missing_ok=True)
         stream.close()
 
 
-async def _receive(stream: Stream, draft: Path, size: int, digest: str, stall_seconds: float) -> None:
-    seen = hashlib.sha256()
-    with draft.open("wb") as file:
-        left = size
-        while left:
-            data = await stream.read(min(_CHUNK_BYTES, left), stall_seconds)
-            seen.update(data)
-            file.write(data)
-            left -= len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if seen.hexdigest() != digest:
+async def _receive(stream: Stream, file: PartialFile, size: int, digest: str, stall_seconds: float) -> None:
+    left = size
+    while left:
+        data = await stream.read(min(_CHUNK_BYTES, left), stall_seconds)
+        file.write(data)
+        left -= len(data)
+    if file.finish().sha256 != digest:
         raise Malformed("it is not what it was said to be")

@@ -5,7 +5,6 @@ relied on. Bytes that came over the network are read by the safetensors library,
 unpickled.
 """
 
-import json
 import logging
 import math
 import queue
@@ -21,13 +20,9 @@ from diloco.engines.rounds import GlobalState
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.messages import SnapshotMade
 from diloco.errors import EngineError, RoundFailed
+from diloco.safetensors_files import make_header
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 _CLOSE_SECONDS = 1.0
 
@@ -37,29 +32,15 @@ Provider = Callable[[], GlobalState]
 @torch.no_grad()
 def write(tensors: Mapping[str, Tensor]) -> SharedMemory:
     """A safetensors file in memory: each tensor is copied once, from wherever it is to where it is sent from."""
-    header: dict[str, object] = {}
-    position = 0
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that all are aligned
-    for name, tensor in ordered:
-        if tensor.dtype not in _DTYPES:
-            raise EngineError(f"'{name}' is a tensor of {tensor.dtype}, which a state cannot hold")
-        end = position + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    memory = SharedMemory.create(8 + len(text) + position)
-    memory.view[: 8 + len(text)] = len(text).to_bytes(8, "little") + text
-    offset = 8 + len(text)
-    for _, tensor in ordered:
+    header, ordered = make_header(tensors)
+    offset = len(header)
+    memory = SharedMemory.create(offset + sum(tensor.nbytes for tensor in ordered.values()))
+    memory.view[:offset] = header
+    for tensor in ordered.values():
         if tensor.numel():
             target = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
             target.view(tensor.shape).copy_(tensor)
-        offset += tensor.numel() * tensor.dtype.itemsize
+        offset += tensor.nbytes
     return memory
 
 

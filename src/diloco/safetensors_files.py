@@ -1,0 +1,52 @@
+"""The safetensors format, for files that are streamed and hashed and for shared memory.
+
+    8 bytes: length of the header, little-endian | header: JSON, padded with spaces | the tensors' bytes
+
+The safetensors library writes a whole file by itself or builds it in memory; here the caller does the writing. To read,
+use the library: it checks what it reads.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.errors import DiLoCoError
+
+DTYPES = {
+    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def make_header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Tensor]]:
+    """Length and header, and the tensors in the order of the file: wide types first, so that all are aligned."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    position = 0
+    for name, tensor in ordered.items():
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise DiLoCoError(f"'{name}' is a tensor of {tensor.dtype}, which cannot be saved: use one of {known}")
+        end = position + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ordered
+
+
+def file_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """A whole file, to be written chunk by chunk; at most one tensor is copied at a time."""
+    header, ordered = make_header(tensors, metadata)
+    yield memoryview(header)
+    for tensor in ordered.values():
+        if tensor.numel():
+            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
