@@ -103,14 +103,14 @@ def build(engine: Engine, sync: SyncConfig, last: int) -> tuple[Transformer, DiL
     torch.manual_seed(0)
     model = Transformer(SHAPE)
     optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), engine, sync=sync)
-    optimizer.outer.end_at(last)
+    optimizer.loop.end_at(last)
     return model, optimizer
 
 
 def inner_step(model: Transformer, optimizer: DiLoCo, number: int, step: int, last: int) -> float:
     """`step`: of this worker's own; the learning rate is that of its position."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(optimizer.outer.inner_steps, last)
+        group["lr"] = learning_rate(optimizer.loop.inner_steps, last)
     optimizer.zero_grad()
     loss = model.loss(*batch(number, step))
     torch.autograd.backward(loss)
@@ -187,7 +187,7 @@ def train(settings: Settings, pipe: Connection, task: Task) -> None:
 def _train(engine: SwarmEngine, pipe: Connection, task: Task, story: Story) -> None:
     last = task.rounds * H
     model, optimizer = build(engine, task.sync, last)
-    outer, losses = optimizer.outer, list[float]()
+    outer, losses = optimizer.loop, list[float]()
     here: dict[str, Any] = {"number": engine.worker}
 
     def place() -> dict[str, Any]:

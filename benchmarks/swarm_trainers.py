@@ -72,7 +72,7 @@ def average(settings: Settings, pipe: Connection, numel: int, sync: SyncConfig) 
     ramp = torch.arange(numel, dtype=torch.float32).remainder_(_RAMP).add_(1.0)
     model.vector.grad = torch.empty(numel)
     pipe.send((True, engine.worker))
-    outer = optimizer.outer
+    outer = optimizer.loop
     while pipe.recv() is not None:
         while outer.inner_steps < outer.schedule.post_step(outer.sequence):
             torch.mul(ramp, gradient(engine.worker, outer.steps_taken), out=model.vector.grad)
@@ -84,8 +84,8 @@ def average(settings: Settings, pipe: Connection, numel: int, sync: SyncConfig) 
 
 def _round(engine: SwarmEngine, optimizer: DiLoCo, ramp: Tensor) -> Round:
     events: list[RoundEvent] = []
-    optimizer.outer.on_round = events.append
-    outer, started = optimizer.outer, time.monotonic()
+    optimizer.loop.on_round = events.append
+    outer, started = optimizer.loop, time.monotonic()
     outer.post()
     outer.merge_pending()
     seconds = time.monotonic() - started
@@ -184,8 +184,8 @@ def train_freely(settings: Settings, pipe: Connection, numel: int, sync: SyncCon
         mine = event.result is not None and engine.worker in event.result.contributors
         rounds.append((event.key.sequence, time.monotonic(), mine))
 
-    optimizer.outer.on_round = note
-    pipe.send((True, Joined(engine.worker, optimizer.outer.sequence, member_seconds, time.monotonic() - began)))
+    optimizer.loop.on_round = note
+    pipe.send((True, Joined(engine.worker, optimizer.loop.sequence, member_seconds, time.monotonic() - began)))
     model.vector.grad = torch.randn(numel)
     while not pipe.poll():
         time.sleep(step_seconds)

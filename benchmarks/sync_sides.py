@@ -50,7 +50,7 @@ def ours(task: Task, rank: int) -> Iterator[Build]:
         codec: Any = task.case.removeprefix("ours ")
         sync = diloco.SyncConfig(num_inner_steps=STEPS_PER_SYNC, codec=codec)
         optimizer = diloco.DiLoCo(model, inner, engine, sync=sync)
-        optimizer.outer.on_round = note
+        optimizer.loop.on_round = note
         return optimizer.step, reported
 
     yield build

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.elastic_loop import ElasticLoop
 from diloco.outer.loop import OuterLoop
@@ -36,7 +36,7 @@ class DiLoCo(torch.optim.Optimizer):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        engine: Membership,
+        engine: Connection,
         *,
         sync: SyncConfig | None = None,
         outer: OuterOptimizer | None = None,
@@ -55,7 +55,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
         loop = ElasticLoop if engine.elastic else OuterLoop
-        self.outer: OuterLoop = loop(
+        self.loop: OuterLoop = loop(
             model_tensors(model, inner),
             engine,
             sync or SyncConfig(),
@@ -75,13 +75,13 @@ class DiLoCo(torch.optim.Optimizer):
 
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
-        self.outer.refuse_inside_evaluation()
+        self.loop.refuse_inside_evaluation()
         loss: float | None = None
         if self._unscaled():
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
         else:
             self.skipped_steps += 1
-        self.outer.inner_steps += 1
+        self.loop.inner_steps += 1
         return loss
 
     def skip_step(self) -> None:
@@ -90,7 +90,7 @@ class DiLoCo(torch.optim.Optimizer):
         The step is counted, and a round that is due takes place: the others are waiting for this worker.
         """
         self.skipped_steps += 1
-        self.outer.inner_steps += 1
+        self.loop.inner_steps += 1
         self.post()
         self.merge()
 
@@ -111,11 +111,11 @@ class DiLoCo(torch.optim.Optimizer):
 
     def post(self) -> None:
         """Give the engine the outer gradients that are due; returns at once."""
-        self.outer.post()
+        self.loop.post()
 
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
-        self.outer.merge()
+        self.loop.merge()
 
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.
@@ -124,15 +124,15 @@ class DiLoCo(torch.optim.Optimizer):
         workers come and go it leaves alone, with the anchor as it is.
         `before_confirming` runs with the final parameters in the model; all learn what it puts into `outer.report`.
         """
-        self.outer.finish(early=early, before_confirming=before_confirming)
+        self.loop.finish(early=early, before_confirming=before_confirming)
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""
-        return self.outer.outer_parameters()
+        return self.loop.outer_parameters()
 
     def anchor_digest(self) -> str:
         """Sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
-        return self.outer.anchor_digest()
+        return self.loop.anchor_digest()
 
     # The optimizer that torch knows: groups and state are the inner optimizer's
 
@@ -165,20 +165,20 @@ class DiLoCo(torch.optim.Optimizer):
 
         Waits for rounds in flight, which stay unmerged: call it on every worker after the same round was posted.
         """
-        self.outer.refuse_inside_evaluation()
-        self.outer.settle()
-        held, numbers = self.outer.saved()
+        self.loop.refuse_inside_evaluation()
+        self.loop.settle()
+        held, numbers = self.loop.saved()
         state = super().state_dict()
         state["diloco"] = {"tensors": as_tensors(held), "numbers": numbers | {"skipped": self.skipped_steps}}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where state_dict() was taken; load the model's own state dict too."""
-        self.outer.refuse_inside_evaluation()
+        self.loop.refuse_inside_evaluation()
         if "diloco" not in state_dict:
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
         saved = state_dict["diloco"]
-        held, loaded = self.outer.restoring(saved["numbers"])
+        held, loaded = self.loop.restoring(saved["numbers"])
         copy_into(held, saved["tensors"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         loaded()

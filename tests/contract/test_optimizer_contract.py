@@ -89,7 +89,7 @@ def test_a_closure_is_evaluated_by_the_inner_optimizer_and_its_loss_returned() -
     first = optimizer.step(closure_of(model, optimizer))
     assert float(first) == float(plain.step(closure_of(reference, plain)))
     assert torch.equal(flat(model), flat(reference))
-    assert optimizer.outer.inner_steps == 1
+    assert optimizer.loop.inner_steps == 1
 
 
 def test_between_rounds_it_is_the_inner_optimizer_bit_for_bit() -> None:
@@ -150,7 +150,7 @@ def test_the_scaler_gives_the_same_steps_as_without_it() -> None:
         scaler.update()
     steps(reference, plain, 0, 5)
     torch.testing.assert_close(flat(model), flat(reference), rtol=1e-6, atol=1e-7)
-    assert optimizer.skipped_steps == 0 and optimizer.outer.inner_steps == 5
+    assert optimizer.skipped_steps == 0 and optimizer.loop.inner_steps == 5
 
 
 def test_unscaling_and_clipping_before_the_step_is_respected() -> None:
@@ -194,7 +194,7 @@ def test_an_infinite_gradient_skips_that_workers_step_and_all_stay_in_the_same_r
             if odd:
                 kept = torch.equal(flat(model), before)
         optimizer.finish()
-        return optimizer.anchor_digest(), optimizer.outer.inner_steps, optimizer.skipped_steps, scaler.get_scale(), kept
+        return optimizer.anchor_digest(), optimizer.loop.inner_steps, optimizer.skipped_steps, scaler.get_scale(), kept
 
     first, second = in_threads(2, work)
     assert first[0] == second[0]
@@ -212,7 +212,7 @@ def test_finish_leaves_the_outer_parameters_in_the_model_and_runs_the_callback_w
     optimizer.finish(before_confirming=lambda: seen.append(flat(model)))
     assert torch.equal(seen[0], anchors(optimizer))
     assert torch.equal(flat(model), anchors(optimizer))
-    assert optimizer.outer.in_flight == 0
+    assert optimizer.loop.in_flight == 0
 
 
 def test_the_first_round_comes_after_exactly_h_steps_of_the_optimizer() -> None:
@@ -221,5 +221,5 @@ def test_the_first_round_comes_after_exactly_h_steps_of_the_optimizer() -> None:
     rounds = []
     for step in range(11):
         steps(model, optimizer, step, step + 1)
-        rounds.append(optimizer.outer.rounds)
+        rounds.append(optimizer.loop.rounds)
     assert rounds == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]

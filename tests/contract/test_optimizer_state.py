@@ -44,7 +44,7 @@ def test_i5_loading_a_state_dict_goes_on_bit_for_bit(sync: SyncConfig, outer: Ne
         optimizer.load_state_dict(optimizer_state)
     weights: dict[str, list[float]] = {"whole": [], "resumed": []}
     for name, world in (("whole", whole), ("resumed", resumed)):
-        world.optimizers[0].outer.on_round = lambda event, name=name: weights[name].append(event.result.total_weight)
+        world.optimizers[0].loop.on_round = lambda event, name=name: weights[name].append(event.result.total_weight)
     for _ in range(9):
         whole.step()
         resumed.step()
@@ -52,7 +52,7 @@ def test_i5_loading_a_state_dict_goes_on_bit_for_bit(sync: SyncConfig, outer: Ne
     for a, b in zip(whole.models, resumed.models, strict=True):
         assert torch.equal(flat(a), flat(b))
     assert weights["resumed"] == weights["whole"]
-    assert [o.outer.rounds for o in whole.optimizers] == [o.outer.rounds for o in resumed.optimizers]
+    assert [o.loop.rounds for o in whole.optimizers] == [o.loop.rounds for o in resumed.optimizers]
 
 
 def test_a_state_dict_survives_saving_without_pickle_of_anything_but_tensors(tmp_path: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_state_dict_survives_saving_without_pickle_of_anything_but_tensors(tmp
     other.load_state_dict(model.state_dict())
     again.load_state_dict(loaded)
     assert again.anchor_digest() == optimizer.anchor_digest()
-    assert again.outer.inner_steps == 5 and again.outer.rounds == 2
+    assert again.loop.inner_steps == 5 and again.loop.rounds == 2
 
 
 def test_a_state_dict_is_a_copy_that_later_rounds_do_not_change() -> None:
@@ -84,10 +84,10 @@ def test_a_state_dict_leaves_rounds_in_flight_unmerged() -> None:
     optimizer = made(model, SyncConfig(4, overlap_steps=2))
     steps(model, optimizer, 0, 4)
     saved = optimizer.state_dict()["diloco"]["numbers"]
-    assert optimizer.outer.in_flight == 1 and optimizer.outer.rounds == saved["merged"] == 0
+    assert optimizer.loop.in_flight == 1 and optimizer.loop.rounds == saved["merged"] == 0
     assert [posted["at_step"] for posted in saved["in_flight"]] == [4]
     steps(model, optimizer, 4, 6)
-    assert optimizer.outer.in_flight == 0 and optimizer.outer.rounds == 1
+    assert optimizer.loop.in_flight == 0 and optimizer.loop.rounds == 1
 
 
 def test_i5_a_failed_round_in_flight_is_saved_as_failed() -> None:
@@ -100,8 +100,8 @@ def test_i5_a_failed_round_in_flight_is_saved_as_failed() -> None:
     for world in (whole, resumed):
         world.optimizers[1].zero_grad()
         world.optimizers[1].inner_step()
-        world.optimizers[1].outer.merge()
-    assert [world.optimizers[1].outer.rounds_failed for world in (whole, resumed)] == [1, 1]
+        world.optimizers[1].loop.merge()
+    assert [world.optimizers[1].loop.rounds_failed for world in (whole, resumed)] == [1, 1]
     assert torch.equal(flat(whole.models[1]), flat(resumed.models[1]))
 
 
@@ -131,7 +131,7 @@ def test_outer_parameters_are_the_anchor_and_afterwards_all_is_as_before(sync: S
     own, anchor, before = flat(model), anchors(optimizer), optimizer.anchor_digest()
     assert not torch.equal(own, by_name(model, optimizer))
     with optimizer.outer_parameters():
-        assert torch.equal(torch.cat([t.reshape(-1) for f in optimizer.outer.fragments for t in f.tensors]), anchor)
+        assert torch.equal(torch.cat([t.reshape(-1) for f in optimizer.loop.fragments for t in f.tensors]), anchor)
         assert optimizer.anchor_digest() == before
     assert torch.equal(flat(model), own)
     assert torch.equal(anchors(optimizer), anchor)
@@ -141,7 +141,7 @@ def test_outer_parameters_are_the_anchor_and_afterwards_all_is_as_before(sync: S
 def by_name(model: Net, optimizer: DiLoCo) -> torch.Tensor:
     """The anchors in the order of the model's parameters."""
     pieces = {}
-    for fragment in optimizer.outer.fragments:
+    for fragment in optimizer.loop.fragments:
         sizes = [tensor.numel() for tensor in fragment.tensors]
         pieces |= dict(zip(fragment.names, fragment.anchor.split(sizes), strict=True))
     return torch.cat([pieces[name] for name, _ in model.named_parameters()])

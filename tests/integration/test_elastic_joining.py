@@ -33,24 +33,24 @@ def test_a_joiner_has_the_others_anchors_and_position_and_is_in_the_next_rounds(
             world.swarm.freeze(0)
         world.step()
     joiner = world.join(2)
-    others = world.workers[0].outer
+    others = world.workers[0].loop
     assert torch.equal(
-        torch.cat([fragment.read(span) for fragment in joiner.outer.fragments for span in fragment.spans()]),
+        torch.cat([fragment.read(span) for fragment in joiner.loop.fragments for span in fragment.spans()]),
         anchors(joiner.optimizer),
     )
-    assert joiner.outer.joined_at == joiner.outer.inner_steps == others.inner_steps == 14
-    assert joiner.outer.steps_taken == 0 and joiner.outer.sequence == others.sequence
+    assert joiner.loop.joined_at == joiner.loop.inner_steps == others.inner_steps == 14
+    assert joiner.loop.steps_taken == 0 and joiner.loop.sequence == others.sequence
     world.step(times=6)
-    assert joiner.outer.rounds_failed == joiner.outer.resyncs == 0 and joiner.outer.steps_taken == 6
+    assert joiner.loop.rounds_failed == joiner.loop.resyncs == 0 and joiner.loop.steps_taken == 6
     world.finish()
-    assert len(world.digests()) == 1 and joiner.outer.rounds == others.rounds
+    assert len(world.digests()) == 1 and joiner.loop.rounds == others.rounds
     assert torch.equal(flat(joiner.model), flat(world.workers[0].model))
 
 
 def test_a_joiners_first_contribution_weighs_what_it_did_since() -> None:
     world = ElasticWorld(2, SYNCS["plain"])
     events: list[object] = []
-    world.workers[0].outer.on_round = events.append
+    world.workers[0].loop.on_round = events.append
     world.step(times=10)
     world.join(2)
     world.step(times=2)
@@ -63,7 +63,7 @@ def test_a_joiner_takes_over_outer_momentum_and_not_only_anchors() -> None:
     world = ElasticWorld(1, SYNCS["plain"], Nesterov())
     world.step(times=12)
     joiner = world.join(1)
-    mine, theirs = joiner.outer.fragments[0], world.workers[0].outer.fragments[0]
+    mine, theirs = joiner.loop.fragments[0], world.workers[0].loop.fragments[0]
     assert theirs.state["momentum"].any() and torch.equal(mine.state["momentum"], theirs.state["momentum"])
     assert mine.rounds == theirs.rounds == 2
 
@@ -76,15 +76,15 @@ def test_the_position_of_a_joiner_is_between_the_last_round_and_the_next(positio
     world.step(times=14)
     state_for = world.swarm.state_for
     world.swarm.state_for = lambda worker: replace(state_for(worker), position=position)  # type: ignore[method-assign]
-    assert world.join(1).outer.joined_at == expected
+    assert world.join(1).loop.joined_at == expected
 
 
 def test_a_joiner_after_the_end_of_the_run_is_at_its_end() -> None:
     world = ElasticWorld(1, SYNCS["plain"])
-    world.workers[0].outer.end_at(8)
+    world.workers[0].loop.end_at(8)
     world.step(times=8)
     world.finish()
-    joiner = world.join(1).outer
+    joiner = world.join(1).loop
     joiner.end_at(8)
     assert (joiner.inner_steps, joiner.steps_taken) == (8, 0)
 
@@ -117,7 +117,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(what: str,
     before = world.workers[1].optimizer.anchor_digest()
     world.step(times=6)
     away = world.workers[1]
-    assert (away.outer.resyncs, away.outer.sequence) == (0, 1)
+    assert (away.loop.resyncs, away.loop.sequence) == (0, 1)
     assert away.optimizer.anchor_digest() == before
     world.swarm.freeze(1)  # its state is that before round 0, which the mean of round 0 follows
     with pytest.raises(EngineError, match=f"no worker gave its state.*{named}"):
@@ -137,7 +137,7 @@ def test_means_that_a_worker_has_already_are_passed_over_where_only_means_come()
     world.step(times=6)
     world.swarm.state_for = with_an_old_one  # type: ignore[method-assign]
     world.step(times=6)
-    assert world.workers[1].outer.resyncs == 1 and world.workers[1].outer.rounds == 2
+    assert world.workers[1].loop.resyncs == 1 and world.workers[1].loop.rounds == 2
     assert len(world.digests()) == 1
 
 

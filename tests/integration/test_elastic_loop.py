@@ -27,7 +27,7 @@ SYNCS = pytest.mark.parametrize("sync", [PLAIN, FRAGMENTS, STREAMING], ids=["pla
 
 def heard(world: ElasticWorld, number: int) -> list[Any]:
     events: list[Any] = []
-    world.workers[number].outer.on_round = events.append
+    world.workers[number].loop.on_round = events.append
     return events
 
 
@@ -35,7 +35,7 @@ def parameters(world: ElasticWorld, number: int) -> list[torch.Tensor]:
     """Of each fragment, as one vector."""
     return [
         torch.cat([fragment.read(span).clone() for span in fragment.spans()])
-        for fragment in world.workers[number].outer.fragments
+        for fragment in world.workers[number].loop.fragments
     ]
 
 
@@ -51,15 +51,15 @@ def test_a_calm_elastic_run_is_the_local_engines_bit_for_bit(sync: SyncConfig) -
         assert [worker.optimizer.anchor_digest() for worker in elastic.workers.values()] == local.digests()
     for mine, theirs in zip(elastic.workers.values(), local.models, strict=True):
         assert torch.equal(flat(mine.model), flat(theirs))
-        assert mine.outer.steps_taken == mine.outer.inner_steps == 15
+        assert mine.loop.steps_taken == mine.loop.inner_steps == 15
 
 
 def test_an_elastic_worker_that_is_alone_at_the_moment_sends_what_a_joiner_could_average_with() -> None:
     """A fixed world of one keeps no encoded vector for a lossless codec."""
     world = ElasticWorld(1, PLAIN)
-    assert world.workers[0].outer.state.lanes[0].vectors[0].num_bytes > 0
+    assert world.workers[0].loop.state.lanes[0].vectors[0].num_bytes > 0
     world.step(times=6)
-    assert world.workers[0].outer.rounds == 1
+    assert world.workers[0].loop.rounds == 1
 
 
 # Called early
@@ -73,7 +73,7 @@ def test_a_worker_that_is_called_early_jumps_to_the_round_and_weighs_as_much_as_
     world.swarm.call(0)
     own = [flat(world.workers[number].model).double() for number in (0, 1)]
     world.post()
-    slow = world.workers[1].outer
+    slow = world.workers[1].loop
     assert (slow.inner_steps, slow.steps_taken) == (6, 2)
     world.merge()
     assert events[0].result.total_weight == 8.0
@@ -113,7 +113,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
     for step in range(1, 37):
         world.inner_step(0)
         world.post(0)
-        world.swarm.call(world.workers[0].outer.sequence - 1)
+        world.swarm.call(world.workers[0].loop.sequence - 1)
         if step % 3 == 0:
             world.inner_step(1)
         world.post(1)
@@ -123,7 +123,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
     world.finish()
     assert len(world.digests()) == 1
     assert torch.equal(flat(world.workers[0].model), flat(world.workers[1].model))
-    assert world.workers[1].outer.steps_taken == 12
+    assert world.workers[1].loop.steps_taken == 12
 
 
 # Missing rounds
@@ -137,7 +137,7 @@ def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_kee
     world = ElasticWorld(3, sync, drop=[(1, 0), (1, 1)])
     world.swarm.means_only = means_only
     told: list[tuple[str, int]] = []
-    missing = world.workers[1].outer
+    missing = world.workers[1].loop
     missing.on_resync = lambda reason, sequence: told.append((reason, sequence))
     for _ in range(14):
         world.inner_step()
@@ -149,12 +149,12 @@ def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_kee
         world.merge(1)
         if missing.rounds_failed > failed:
             assert all(torch.equal(parameters(world, 1)[index], own[index]) for index in missed)
-            assert missing.sequence == world.workers[0].outer.sequence
+            assert missing.sequence == world.workers[0].loop.sequence
     assert (missing.rounds_failed, missing.resyncs) == (2, 1 if sync.overlap_steps else 2)
     assert told[0] == ("round 0: it ended without worker 1", told[0][1]) and told[0][1] >= 1
     world.finish()
     assert len(world.digests()) == 1
-    assert missing.rounds == world.workers[0].outer.rounds
+    assert missing.rounds == world.workers[0].loop.rounds
 
 
 @MEANS_ONLY
@@ -173,10 +173,10 @@ def test_who_was_absent_moves_along_with_the_others_for_the_steps_that_it_did_no
         world.merge(0, 2)
     world.merge(1)
     after = anchors(world.workers[0].optimizer)
-    assert world.workers[1].outer.resyncs == 1 and len(world.digests()) == 1
+    assert world.workers[1].loop.resyncs == 1 and len(world.digests()) == 1
     torch.testing.assert_close(flat(world.workers[1].model), own + 0.75 * (after - before), rtol=1e-5, atol=1e-6)
     world.step(times=6)
-    assert world.workers[1].outer.state.merged_at == [12]  # none of its work is lost
+    assert world.workers[1].loop.state.merged_at == [12]  # none of its work is lost
 
 
 def test_i6_work_from_two_missed_rounds_of_two_fragments_is_in_later_means() -> None:
@@ -184,7 +184,7 @@ def test_i6_work_from_two_missed_rounds_of_two_fragments_is_in_later_means() -> 
     events = heard(world, 0)
     world.step(times=12)
     weights = {event.key.sequence: [member.weight for member in event.result.members] for event in events}
-    assert [world.workers[0].outer.schedule.fragment_of(sequence) for sequence in range(6)] == [1, 2, 0, 1, 2, 0]
+    assert [world.workers[0].loop.schedule.fragment_of(sequence) for sequence in range(6)] == [1, 2, 0, 1, 2, 0]
     assert weights[0] == [2.0, 2.0] and weights[3] == [6.0, 8.0]  # of fragment 1: two steps were missed, and are here
     assert weights[4] == [6.0, 10.0] and weights[5] == [6.0, 12.0]
     assert len(world.digests()) == 1
@@ -216,20 +216,20 @@ def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_m
     world.swarm.means_only = means_only
     events = heard(world, 0)
     world.step(times=6)
-    own, anchor = parameters(world, 1)[2], world.workers[1].outer.fragments[2].anchor.clone()
-    assert [posted.key.sequence for posted in world.workers[1].outer._posted] == [0, 1, 2]
+    own, anchor = parameters(world, 1)[2], world.workers[1].loop.fragments[2].anchor.clone()
+    assert [posted.key.sequence for posted in world.workers[1].loop._posted] == [0, 1, 2]
     world.inner_step(0, times=1)
     world.merge(0)
-    world.workers[1].outer.inner_steps += 1
+    world.workers[1].loop.inner_steps += 1
     world.merge(1)
-    assert world.workers[1].outer.resyncs == 1
+    assert world.workers[1].loop.resyncs == 1
     assert world.swarm.states_sent == (1 if means_only else 2)  # one when it joined; its own was sound all the time
-    moved = world.workers[1].outer.fragments[2].anchor
+    moved = world.workers[1].loop.fragments[2].anchor
     assert not torch.equal(moved, anchor)
     torch.testing.assert_close(parameters(world, 1)[2], own.lerp(moved, 1 - mixing), rtol=1e-6, atol=1e-7)
     world.step(times=11)
     world.finish()
-    index = world.workers[0].outer.schedule.fragment_of(1)
+    index = world.workers[0].loop.schedule.fragment_of(1)
     of_it = [event for event in events if event.key.fragment == index and event.result is not None]
     assert sum(event.result.members[1].weight for event in of_it) == 18.0
     assert len(world.digests()) == 1
@@ -239,7 +239,7 @@ def test_what_ended_well_after_a_missed_round_is_merged_if_nobody_is_left_to_giv
     world = ElasticWorld(2, SyncConfig(6, "fp32", fragments=2, overlap_steps=5), SGD(lr=1.0), drop=[(1, 0)])
     world.step(times=6)
     world.leave(0)
-    left = world.workers[1].outer
+    left = world.workers[1].loop
     assert (left.in_flight, left.rounds) == (3, 0)
     world.step()
     assert (left.in_flight, left.rounds, left.rounds_failed, left.resyncs) == (0, 2, 1, 0)
@@ -253,7 +253,7 @@ def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_
     events = heard(world, 0)
     world.swarm.unavailable = 2
     world.step(times=11)
-    away = world.workers[1].outer
+    away = world.workers[1].loop
     assert (away.resyncs, away.sequence, world.swarm.unavailable) == (0, 1, 1)
     assert away.state.copied_state(away.state.lanes[0], bytes).numbers["sequence"] == 0  # old, but consistent
     world.inner_step()
@@ -273,18 +273,18 @@ def test_a_worker_that_went_astray_takes_the_parameters_too_and_says_so() -> Non
     world = ElasticWorld(3, PLAIN, SGD(lr=1.0))
     told: list[int] = []
     stray = world.workers[2]
-    stray.outer.on_resync = lambda _, sequence: told.append(sequence)
+    stray.loop.on_resync = lambda _, sequence: told.append(sequence)
     world.step(times=6)
     with torch.no_grad():
-        stray.outer.fragments[0].anchor[7] += 100.0
+        stray.loop.fragments[0].anchor[7] += 100.0
         stray.model.entrance.weight.view(-1)[7] += 100.0
-    stray.outer.state.lanes[0].take_digests()
-    stray.outer.state.gather_digests([0])
+    stray.loop.state.lanes[0].take_digests()
+    stray.loop.state.gather_digests([0])
     world.step(times=5)
     world.inner_step()
     world.post()
     world.merge()
-    assert (stray.outer.rounds_failed, stray.outer.resyncs, told) == (1, 1, [2])
+    assert (stray.loop.rounds_failed, stray.loop.resyncs, told) == (1, 1, [2])
     assert len(world.digests()) == 1
     assert torch.equal(flat(stray.model), anchors(stray.optimizer))
     assert world.swarm.providers[2]().numbers["sequence"] == 2
@@ -301,24 +301,24 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     alone.step(times=30)
     strayed = alone.workers[0]
     engine = world.swarm.engine(7)
-    strayed.outer.engine = strayed.outer.replica.engine = strayed.outer.state.lanes[0].engine = engine
+    strayed.loop.engine = strayed.loop.replica.engine = strayed.loop.state.lanes[0].engine = engine
     engine.serve_state(alone.swarm.providers[0])
-    strayed.outer.behind.missed[0] = "it went on alone"
+    strayed.loop.behind.missed[0] = "it went on alone"
     world.workers[7] = replace(strayed, number=7)
     world.step(7, times=5)
-    assert strayed.outer.resyncs == 0
+    assert strayed.loop.resyncs == 0
     world.inner_step(7)
     world.post(7)
-    assert (strayed.outer.resyncs, strayed.outer.inner_steps, strayed.outer.sequence) == (1, 36, 2)
-    assert strayed.outer.in_flight == 1
+    assert (strayed.loop.resyncs, strayed.loop.inner_steps, strayed.loop.sequence) == (1, 36, 2)
+    assert strayed.loop.in_flight == 1
     world.step(0, 1, times=5)
     world.inner_step(0, 1)
     world.post(0, 1)
     world.merge()
-    assert len(world.digests()) == 1 and strayed.outer.rounds == 2
+    assert len(world.digests()) == 1 and strayed.loop.rounds == 2
     world.inner_step(7)
     world.post(7)
-    assert strayed.outer.sequence == 3
+    assert strayed.loop.sequence == 3
 
 
 # The end
@@ -329,20 +329,20 @@ def test_a_worker_that_stops_leaves_alone_with_the_anchor_and_the_others_go_on()
     world.step(times=8)
     leaver = world.workers[1]
     seen: list[bool] = []
-    assert leaver.outer.in_flight
+    assert leaver.loop.in_flight
     leaver.optimizer.finish(
         early=True, before_confirming=lambda: seen.append(torch.equal(flat(leaver.model), flat(leaver.model)))
     )
-    assert seen == [True] and not leaver.outer.in_flight
+    assert seen == [True] and not leaver.loop.in_flight
     assert torch.equal(
-        torch.cat([fragment.read(span) for fragment in leaver.outer.fragments for span in fragment.spans()]),
+        torch.cat([fragment.read(span) for fragment in leaver.loop.fragments for span in fragment.spans()]),
         anchors(leaver.optimizer),
     )
     world.leave(1)
     world.step(times=10)
-    assert not any(worker.outer.stopping for worker in world.workers.values())
+    assert not any(worker.loop.stopping for worker in world.workers.values())
     world.finish()
-    assert len(world.digests()) == 1 and world.workers[0].outer.rounds_failed == 0
+    assert len(world.digests()) == 1 and world.workers[0].loop.rounds_failed == 0
 
 
 @SYNCS
@@ -350,9 +350,9 @@ def test_all_end_with_the_same_parameters_where_the_run_ends_also_who_is_called_
     """14 steps: the fast worker is in its last turn when the slow one, at step 11, is called."""
     world = ElasticWorld(2, sync)
     for worker in world.workers.values():
-        worker.outer.end_at(14)
+        worker.loop.end_at(14)
     world.step(times=11)
-    fast, slow = world.workers[0].outer, world.workers[1].outer
+    fast, slow = world.workers[0].loop, world.workers[1].loop
     ending = threading.Thread(target=world.workers[0].optimizer.finish, daemon=True)
     scheduled = fast.schedule.posts_until(14)
     for _ in range(3):
@@ -381,7 +381,7 @@ def test_a_failed_last_round_or_confirmation_is_counted_and_no_error() -> None:
     world = ElasticWorld(2, SyncConfig(6, "fp32", timeout_seconds=0.01))
     world.step(times=7)
     world.finish(0)
-    assert world.workers[0].outer.rounds_failed == 2  # the last turn and the confirmation: worker 1 took no part
+    assert world.workers[0].loop.rounds_failed == 2  # the last turn and the confirmation: worker 1 took no part
     assert torch.equal(flat(world.workers[0].model), anchors(world.workers[0].optimizer))
 
 
@@ -391,12 +391,12 @@ def test_a_failed_last_round_or_confirmation_is_counted_and_no_error() -> None:
 def test_notes_go_with_every_post_and_with_the_state_and_are_in_no_saved_number() -> None:
     world = ElasticWorld(2, SyncConfig(6, "fp32", overlap_steps=3))
     for number, worker in world.workers.items():
-        worker.outer.note = lambda number=number: b"I am %d" % number  # type: ignore[misc]
+        worker.loop.note = lambda number=number: b"I am %d" % number  # type: ignore[misc]
     events = heard(world, 0)
     world.step(times=9)
     assert [member.note for member in events[0].result.members] == [b"I am 0", b"I am 1"]
     assert "note" not in events[0].result.members[0].told()
-    assert world.join(2).outer.arrived_note == b"I am 0"
+    assert world.join(2).loop.arrived_note == b"I am 0"
     world.inner_step(0, 1, times=3)
     world.post(0, 1)
     world.swarm.leave_out(2, 1)
@@ -417,8 +417,8 @@ def test_position_and_work_are_saved_apart_and_an_older_state_is_refused_by_name
     model, again = build(ElasticSwarm().engine(0), PLAIN)
     model.load_state_dict(weights)
     again.load_state_dict(saved)
-    assert (again.outer.inner_steps, again.outer.steps_taken, again.outer.sequence) == (6, 2, 1)
-    assert again.outer.state.merged_at == [2] and again.outer.state.unmerged == 1
+    assert (again.loop.inner_steps, again.loop.steps_taken, again.loop.sequence) == (6, 2, 1)
+    assert again.loop.state.merged_at == [2] and again.loop.state.unmerged == 1
     del saved["diloco"]["numbers"]["jumped"]
     with pytest.raises(ConfigError, match="earlier version"):
         again.load_state_dict(saved)
@@ -454,7 +454,7 @@ def test_whatever_happens_all_members_end_with_the_same_anchors(
     for what, who in story:
         numbers = sorted(world.workers)
         number = numbers[who % len(numbers)]
-        outer = world.workers[number].outer
+        outer = world.workers[number].loop
         if what == "s":
             _step_if_it_need_not_wait(world, number)
         elif what == "c":
@@ -474,15 +474,15 @@ def test_whatever_happens_all_members_end_with_the_same_anchors(
 def _to_the_end(world: ElasticWorld) -> None:
     """Nothing more is lost; whoever is in the way of a round is called."""
     world.swarm.drop = frozenset()
-    last = max(worker.outer.inner_steps for worker in world.workers.values()) + 1
+    last = max(worker.loop.inner_steps for worker in world.workers.values()) + 1
     for worker in world.workers.values():
-        worker.outer.end_at(last)
+        worker.loop.end_at(last)
     for _ in range(10 * last):
         world.swarm.call(_round_in_progress(world))
         for number, worker in world.workers.items():
-            if worker.outer.inner_steps < last:
+            if worker.loop.inner_steps < last:
                 _step_if_it_need_not_wait(world, number)
-    assert all(worker.outer.inner_steps == last for worker in world.workers.values()), "they wait for each other"
+    assert all(worker.loop.inner_steps == last for worker in world.workers.values()), "they wait for each other"
     world.finish()
 
 
@@ -494,7 +494,7 @@ def _round_in_progress(world: ElasticWorld) -> int:
 
 def _step_if_it_need_not_wait(world: ElasticWorld, number: int) -> None:
     """In one thread nobody can wait for another: what is in flight must have ended."""
-    outer = world.workers[number].outer
+    outer = world.workers[number].loop
 
     def ended() -> bool:
         return all(world.swarm.rounds[posted.key.sequence].decision is not None for posted in outer._posted)

@@ -219,7 +219,7 @@ def test_a_swarm_that_is_gone_goes_on_from_the_newest_checkpoint(
     swarm.end()
     again = Swarm(made, tmp_path)
     resumed = again.worker(0, resume=True)
-    assert resumed.mode.state.inner_steps >= 13
+    assert resumed.mode.averager.inner_steps >= 13
     assert resumed.reading.shards == [0, 1, 2, 3, 4, 5]
     again.start(resumed)
     again.end()

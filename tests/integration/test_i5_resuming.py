@@ -221,8 +221,8 @@ def test_a_new_worker_starts_from_the_anchor_with_another_workers_inner_optimize
         assert torch.equal(parameter, source[f"outer.anchor.{name}"])
         assert not torch.equal(parameter, source[f"model.{name}"])
         assert torch.equal(new.inner.state[parameter]["exp_avg"], source[f"inner.exp_avg.{name}"])
-    assert new.mode.state.inner_steps == 9 and new.mode.state.state.merged_at == [9]
-    assert [worker.mode.state.state.merged_at for worker in workers[:2]] == [[6], [6]]
+    assert new.mode.averager.inner_steps == 9 and new.mode.averager.state.merged_at == [9]
+    assert [worker.mode.averager.state.merged_at for worker in workers[:2]] == [[6], [6]]
 
 
 def test_i5_a_run_whose_number_of_workers_has_changed_goes_on_bit_for_bit(

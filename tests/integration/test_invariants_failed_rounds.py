@@ -37,9 +37,9 @@ def test_i6_the_dropped_worker_keeps_its_anchor_and_its_parameters(H: int, worke
     world.merge()
     assert torch.equal(flat(world.models[1]), own)
     assert torch.equal(anchors(dropped), anchor)
-    assert (dropped.outer.rounds, dropped.outer.rounds_failed) == (1, 1)
+    assert (dropped.loop.rounds, dropped.loop.rounds_failed) == (1, 1)
     assert not torch.equal(anchors(world.optimizers[0]), anchor)
-    assert (world.optimizers[0].outer.rounds, world.optimizers[0].outer.rounds_failed) == (2, 0)
+    assert (world.optimizers[0].loop.rounds, world.optimizers[0].loop.rounds_failed) == (2, 0)
 
 
 @pytest.mark.parametrize("H", [1, 3])
@@ -51,7 +51,7 @@ def test_i6_its_work_is_in_the_next_mean_taken_from_the_others_anchor(H: int, wo
     world.step(H - 1)
     world.inner_step()
     anchor = anchors(world.optimizers[0]).double()
-    momentum = world.optimizers[0].outer.fragments[0].state["momentum"].double().clone()
+    momentum = world.optimizers[0].loop.fragments[0].state["momentum"].double().clone()
     own = [flat(model).double() for model in world.models]
     world.post()
     assert torch.equal(anchors(world.optimizers[1]).double(), anchor)  # it has caught up before it posted
@@ -64,7 +64,7 @@ def test_i6_its_work_is_in_the_next_mean_taken_from_the_others_anchor(H: int, wo
     for model, optimizer in zip(world.models, world.optimizers, strict=True):
         torch.testing.assert_close(anchors(optimizer).double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(flat(model), anchors(optimizer))
-        assert optimizer.outer.rounds == 3
+        assert optimizer.loop.rounds == 3
     assert len(set(world.digests())) == 1
 
 
@@ -75,7 +75,7 @@ def test_i6_a_round_that_fails_for_everyone_changes_nothing_and_loses_nothing(H:
     world.step(H)
     for optimizer in world.optimizers:
         assert torch.equal(anchors(optimizer), start)
-        assert (optimizer.outer.rounds, optimizer.outer.rounds_failed) == (0, 1)
+        assert (optimizer.loop.rounds, optimizer.loop.rounds_failed) == (0, 1)
     world.step(H - 1)
     world.inner_step()
     mean = (flat(world.models[0]).double() + flat(world.models[1]).double()) / 2
@@ -88,7 +88,7 @@ def test_i6_a_round_that_fails_for_everyone_changes_nothing_and_loses_nothing(H:
 def test_i6_a_worker_alone_trains_on_after_a_failed_round() -> None:
     world = InTurn(1, SyncConfig(2, "fp32"), SGD(lr=1.0), fail_at=[(0, 0)])
     world.step(2)
-    assert world.optimizers[0].outer.rounds_failed == 1
+    assert world.optimizers[0].loop.rounds_failed == 1
     own = flat(world.models[0])
     assert not torch.equal(anchors(world.optimizers[0]), own)
     world.step(2)
@@ -102,18 +102,18 @@ def test_i6_contributions_that_are_all_refused_change_no_anchor() -> None:
         with torch.no_grad():
             model.exit.weight[0, 0] = math.nan
     for optimizer in world.optimizers:
-        optimizer.outer.inner_steps += 1
+        optimizer.loop.inner_steps += 1
     world.post()
     world.merge()
     assert world.digests() == start
     assert all(bool(anchors(optimizer).isfinite().all()) for optimizer in world.optimizers)
-    assert [optimizer.outer.rounds_failed for optimizer in world.optimizers] == [1, 1]
+    assert [optimizer.loop.rounds_failed for optimizer in world.optimizers] == [1, 1]
 
 
 def test_a_worker_with_nan_parameters_is_refused_counted_and_healed_by_the_merge() -> None:
     world = InTurn(3, SyncConfig(1, "fp32"), SGD(lr=1.0))
     events: list[Any] = []
-    world.optimizers[0].outer.on_round = events.append
+    world.optimizers[0].loop.on_round = events.append
     world.inner_step()
     with torch.no_grad():
         world.models[2].exit.weight[0, 0] = math.nan
@@ -135,12 +135,12 @@ def test_a_worker_whose_anchor_went_astray_takes_over_the_others_and_adds_nothin
     world.step(2)
     stray = world.optimizers[-1]
     with torch.no_grad():
-        stray.outer.fragments[0].anchor[7] += 100.0
+        stray.loop.fragments[0].anchor[7] += 100.0
         world.models[-1].entrance.weight.view(-1)[7] += 100.0
     world.step(2)
     assert len(set(world.digests())) == 2
     world.step(2)
-    assert stray.outer.rounds_failed == 1
+    assert stray.loop.rounds_failed == 1
     world.step(1)
     world.inner_step()
     others = torch.stack([flat(model).double() for model in world.models[:-1]]).mean(0)

@@ -80,8 +80,8 @@ def test_a_trainer_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopp
     whole.train()
     resumed, optimizer_again = trainer(tmp_path / "again", sync, save_strategy="steps", save_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert optimizer.outer.inner_steps == optimizer_again.outer.inner_steps == 7
-    assert optimizer.outer.rounds == optimizer_again.outer.rounds >= 3
+    assert optimizer.loop.inner_steps == optimizer_again.loop.inner_steps == 7
+    assert optimizer.loop.rounds == optimizer_again.loop.rounds >= 3
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()
     for mine, theirs in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -103,7 +103,7 @@ def test_load_best_model_at_end_is_refused_before_the_first_step(tmp_path: Path)
     )
     with pytest.raises(ConfigError, match="load_best_model_at_end"):
         whole.train()
-    assert optimizer.outer.inner_steps == 0
+    assert optimizer.loop.inner_steps == 0
 
 
 @pytest.mark.parametrize(("processes", "gpus"), [(2, 1), (1, 2)])
@@ -115,7 +115,7 @@ def test_a_trainer_that_would_average_gradients_itself_is_refused(processes: int
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_trainer_ends_when_another_worker_has_asked_for_the_end(stopping: bool) -> None:
-    optimizer: Any = SimpleNamespace(outer=SimpleNamespace(stopping=stopping))
+    optimizer: Any = SimpleNamespace(loop=SimpleNamespace(stopping=stopping))
     control, args = TrainerControl(), SimpleNamespace()
     TransformersCallback(optimizer).on_step_end(args, TrainerState(), control)
     assert control.should_training_stop == stopping
@@ -138,7 +138,7 @@ def test_accelerate_scales_clips_and_skips_while_the_schedule_of_rounds_goes_on(
         nn.utils.clip_grad_norm_(model.parameters(), math.sqrt(2.0))  # 3.0 becomes 1.0
         accelerated.step()
         accelerated.zero_grad()
-    assert (optimizer.outer.inner_steps, optimizer.skipped_steps, optimizer.outer.rounds) == (4, 1, 2)
+    assert (optimizer.loop.inner_steps, optimizer.skipped_steps, optimizer.loop.rounds) == (4, 1, 2)
     assert torch.allclose(model.weight, torch.full((1, 2), -3.0), atol=1e-5)
 
 
@@ -166,13 +166,13 @@ def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(
 ) -> None:
     accelerator, optimizer, model, train = _accelerate(8, sync)
     train(steps)
-    assert optimizer.outer.in_flight == sync.overlap_steps
+    assert optimizer.loop.in_flight == sync.overlap_steps
     accelerator.save_state(str(tmp_path))
     train(8 - steps)
     AcceleratorState._reset_state(reset_partial_state=True)
     again, optimizer_again, model_again, train_again = _accelerate(8, sync)
     again.load_state(str(tmp_path))
-    assert optimizer_again.outer.inner_steps == steps
+    assert optimizer_again.loop.inner_steps == steps
     train_again(8 - steps)
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_again.parameters(), strict=True))
@@ -234,7 +234,7 @@ def test_lightning_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopp
         tmp_path / "again",
         tmp_path / "epoch=0.ckpt",  # after 5 steps
     )
-    assert optimizer.outer.inner_steps == optimizer_again.outer.inner_steps == 10
+    assert optimizer.loop.inner_steps == optimizer_again.loop.inner_steps == 10
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
@@ -242,14 +242,14 @@ def test_lightning_resumed_from_its_own_checkpoint_ends_as_if_it_had_never_stopp
 def test_lightning_scales_clips_and_skips_while_the_schedule_of_rounds_goes_on(tmp_path: Path) -> None:
     model = Line(broken=3)
     optimizer = fit(model, tmp_path, plugins=[ScaledFloat32()])
-    assert (optimizer.outer.inner_steps, optimizer.skipped_steps) == (10, 2)  # once an epoch
-    assert optimizer.outer.rounds == 5
+    assert (optimizer.loop.inner_steps, optimizer.skipped_steps) == (10, 2)  # once an epoch
+    assert optimizer.loop.rounds == 5
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 def test_lightning_accumulates_and_steps_once_in_two_batches(tmp_path: Path) -> None:
     optimizer = fit(Line(), tmp_path, accumulate_grad_batches=2)
-    assert (optimizer.outer.inner_steps, optimizer.skipped_steps) == (6, 0)  # of 5 batches an epoch, 2 + 2 + 1
+    assert (optimizer.loop.inner_steps, optimizer.skipped_steps) == (6, 0)  # of 5 batches an epoch, 2 + 2 + 1
 
 
 def test_lightning_needs_diloco_as_its_only_optimizer(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_lightning_trainer_ends_when_another_worker_has_asked_for_the_end(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = around(model)
-    monkeypatch.setattr(type(optimizer.outer), "stopping", stopping)
+    monkeypatch.setattr(type(optimizer.loop), "stopping", stopping)
     trainer = SimpleNamespace(optimizers=[optimizer], global_step=0, should_stop=False)
     callback = LightningCallback()
     callback.on_train_start(trainer, None)

@@ -63,7 +63,7 @@ def early_end_of_all(engine: Engine) -> Story:
 def _disturbed(engine: Engine, disturb: Callable[[int, nn.Module, DiLoCo], None]) -> Story:
     model, optimizer = build(engine, SyncConfig(2, "fp32"))
     story = Story()
-    optimizer.outer.on_round = lambda event: _back_to_the_anchor(optimizer) if event.failure else None
+    optimizer.loop.on_round = lambda event: _back_to_the_anchor(optimizer) if event.failure else None
     for step in range(10):
         optimizer.zero_grad()
         loss_of(model, engine.worker, step).backward()
@@ -74,15 +74,15 @@ def _disturbed(engine: Engine, disturb: Callable[[int, nn.Module, DiLoCo], None]
         story.digests.append(optimizer.anchor_digest())
     optimizer.finish()
     story.digests.append(optimizer.anchor_digest())
-    story.steps = optimizer.outer.rounds_failed
-    story.final, story.bytes_sent = flat(model).tolist(), optimizer.outer.bytes_sent
+    story.steps = optimizer.loop.rounds_failed
+    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.bytes_sent
     assert bool(anchors(optimizer).isfinite().all())
     return story
 
 
 def _back_to_the_anchor(optimizer: DiLoCo) -> None:
     """What a user may do when all parameters are lost."""
-    for fragment in optimizer.outer.fragments:
+    for fragment in optimizer.loop.fragments:
         fragment.adopt_anchor()
 
 
@@ -99,7 +99,7 @@ def one_goes_astray(engine: Engine) -> Story:
     def disturb(step: int, model: Any, optimizer: DiLoCo) -> None:
         if step == 3 and engine.worker == 1:
             with torch.no_grad():
-                optimizer.outer.fragments[0].anchor[7] += 1.0
+                optimizer.loop.fragments[0].anchor[7] += 1.0
                 model.entrance.weight.view(-1)[7] += 1.0
 
     return _disturbed(engine, disturb)
@@ -184,7 +184,7 @@ def bytes_by_both_counts(engine: TorchDistributedEngine) -> dict[str, tuple[int,
             loss_of(model, engine.worker, step).backward()
             optimizer.step()
         dist.barrier()
-        counts[name] = (optimizer.outer.bytes_sent, tcp_bytes_sent() - before)
+        counts[name] = (optimizer.loop.bytes_sent, tcp_bytes_sent() - before)
     return counts
 
 

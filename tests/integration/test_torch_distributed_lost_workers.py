@@ -36,7 +36,7 @@ def trains_until_the_others_are_lost(engine: TorchDistributedEngine, sync: SyncC
         optimizer.finish()
     with optimizer.outer_parameters():
         fine = all(bool(p.isfinite().all()) for p in model.parameters())
-    return {"text": str(caught.value), "fine": fine, "rounds": optimizer.outer.rounds, "again": _again(engine)}
+    return {"text": str(caught.value), "fine": fine, "rounds": optimizer.loop.rounds, "again": _again(engine)}
 
 
 def _again(engine: TorchDistributedEngine) -> str:

@@ -91,4 +91,4 @@ def test_both_modes_weigh_a_worker_by_its_text_if_the_shards_differ_in_kind(
     for data, weight in expected.items():
         config = RunConfig(workers=1, mode=mode, data=data, training=training)
         worker = Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)
-        assert worker.mode.state.weight == weight
+        assert worker.mode.averager.weight == weight

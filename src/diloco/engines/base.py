@@ -1,6 +1,6 @@
 """The engine contract: who averages with whom. Everything that can fail, wait or travel is behind it.
 
-A `Membership` is a process's place among the workers; it gives an `Engine` for each lane that the process is in. A
+A `Connection` is a process's place among the workers; it gives an `Engine` for each lane that the process is in. A
 worker of one rank is in one lane, and its engine is its membership too.
 
 - `start_round` returns at once; the transfer runs beside training. `PendingRound.wait` is bounded by the deadline.
@@ -25,7 +25,7 @@ class PendingRound(ABC):
         """The result; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
 
-class Membership(ABC):
+class Connection(ABC):
     """This process's place: in worker `worker`, from 0 to `workers` − 1, and one of its `ranks`."""
 
     worker: int
@@ -61,7 +61,7 @@ class Membership(ABC):
         """Leave the others; never waits for a peer."""
 
 
-class Engine(Membership):
+class Engine(Connection):
     """One lane's averaging, and for a worker of one rank all of it."""
 
     ranks = ALONE

@@ -9,14 +9,14 @@ from itertools import accumulate
 
 import torch.distributed as dist
 
-from diloco.engines.base import Engine, Membership
+from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import Member
 from diloco.engines.torch_distributed import LaneGroups, TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks, compute_backend, new_group
 from diloco.errors import ConfigError, EngineError
 
 
-class RankedEngine(Membership):
+class RankedEngine(Connection):
     """This rank's place in its worker and in the lanes."""
 
     def __init__(

@@ -41,14 +41,14 @@ class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
         optimizer = self._optimizer = _only(trainer.optimizers)
         # Then Lightning unscales and clips by itself, and leaves the step out where GradScaler says so: counted below.
         optimizer._step_supports_amp_scaling = False
-        self._steps_before = trainer.global_step - optimizer.outer.inner_steps
+        self._steps_before = trainer.global_step - optimizer.loop.inner_steps
 
     def on_train_batch_end(self, trainer: Any, *more: Any) -> None:
         del more
         assert self._optimizer is not None
-        if self._optimizer.outer.inner_steps < trainer.global_step - self._steps_before:
+        if self._optimizer.loop.inner_steps < trainer.global_step - self._steps_before:
             self._optimizer.skip_step()
-        if self._optimizer.outer.stopping:
+        if self._optimizer.loop.stopping:
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -38,7 +38,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         del args, state, more
-        if self.optimizer.outer.stopping:
+        if self.optimizer.loop.stopping:
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import OuterOptimizer
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.engines.rounds import RoundKey
 from diloco.errors import ConfigError, RoundFailed
 from diloco.outer.in_flight import Posted
@@ -34,7 +34,7 @@ class ElasticLoop(OuterLoop):
     def __init__(
         self,
         tensors: ModelTensors,
-        engine: Membership,
+        engine: Connection,
         sync: SyncConfig,
         outer: OuterOptimizer,
         weight: float,

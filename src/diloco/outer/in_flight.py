@@ -19,7 +19,7 @@ from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.ranks.worker_round import Outcome, WorkerRound
 from diloco.outer.state import OuterState
-from diloco.outer.tensor_pieces import Held, Numbers
+from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def outcome(posted: Posted) -> RoundResult | RoundFailed:
     return ended if isinstance(ended, RoundFailed) else ended.result
 
 
-def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, Held], list[Numbers]]:
+def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:
     """Settled rounds as tensors and numbers."""
-    held: dict[str, Held] = {}
+    held: dict[str, TensorPieces] = {}
     numbers = [_to_numbers(posted) for posted in rounds]
     for posted, told in zip(rounds, numbers, strict=True):
         if _has_mean(told):
@@ -76,9 +76,9 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
 
 def restoring_rounds(
     numbers: Sequence[Numbers], state: OuterState
-) -> tuple[dict[str, Held], Callable[[], list[Posted]]]:
+) -> tuple[dict[str, TensorPieces], Callable[[], list[Posted]]]:
     """The memory to load the rounds' means into, and what then gives the rounds."""
-    held: dict[str, Held] = {}
+    held: dict[str, TensorPieces] = {}
     means: list[list[Tensor]] = []
     for saved in numbers:
         key = RoundKey(**saved["key"])
@@ -92,7 +92,7 @@ def restoring_rounds(
     return held, rounds
 
 
-def _held_means(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, Held]:
+def _held_means(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, TensorPieces]:
     return state.held_of(key.fragment, f"in_flight.{key.sequence}", means)
 
 

@@ -1,6 +1,6 @@
 """One lane on this rank: the fragments of its elements, the memory that travels, and the engine that averages them.
 
-Fragments are cut by whole parameters (core/fragments.py); of each, a lane has the pieces that its ranks hold
+Fragments are cut by whole parameters (core/fragments.py); of each, a lane has the pieces that its ranks pieces_of
 (core/lanes.py). A lane that holds nothing of a fragment takes part in its rounds with a header alone.
 """
 
@@ -20,8 +20,8 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.engines.base import Engine
 from diloco.outer.ranks.local_tensors import LocalTensor
-from diloco.outer.tensor_pieces import Held
-from diloco.outer.tensor_pieces import Piece as HeldPiece
+from diloco.outer.tensor_pieces import Piece as TensorPiece
+from diloco.outer.tensor_pieces import TensorPieces
 
 NOTHING = "0" * 16  # the digest of a fragment of which a lane holds nothing
 
@@ -105,15 +105,17 @@ class Lane:
                 tensors |= {f"{index}.{name}": flat.to("cpu", copy=True) for name, flat in fragment.state.items()}
         return tensors
 
-    def held(self, index: int, prefix: str, flat: Tensor) -> dict[str, Held]:
+    def held(self, index: int, prefix: str, flat: Tensor) -> dict[str, TensorPieces]:
         """A flat buffer of a fragment, by parameter: whole rows of each, or all of it."""
         fragment = self.fragments[index]
         if fragment is None:
             return {}
         held = {}
         for piece, (label, view) in zip(self.pieces[index], fragment.views(flat).items(), strict=True):
-            here = HeldPiece(piece.offsets, view if label == piece.name else view.view(piece.shape))
-            held[f"{prefix}.{piece.name}"] = Held(piece.whole, view.dtype, (here,), replicated=label == piece.name)
+            here = TensorPiece(piece.offsets, view if label == piece.name else view.view(piece.shape))
+            held[f"{prefix}.{piece.name}"] = TensorPieces(
+                piece.whole, view.dtype, (here,), replicated=label == piece.name
+            )
         return held
 
     def start_tensors(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from diloco.core.fragments import Fragment, PartLayout, assign
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.errors import RoundFailed
 from diloco.outer.catch_up import CatchingUp
@@ -43,7 +43,7 @@ from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.ranks.worker_round import Outcome, RoundEvent, WorkerRound, similarity, went_astray
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
-from diloco.outer.tensor_pieces import Held, Numbers
+from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class OuterLoop:
     def __init__(
         self,
         tensors: ModelTensors,
-        engine: Membership,
+        engine: Connection,
         sync: SyncConfig,
         outer: OuterOptimizer,
         weight: float,
@@ -371,7 +371,7 @@ class OuterLoop:
             return "this worker's anchors may not be the others'"
         return None
 
-    def saved(self) -> tuple[dict[str, Held], Numbers]:
+    def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Everything but the model and the inner optimizer; call `settle` first."""
         self.refuse_inside_evaluation()
         held, in_flight = saved_rounds(self._posted, self.state)
@@ -379,7 +379,7 @@ class OuterLoop:
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
         return self.state.held() | held, numbers
 
-    def restoring(self, numbers: Numbers) -> tuple[dict[str, Held], Callable[[], None]]:
+    def restoring(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
         """The memory to load a saved state into, and what to call then."""
         self.refuse_inside_evaluation()
         self.state.check_fragments(numbers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.core.config import SyncConfig
 from diloco.core.lanes import lay_lanes
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError
 from diloco.outer.lane import Group, LaneBuilder
@@ -24,7 +24,7 @@ class Replica:
     def __init__(
         self,
         tensors: ModelTensors,
-        engine: Membership,
+        engine: Connection,
         groups: Sequence[Group],
         sync: SyncConfig,
         common: tuple[object, ...],

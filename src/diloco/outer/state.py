@@ -19,7 +19,7 @@ from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError, RoundFailed
 from diloco.outer.lane import NOTHING, Group, Lane
-from diloco.outer.tensor_pieces import Held, Numbers
+from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 
 class OuterState:
@@ -45,7 +45,7 @@ class OuterState:
         self.digests = [NOTHING] * self.num_fragments
         """Of the worker's anchors, one for each fragment."""
         self.lock = threading.Lock()
-        """Held while anchors change, so that a served state is never half merged."""
+        """TensorPieces while anchors change, so that a served state is never half merged."""
         self._groups, self._ranks = groups, ranks
         self.gather_digests(range(self.num_fragments))
 
@@ -157,9 +157,9 @@ class OuterState:
 
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, TensorPieces]:
         """Anchors and outer momentum; whoever writes into them calls `loaded` afterwards."""
-        held: dict[str, Held] = {}
+        held: dict[str, TensorPieces] = {}
         for index, group in enumerate(self._groups):
             mine = [fragment for _, fragment in self.fragments_of(index)]
             held |= self.held_of(index, "outer.anchor", [fragment.anchor for fragment in mine])
@@ -167,9 +167,9 @@ class OuterState:
                 held |= self.held_of(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
         return held
 
-    def held_of(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, Held]:
+    def held_of(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, TensorPieces]:
         """Flat buffers of what this rank has of a fragment (`fragments_of`), by parameter."""
-        held: dict[str, Held] = {}
+        held: dict[str, TensorPieces] = {}
         for (lane, _), flat in zip(self.fragments_of(index), flats, strict=True):
             for name, more in lane.held(index, prefix, flat).items():
                 held[name] = replace(held[name], pieces=held[name].pieces + more.pieces) if name in held else more

@@ -1,8 +1,8 @@
 """A tensor as one rank holds it: what is saved and loaded, whatever the layout it is held in.
 
 A worker of several ranks has each parameter cut among them, and another start may cut it otherwise. So nothing is saved
-by rank or by flat buffer: a `Held` has the whole tensor's shape and the pieces of it that are here, as views of the
-memory that is trained. Whoever saves reads the pieces, whoever loads writes into them.
+by rank or by flat buffer: a `TensorPieces` has the whole tensor's shape and this rank's pieces of it, as views of the
+memory that is trained. Saving reads the pieces, loading writes into them.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorPieces:
     """A tensor of `shape`, of which this rank holds `pieces`."""
 
     shape: tuple[int, ...]
@@ -37,25 +37,25 @@ class Held:
     replicated: bool = False
     """All ranks of the worker hold the same: one of them writes it."""
 
-    def copied(self) -> "Held":
+    def copied(self) -> "TensorPieces":
         """The same values in memory of their own, on the CPU: training may go on while they are written."""
         pieces = tuple(Piece(p.offsets, p.tensor.detach().to("cpu", copy=True)) for p in self.pieces)
-        return Held(self.shape, self.dtype, pieces, self.replicated)
+        return TensorPieces(self.shape, self.dtype, pieces, self.replicated)
 
 
-def hold(tensor: Tensor) -> Held:
+def pieces_of(tensor: Tensor) -> TensorPieces:
     """All of an ordinary tensor, or this rank's shard of a DTensor."""
     shape = tuple(tensor.shape)
     module = sys.modules.get("torch.distributed.tensor")  # slow to import, and a DTensor has imported it
     if module is None or not isinstance(tensor, module.DTensor):
-        return Held(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),), replicated=True)
+        return TensorPieces(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),), replicated=True)
     chunks = tensor.__create_chunk_list__()
     local = tensor.to_local().detach()
     pieces = tuple(Piece(tuple(chunk.offsets), local) for chunk in chunks if local.numel())
-    return Held(shape, tensor.dtype, pieces)
+    return TensorPieces(shape, tensor.dtype, pieces)
 
 
-def as_tensors(held: Mapping[str, Held]) -> dict[str, Tensor]:
+def as_tensors(held: Mapping[str, TensorPieces]) -> dict[str, Tensor]:
     """For a state dict: copies by name; a piece that is not all of its tensor has its place in the name."""
     return {
         _piece_name(name, whole, piece): piece.tensor.detach().clone()
@@ -65,7 +65,7 @@ def as_tensors(held: Mapping[str, Held]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_into(held: Mapping[str, Held], saved: Mapping[str, Tensor]) -> None:
+def copy_into(held: Mapping[str, TensorPieces], saved: Mapping[str, Tensor]) -> None:
     """The reverse of `as_tensors`; names and shapes must be the same."""
     pieces = {_piece_name(name, whole, piece): piece.tensor for name, whole in held.items() for piece in whole.pieces}
     mine, theirs = ({name: tuple(t.shape) for name, t in side.items()} for side in (pieces, saved))
@@ -80,5 +80,5 @@ def copy_into(held: Mapping[str, Held], saved: Mapping[str, Tensor]) -> None:
         tensor.copy_(saved[name])
 
 
-def _piece_name(name: str, whole: Held, piece: Piece) -> str:
+def _piece_name(name: str, whole: TensorPieces, piece: Piece) -> str:
     return name if tuple(piece.tensor.shape) == whole.shape else f"{name}@{','.join(map(str, piece.offsets))}"

@@ -22,7 +22,7 @@ from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 from diloco.outer.model_tensors import model_tensors
-from diloco.outer.tensor_pieces import Held, Numbers
+from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 _COUNTERS = (
     "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"
@@ -147,11 +147,11 @@ class DataParallel:
         """A worker that stops does so after a step like any other, together with all."""
         return None
 
-    def saved(self) -> tuple[dict[str, Held], Numbers]:
+    def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Everything but the model and the inner optimizer."""
         return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
 
-    def restoring(self, numbers: Numbers) -> tuple[dict[str, Held], Callable[[], None]]:
+    def restoring(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
         """The memory to load a saved state into, and what to call then."""
 
         def loaded() -> None:

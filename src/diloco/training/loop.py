@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.engines.base import Engine, Membership
+from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
@@ -49,7 +49,7 @@ class Training:
         self,
         config: RunConfig,
         texts: Texts | Corpus,
-        engine: Membership,
+        engine: Connection,
         events: EventLog,
         device: torch.device,
         folder: Path,
@@ -105,13 +105,17 @@ class Training:
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
             return DataParallelMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
-        mode.state.on_post, mode.state.on_round, mode.state.on_cut = self._on_post, self._on_round, self._on_cut
+        mode.averager.on_post, mode.averager.on_round, mode.averager.on_cut = (
+            self._on_post,
+            self._on_round,
+            self._on_cut,
+        )
         return mode
 
     def _company(self, texts: Texts) -> Company | None:
         if not self.engine.elastic:
             return None
-        outer = self.mode.state
+        outer = self.mode.averager
         assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
         return Company(self.config, texts, self.engine, self.reading, self.validation, outer, self.events)
 
@@ -123,7 +127,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
-        config, state = self.config, self.mode.state
+        config, state = self.config, self.mode.averager
         self.events.emit(
             "worker_started",
             workers=self.engine.workers,
@@ -173,7 +177,7 @@ class Training:
         """Before `run`: everything as it was saved, or at the first step if nothing was."""
         self._resumed = self.saving.load(start)
         if start.progress is not None:
-            unknown = self.reading.take(start.progress, since=self.mode.state.inner_steps)
+            unknown = self.reading.take(start.progress, since=self.mode.averager.inner_steps)
             if unknown:
                 self._resumed["notes"].append(
                     f"no checkpoint here tells how far the shards {', '.join(map(str, unknown))} had been read: worker "
@@ -243,7 +247,7 @@ class Training:
     def _log_step(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
         ranks = self.engine.ranks
         self._loss = ranks.sums(loss.item())[0] / ranks.count
-        state = self.mode.state
+        state = self.mode.averager
         self.events.emit(
             "step",
             step=step,
@@ -266,7 +270,7 @@ class Training:
         return self._elapsed_before + time.monotonic() - self._started - self.validation.seconds
 
     def _update_report(self) -> None:
-        state = self.mode.state
+        state = self.mode.averager
         state.report = replace(
             state.report,
             tokens=self._tokens(1),
@@ -293,7 +297,7 @@ class Training:
             self._open_step, self._saved_before_cut = False, True
 
     def _on_post(self, key: RoundKey) -> None:
-        step = self.mode.state.inner_steps
+        step = self.mode.averager.inner_steps
         self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
         if self.company is not None:
             self.company.after_post(key.sequence)
@@ -341,7 +345,7 @@ class Training:
 
     def _last_evaluation(self) -> None:
         self._announce_validation()  # the one before, which the last rounds have told
-        self.mode.state.report = replace(self.mode.state.report, elapsed_seconds=self._elapsed())
+        self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self._elapsed())
         self.validation.measure_end(self.mode)
 
     def _announce_validation(self) -> None:
@@ -349,7 +353,7 @@ class Training:
             self.validation.announce()
 
     def _emit_end(self, type_: str, **more: object) -> None:
-        state = self.mode.state
+        state = self.mode.averager
         self.events.emit(
             type_,
             inner_steps=state.inner_steps,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diloco.core.outer_optimizers import outer_optimizer
-from diloco.engines.base import Engine, Membership
+from diloco.engines.base import Connection, Engine
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer.loop import OuterLoop
@@ -19,9 +19,9 @@ from diloco.training.precision import Precision
 
 
 class Mode(ABC):
-    """What the loop needs of a way to train together. `state` carries the counters and the report."""
+    """What the loop needs of a way to train together. `averager` carries the counters and the report."""
 
-    state: OuterLoop | DataParallel
+    averager: OuterLoop | DataParallel
 
     @abstractmethod
     def zero_grad(self) -> None: ...
@@ -71,7 +71,7 @@ class Mode(ABC):
         """After another worker's state was loaded: nothing of its own work is in the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not in `state`."""
+        """What is not in `averager`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class DiLoCoMode(Mode):
         self,
         model: LanguageModel,
         inner: torch.optim.Optimizer,
-        engine: Membership,
+        engine: Connection,
         config: RunConfig,
         identity: str,
         weight: float,
@@ -98,7 +98,7 @@ class DiLoCoMode(Mode):
             weight=weight,
             identity=identity,
         )
-        self.state: OuterLoop = self.optimizer.outer
+        self.averager: OuterLoop = self.optimizer.loop
         self._stop_requested = False
 
     def zero_grad(self) -> None:
@@ -117,7 +117,7 @@ class DiLoCoMode(Mode):
 
     @property
     def steps_taken(self) -> int:
-        return self.state.steps_taken
+        return self.averager.steps_taken
 
     @property
     def skipped_steps(self) -> int:
@@ -129,7 +129,7 @@ class DiLoCoMode(Mode):
     @property
     def must_end(self) -> bool:
         """At once if it is this worker's wish: the round in which it ends tells the others."""
-        return self._stop_requested or self.state.stopping
+        return self._stop_requested or self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:
         self.optimizer.finish(early=self._stop_requested, before_confirming=before_confirming)
@@ -141,9 +141,9 @@ class DiLoCoMode(Mode):
         return self.optimizer.anchor_digest()
 
     def start_from_anchor(self) -> None:
-        self.state.state.start_from_anchor()
-        self.state.replica.changed()
-        self.state.bytes_sent, self.state.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
+        self.averager.state.start_from_anchor()
+        self.averager.replica.changed()
+        self.averager.bytes_sent, self.averager.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": self.optimizer.skipped_steps}
@@ -162,47 +162,47 @@ class DataParallelMode(Mode):
         identity: str,
         weight: float,
     ) -> None:
-        self.state: DataParallel = DataParallel(
+        self.averager: DataParallel = DataParallel(
             model, inner, engine, sync=config.sync, weight=weight, identity=identity
         )
 
     def zero_grad(self) -> None:
-        self.state.zero_grad()
+        self.averager.zero_grad()
 
     def before_clipping(self, precision: Precision) -> None:  # noqa: ARG002 - fp16 is refused in this mode
-        self.state.average_gradients()
+        self.averager.average_gradients()
 
     def step(self, precision: Precision) -> None:  # noqa: ARG002
-        self.state.step()
+        self.averager.step()
 
     def post_and_merge(self) -> None:
         raise AssertionError("in this mode a step and its average are one")
 
     @property
     def steps_taken(self) -> int:
-        return self.state.inner_steps
+        return self.averager.inner_steps
 
     @property
     def skipped_steps(self) -> int:
         return 0
 
     def request_stop(self) -> None:
-        self.state.report = replace(self.state.report, stopping=True)
+        self.averager.report = replace(self.averager.report, stopping=True)
 
     @property
     def must_end(self) -> bool:
         """Only once everyone knows: the next step's averaging tells them, and all end after it."""
-        return self.state.stopping
+        return self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:
-        self.state.finish(before_confirming=before_confirming)
+        self.averager.finish(before_confirming=before_confirming)
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def anchor_digest(self) -> str:
-        return self.state.anchor_digest()
+        return self.averager.anchor_digest()
 
     def start_from_anchor(self) -> None:
         """All parameters are everyone's; only what was counted is not."""
-        self.state.bytes_sent, self.state.sync_seconds = 0, 0.0
+        self.averager.bytes_sent, self.averager.sync_seconds = 0, 0.0

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
 from diloco.data.preparation.received_corpus import check_file
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.errors import EngineError
 from diloco.outer.loop import OuterLoop
 from diloco.outer.ranks.worker_round import RoundEvent
@@ -51,7 +51,7 @@ class Swarm(Protocol):
         """Of all members (swarm/node.py)."""
 
 
-def starting_shards(texts: Texts, engine: Membership, config: RunConfig) -> list[int]:
+def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
     """What a worker reads first: its share of the text, as far as it is here. In a swarm all that is here, if its share
     is less than a batch."""
     if texts.own is not None:
@@ -68,7 +68,7 @@ def starting_shards(texts: Texts, engine: Membership, config: RunConfig) -> list
     return share if windows >= config.training.batch_size else here
 
 
-def present(engine: Membership) -> tuple[int, ...]:
+def present(engine: Connection) -> tuple[int, ...]:
     """The members of the moment; this worker is one of them."""
     others = engine.roster if isinstance(engine, Swarm) else [member.worker for member in engine.members()]
     return tuple(sorted({*others, engine.worker}))
@@ -94,7 +94,7 @@ class Company:
         self,
         config: RunConfig,
         texts: Texts,
-        engine: Membership,
+        engine: Connection,
         reading: Reading,
         validation: Validation,
         outer: OuterLoop,

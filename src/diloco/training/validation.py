@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from diloco.data.corpus import Corpus
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.models.base import LanguageModel
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, combine, evaluate
@@ -22,7 +22,7 @@ class Validation:
         corpus: Corpus,
         model: LanguageModel,
         precision: Precision,
-        engine: Membership,
+        engine: Connection,
         events: EventLog,
     ) -> None:
         self._config, self._corpus, self._model, self._precision = config, corpus, model, precision
@@ -44,7 +44,7 @@ class Validation:
     def measure(self, mode: Mode) -> None:
         """On the outer parameters; the next round tells the others."""
         started = time.monotonic()
-        state = mode.state
+        state = mode.averager
         step = state.inner_steps
         if self._engine.elastic:  # some may have jumped a little further, and all must tell the same step
             step -= step % self._config.eval_interval
@@ -60,13 +60,13 @@ class Validation:
         result = self._here()
         self.seconds += time.monotonic() - started
         # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
-        step = max([mode.state.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
+        step = max([mode.averager.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
         self._tell(mode, result, step)
 
     def _tell(self, mode: Mode, result: Evaluation, step: int) -> None:
         self.measured_step = step
-        mode.state.report = replace(
-            mode.state.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
+        mode.averager.report = replace(
+            mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )
 
     def _here(self) -> Evaluation:

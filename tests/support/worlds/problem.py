@@ -59,7 +59,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def anchors(optimizer: DiLoCo) -> Tensor:
     """All anchors, copied, as one vector (in the fragments' order)."""
-    return torch.cat([fragment.anchor.clone() for fragment in optimizer.outer.fragments])
+    return torch.cat([fragment.anchor.clone() for fragment in optimizer.loop.fragments])
 
 
 @dataclass
@@ -117,7 +117,7 @@ def train(
     if built is not None:
         built()
     story = Story()
-    optimizer.outer.on_round = story.events.append
+    optimizer.loop.on_round = story.events.append
     early = False
     for step in range(steps):
         if early := step == stop_after:
@@ -128,11 +128,11 @@ def train(
         optimizer.step()
         story.losses.append(loss.item())
         story.digests.append(optimizer.anchor_digest())
-        if optimizer.outer.stopping:
+        if optimizer.loop.stopping:
             break
-    story.steps = optimizer.outer.inner_steps
+    story.steps = optimizer.loop.inner_steps
     optimizer.finish(early=early)
     story.digests.append(optimizer.anchor_digest())
-    story.final, story.bytes_sent = flat(model).tolist(), optimizer.outer.bytes_sent
+    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.bytes_sent
     story.member_digests = tuple(member.anchor_digest for member in engine.members())
     return story

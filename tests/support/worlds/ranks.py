@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.core.config import SyncConfig
-from diloco.engines.base import Membership
+from diloco.engines.base import Connection
 from diloco.optimizer import DiLoCo
 from worlds.problem import Net, batch, net
 
@@ -31,7 +31,7 @@ class RankStory:
     member_digests: tuple[str, ...] = ()
 
 
-def wrapped(model: Net, engine: Membership, how: str) -> nn.Module:
+def wrapped(model: Net, engine: Connection, how: str) -> nn.Module:
     """The model as a worker of several ranks holds it; of one rank as it is."""
     if engine.ranks.count == 1 or how == "plain":
         return model
@@ -43,7 +43,7 @@ def wrapped(model: Net, engine: Membership, how: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def rank_loss(model: nn.Module, engine: Membership, step: int) -> Tensor:
+def rank_loss(model: nn.Module, engine: Connection, step: int) -> Tensor:
     """On this rank's rows of its worker's batch."""
     x, y = batch(engine.worker, step)
     rank, ranks = engine.ranks.rank, engine.ranks.count
@@ -51,7 +51,7 @@ def rank_loss(model: nn.Module, engine: Membership, step: int) -> Tensor:
 
 
 def build_rank(
-    engine: Membership, sync: SyncConfig, how: str = "fsdp", *, sgd: bool = False, model: Net | None = None
+    engine: Connection, sync: SyncConfig, how: str = "fsdp", *, sgd: bool = False, model: Net | None = None
 ) -> tuple[nn.Module, DiLoCo]:
     """Every rank starts from its own seed (DDP and FSDP do not care), to show that all begin with worker 0's."""
     whole = wrapped(model or net(seed=engine.worker), engine, how)
@@ -67,7 +67,7 @@ def whole_parameters(model: nn.Module) -> Tensor:
 
 
 def train_rank(
-    engine: Membership,
+    engine: Connection,
     sync: SyncConfig,
     steps: int,
     how: str = "fsdp",
@@ -77,7 +77,7 @@ def train_rank(
 ) -> RankStory:
     model, optimizer = build_rank(engine, sync, how, sgd=sgd)
     story = RankStory()
-    optimizer.outer.on_round = lambda event: story.norms.append(event.norm)
+    optimizer.loop.on_round = lambda event: story.norms.append(event.norm)
     early = False
     for step in range(steps):
         if early := step == stop_after:
@@ -88,20 +88,20 @@ def train_rank(
         story.digests.append(optimizer.anchor_digest())
         if step % 4 == 1:
             story.evaluated.append(evaluated(model, optimizer, engine))
-        if optimizer.outer.stopping:
+        if optimizer.loop.stopping:
             break
-    story.steps = optimizer.outer.inner_steps
+    story.steps = optimizer.loop.inner_steps
     optimizer.finish(early=early)
     return told(story, model, optimizer, engine)
 
 
-def evaluated(model: nn.Module, optimizer: DiLoCo, engine: Membership) -> float:
+def evaluated(model: nn.Module, optimizer: DiLoCo, engine: Connection) -> float:
     with optimizer.outer_parameters(), torch.no_grad():
         return engine.ranks.sums(rank_loss(model, engine, 999).item())[0] / engine.ranks.count
 
 
-def told(story: RankStory, model: nn.Module, optimizer: DiLoCo, engine: Membership) -> RankStory:
-    outer = optimizer.outer
+def told(story: RankStory, model: nn.Module, optimizer: DiLoCo, engine: Connection) -> RankStory:
+    outer = optimizer.loop
     story.digests.append(optimizer.anchor_digest())
     story.final = whole_parameters(model).tolist()
     story.failed, story.refused, story.bytes_sent = outer.rounds_failed, outer.contributions_refused, outer.bytes_sent

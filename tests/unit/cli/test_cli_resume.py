@@ -13,7 +13,7 @@ from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
-from diloco.outer.tensor_pieces import hold
+from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resuming import check_going_on
 from diloco.training.checkpoints.store import Checkpoints, Seat
 from diloco.training.config.run import RunConfig
@@ -47,7 +47,7 @@ def save(folder: Path, worker: int, config: RunConfig, corpus: Corpus) -> None:
     lasting = config.lasting(corpus.digest, "a model")
     own = CheckpointConfig(asynchronous=False)
     checkpoints = Checkpoints(folder, Seat(worker, 2), own, lasting, lambda *_, **__: None)
-    checkpoints.save(9, 3, {"w": hold(torch.zeros(2))}, {})
+    checkpoints.save(9, 3, {"w": pieces_of(torch.zeros(2))}, {})
 
 
 def content(folder: Path) -> dict[Path, bytes]:

@@ -48,14 +48,14 @@ def test_a_worker_alone_that_sends_nothing_reports_the_norm_of_its_outer_gradien
     sync = diloco.SyncConfig(num_inner_steps=2, codec=codec)  # type: ignore[arg-type]
     optimizer = diloco.DiLoCo(model, inner, diloco.alone(), sync=sync)
     events = []
-    optimizer.outer.on_round = events.append
+    optimizer.loop.on_round = events.append
     for _ in range(4):
         model(torch.randn(8, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert len(events) == 2
     assert all(event.mean_norm == pytest.approx(event.norm, rel=1e-3) and event.norm > 0 for event in events)
-    assert optimizer.outer.state.lanes[0].vectors[0].num_bytes == (0 if codec == "fp32" else 2 * 2 * 1024 + 8)
+    assert optimizer.loop.state.lanes[0].vectors[0].num_bytes == (0 if codec == "fp32" else 2 * 2 * 1024 + 8)
 
 
 def test_offloading_from_a_cpu_is_refused() -> None:

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from diloco.engines.rounds import Member, Report
-from diloco.outer.tensor_pieces import hold
+from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints import durable
 from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import Checkpoints, Seat
 from diloco.training.config.tables import CheckpointConfig
 
 SYNC = CheckpointConfig(keep=2, asynchronous=False)
-TENSORS = {"w": hold(torch.arange(6.0)), "s": hold(torch.tensor(1.0))}
+TENSORS = {"w": pieces_of(torch.arange(6.0)), "s": pieces_of(torch.tensor(1.0))}
 
 
 class Told:
@@ -79,11 +79,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
     )
     tensor = torch.ones(2)
     checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True))
-    checkpoints.save(10, 1, {"w": hold(tensor)}, {})
+    checkpoints.save(10, 1, {"w": pieces_of(tensor)}, {})
     tensor.zero_()  # training
     assert steps(tmp_path) == [] and checkpoints.latest == 0
     may_write.set()
-    checkpoints.save(20, 2, {"w": hold(tensor)}, {})
+    checkpoints.save(20, 2, {"w": pieces_of(tensor)}, {})
     checkpoints.wait()
     assert steps(tmp_path) == [10, 20] and checkpoints.latest == 20
     saved = [load_file(worker_folder(tmp_path, step, 0) / "rank-0.safetensors")["w"].tolist() for step in (10, 20)]
@@ -284,7 +284,7 @@ def test_a_write_over_another_that_fails_leaves_that_one_or_none_but_never_a_mix
     for number in itertools.count():
         folder = tmp_path / str(number)
         save(made(folder), 10)
-        again, tensors = made(folder), {"w": hold(torch.zeros(300))}
+        again, tensors = made(folder), {"w": pieces_of(torch.zeros(300))}
         again.attempt = 2
         with struck(monkeypatch, number, full) as strike:
             again.save(10, 1, tensors, {})
@@ -336,7 +336,7 @@ def test_what_cannot_be_written_for_another_reason_than_the_disk_is_told_and_cou
 ) -> None:
     told = Told()
     checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=asynchronous), tell=told)
-    checkpoints.save(10, 1, {"w": hold(torch.zeros(2, dtype=torch.complex64))}, {})
+    checkpoints.save(10, 1, {"w": pieces_of(torch.zeros(2, dtype=torch.complex64))}, {})
     checkpoints.save(20, 2, TENSORS, {"no JSON": object()})
     checkpoints.save(30, 3, TENSORS, {})
     checkpoints.wait()

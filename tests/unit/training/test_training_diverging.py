@@ -47,7 +47,7 @@ def test_rounds_that_fail_after_the_last_step_count_too(tmp_path: Path) -> None:
     late = training(tmp_path, steps=9, sync=SyncConfig(num_inner_steps=3, overlap_steps=2))
     with pytest.raises(EngineError, match="the last 4 rounds failed"):
         late.run()
-    assert late.mode.state.inner_steps == 9
+    assert late.mode.averager.inner_steps == 9
     assert "worker_finished" not in {event["type"] for event in read_events(tmp_path)}
     late.fail(EngineError("as above"))
     assert (tmp_path / "model" / "model.safetensors").exists()

@@ -56,7 +56,7 @@ def test_an_overflow_in_one_worker_is_skipped_counted_and_the_workers_stay_in_st
             precision.step(optimizer)
             optimizer.zero_grad()
         optimizer.finish()
-        outer = optimizer.outer
+        outer = optimizer.loop
         assert all(bool(p.isfinite().all()) for p in model.parameters())
         scale = precision.loss_scale or 0.0
         return optimizer.anchor_digest(), outer.inner_steps, outer.rounds, optimizer.skipped_steps, scale

@@ -12,7 +12,7 @@ from saved.runs import Gathering, agreed
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
-from diloco.outer.tensor_pieces import hold
+from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints.manifests import Moment, find_checkpoints, worker_folder
 from diloco.training.checkpoints.resuming import agree, check_lasting
 from diloco.training.checkpoints.store import Checkpoints, Seat
@@ -26,7 +26,7 @@ def save(folder: Path, worker: int, step: int, *, rounds: int, workers: int = 2,
     checkpoints.attempt = attempt
     progress = {str(shard): [0, step] for shard in range(worker, 6, workers)}
     state = {"also": {"reading": {"progress": progress}}}
-    checkpoints.save(step, rounds, {"w": hold(torch.full((50,), float(step)))}, state)
+    checkpoints.save(step, rounds, {"w": pieces_of(torch.full((50,), float(step)))}, state)
 
 
 def both(folder: Path, *steps: int) -> None:

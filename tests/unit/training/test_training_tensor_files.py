@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diloco.errors import CheckpointError
-from diloco.outer.tensor_pieces import Held, Piece, hold
+from diloco.outer.tensor_pieces import Piece, TensorPieces, pieces_of
 from diloco.training.checkpoints.durable import facts
 from diloco.training.checkpoints.tensor_files import (
     PieceLoadPlanner,
@@ -50,8 +50,8 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def held(tensors: dict[str, Tensor]) -> dict[str, Held]:
-    return {name: hold(tensor) for name, tensor in tensors.items()}
+def held(tensors: dict[str, Tensor]) -> dict[str, TensorPieces]:
+    return {name: pieces_of(tensor) for name, tensor in tensors.items()}
 
 
 def written(folder: Path) -> Path:
@@ -100,12 +100,12 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     read_tensors(tmp_path, held({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}))
 
 
-def cut(tensor: Tensor, cuts: list[int]) -> list[Held]:
+def cut(tensor: Tensor, cuts: list[int]) -> list[TensorPieces]:
     """One rank's rows each; some ranks may have none."""
     bounds = [0, *sorted(cuts), len(tensor)]
     zeros = (0,) * (tensor.dim() - 1)
     return [
-        Held(tuple(tensor.shape), tensor.dtype, (Piece((a, *zeros), tensor[a:b]),) if b > a else ())
+        TensorPieces(tuple(tensor.shape), tensor.dtype, (Piece((a, *zeros), tensor[a:b]),) if b > a else ())
         for a, b in pairwise(bounds)
     ]
 
@@ -149,19 +149,19 @@ def test_dtensors_of_so_many_ranks_are_loaded_by_another_number_of_ranks(
     whole = torch.randn(7, 2)
     for rank in range(before):
         with rank_of(rank, before) as mesh:
-            write_tensors(tmp_path / f"rank-{rank}.safetensors", {"w": hold(shard(whole, mesh, rank, before))})
+            write_tensors(tmp_path / f"rank-{rank}.safetensors", {"w": pieces_of(shard(whole, mesh, rank, before))})
     loaded = []
     for rank in range(after):
         with rank_of(rank, after) as mesh:
             mine = shard(torch.zeros_like(whole), mesh, rank, after)
-            read_tensors(tmp_path, {"w": hold(mine)})
+            read_tensors(tmp_path, {"w": pieces_of(mine)})
             loaded.append(mine.to_local())
     assert torch.equal(torch.cat(loaded), whole)
 
 
 def test_a_copy_to_write_from_does_not_follow_the_training(tmp_path: Path) -> None:
     tensor = torch.ones(3)
-    staged = {"t": hold(tensor).copied()}
+    staged = {"t": pieces_of(tensor).copied()}
     tensor.zero_()
     write_tensors(tmp_path / "rank-0.safetensors", staged)
     assert load_file(tmp_path / "rank-0.safetensors")["t"].tolist() == [1, 1, 1]

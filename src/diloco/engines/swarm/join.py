@@ -40,7 +40,7 @@ def join_swarm(
     `folder` keeps the worker's name, its invitation and the others' addresses: with the same folder it comes back as
     the same worker. Several workers of a machine share one folder, each with a `seat` of its own. Without an
     invitation the first call begins a swarm, and later ones go back to it. `on_event` hears of joins, leaves and
-    losses, in another thread. The schedule may jump: let a learning rate follow `optimizer.outer.inner_steps`.
+    losses, in another thread. The schedule may jump: let a learning rate follow `optimizer.loop.inner_steps`.
     """
     check_swarm()
     swarm = Path(folder).absolute() / SWARM_FOLDER

@@ -31,7 +31,7 @@ class Saving:
     tell: Callable[..., None]
 
     def after_step(self) -> None:
-        step, swarm = self.state.mode.state.inner_steps, self.checkpoints.seat.workers is None
+        step, swarm = self.state.mode.averager.inner_steps, self.checkpoints.seat.workers is None
         if self.checkpoints.jumped(self.config.checkpoints_until(step)) if swarm else self.config.checkpoint_due(step):
             self._save()
 
@@ -47,7 +47,7 @@ class Saving:
 
     def _save(self, *, open_step: bool = False) -> None:
         """An open step, whose rounds are to come, does not count: the whole one may be saved later."""
-        outer = self.state.mode.state
+        outer = self.state.mode.averager
         outer.settle()
         reason = outer.unsavable()
         if reason is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from diloco.engines.rounds import Member
 from diloco.errors import DiLoCoError
-from diloco.outer.tensor_pieces import Held, Numbers
+from diloco.outer.tensor_pieces import Numbers, TensorPieces
 from diloco.training.checkpoints.durable import PARTIAL, make_folder, remove_folder, replace_file, sync_folder
 from diloco.training.checkpoints.manifests import (
     Checkpoint,
@@ -69,7 +69,7 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, step: int, rounds: int, tensors: Mapping[str, Held], state: Numbers) -> None:
+    def save(self, step: int, rounds: int, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
         """Returns once the state may change again; the writing goes on beside training."""
         self.wait()
         if step in self._written or step == self._started_from:  # all know of the latter: they agreed on it
@@ -96,7 +96,7 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write_or_tell(self, step: int, moment: Moment, tensors: Mapping[str, Held], state: Numbers) -> None:
+    def _write_or_tell(self, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
         started = time.monotonic()
         folder = worker_folder(self.folder, step, self.seat.worker)
         try:
@@ -115,7 +115,9 @@ class Checkpoints:
             logger.error("an old checkpoint could not be removed: %s", error)
         self._say("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
 
-    def _write(self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, Held], state: Numbers) -> int:
+    def _write(
+        self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
+    ) -> int:
         seat = self.seat
         path = folder / f"rank-{seat.rank}{SUFFIX}"
         make_folder(folder)

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint over safetensors: a file of pieces for each rank, read back by ranks cut otherwise.
 
-Of torch.distributed.checkpoint (DCP) these are a storage writer and reader and the planners for `Held` tensors; its
+Of torch.distributed.checkpoint (DCP) these are a storage writer and reader and the planners for `TensorPieces`; its
 planning says which part of which file holds what a rank needs (resharding). Its own file format pickles the metadata,
 and its coordinator sends pickled plans around: neither is used. What a file holds is in its safetensors header, in the
 form in which DCP's HuggingFaceStorageReader reads it too, and every rank plans for itself, without the others.
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from diloco.errors import CheckpointError
-from diloco.outer.tensor_pieces import Held, Piece
+from diloco.outer.tensor_pieces import Piece, TensorPieces
 from diloco.training.checkpoints.durable import FileFacts, write_file
 
 SUFFIX = ".safetensors"
@@ -51,7 +51,7 @@ _DTYPES = {
 _OFFSETS, _PLACES = "DCP_SHARDING_INFO", "diloco"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Held]) -> FileFacts:
+def write_tensors(path: Path, tensors: Mapping[str, TensorPieces]) -> FileFacts:
     """This rank's pieces as one file, forced to the disk."""
     writer, planner = PieceWriter(path), PieceSavePlanner()
     planner.set_up_planner(dict(tensors))
@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Held]) -> FileFacts:
     return writer.facts
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, Held]) -> None:
+def read_tensors(folder: Path, tensors: Mapping[str, TensorPieces]) -> None:
     """Fill these pieces from all files of a folder, however those are cut."""
     reader, planner = PieceReader(folder), PieceLoadPlanner()
     planner.set_up_planner(dict(tensors), reader.read_metadata())
@@ -80,7 +80,7 @@ class PieceSavePlanner(SavePlanner):
         self, state_dict: dict[str, Any], storage_meta: object = None, is_coordinator: bool = False
     ) -> None:
         del storage_meta, is_coordinator
-        self.tensors: dict[str, Held] = state_dict
+        self.tensors: dict[str, TensorPieces] = state_dict
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(name, held, p) for name, held in self.tensors.items() for p in held.pieces])
@@ -103,13 +103,13 @@ class PieceLoadPlanner(LoadPlanner):
     ) -> None:
         del is_coordinator
         assert metadata is not None
-        self.tensors: dict[str, Held] = state_dict
+        self.tensors: dict[str, TensorPieces] = state_dict
         self.saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for name, held in self.tensors.items() for item in self._reads(name, held)])
 
-    def _reads(self, name: str, held: Held) -> list[ReadItem]:
+    def _reads(self, name: str, held: TensorPieces) -> list[ReadItem]:
         saved = self.saved.get(name)
         if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != held.shape:
             found = f"has the shape {tuple(saved.size)}" if isinstance(saved, TensorStorageMetadata) else "is missing"
@@ -242,7 +242,7 @@ def _part(file: Any, key: str, item: ReadItem) -> Tensor:
     return part
 
 
-def _write_item(name: str, held: Held, piece: Piece) -> WriteItem:
+def _write_item(name: str, held: TensorPieces, piece: Piece) -> WriteItem:
     data = TensorWriteData(_chunk(piece), TensorProperties(dtype=held.dtype), torch.Size(held.shape))
     return WriteItem(MetadataIndex(name, torch.Size(piece.offsets)), WriteItemType.SHARD, tensor_data=data)
 
@@ -251,7 +251,7 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.size())
 
 
-def _piece(tensors: Mapping[str, Held], index: MetadataIndex) -> Tensor:
+def _piece(tensors: Mapping[str, TensorPieces], index: MetadataIndex) -> Tensor:
     offsets = tuple(index.offset or ())
     return next(piece.tensor for piece in tensors[index.fqn].pieces if piece.offsets == offsets)
 

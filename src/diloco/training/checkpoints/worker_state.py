@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import CheckpointError
 from diloco.outer.model_tensors import bare_name
-from diloco.outer.tensor_pieces import Held, Numbers, hold
+from diloco.outer.tensor_pieces import Numbers, TensorPieces, pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors
 from diloco.training.inner import set_position
@@ -51,15 +51,15 @@ class WorkerState:
 
     # Saving
 
-    def saved(self) -> tuple[dict[str, Held], Numbers]:
+    def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Views of the live tensors, and numbers; rounds in flight must be settled."""
-        outer, outer_numbers = self.mode.state.saved()
+        outer, outer_numbers = self.mode.averager.saved()
         tensors = self._model() | outer | self._random()
         inner: dict[str, dict[str, Any]] = {}
         for name, state in self._inner_states().items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    tensors[f"inner.{key}.{name}"] = hold(value)
+                    tensors[f"inner.{key}.{name}"] = pieces_of(value)
                 else:
                     inner.setdefault(name, {})[key] = value
         also: dict[str, Numbers] = {}
@@ -67,14 +67,14 @@ class WorkerState:
             also[what] = {}
             for key, value in part.state_dict().items():
                 if isinstance(value, Tensor):
-                    tensors[f"also.{what}.{key}"] = hold(value)
+                    tensors[f"also.{what}.{key}"] = pieces_of(value)
                 else:
                     also[what][key] = value
         numbers: Numbers = {"outer": outer_numbers, "inner": inner, "also": also}
-        return tensors, numbers | {"schedule": self.mode.state.inner_steps}  # of the next step, also of an open one
+        return tensors, numbers | {"schedule": self.mode.averager.inner_steps}  # of the next step, also of an open one
 
-    def _model(self) -> dict[str, Held]:
-        return {f"model.{bare_name(name)}": hold(tensor) for name, tensor in self.model.state_dict().items()}
+    def _model(self) -> dict[str, TensorPieces]:
+        return {f"model.{bare_name(name)}": pieces_of(tensor) for name, tensor in self.model.state_dict().items()}
 
     def _inner_states(self) -> dict[str, dict[str, Any]]:
         """By parameter name; parameters that have not been stepped have none."""
@@ -84,12 +84,14 @@ class WorkerState:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {bare_name(name): parameter for name, parameter in self.model.named_parameters()}
 
-    def _random(self) -> dict[str, Held]:
+    def _random(self) -> dict[str, TensorPieces]:
         states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states["cuda"] = torch.cuda.get_rng_state()
-        held = {f"rng.{self.rank}.{device}": hold(state) for device, state in states.items()}
-        return {name: Held(one.shape, one.dtype, one.pieces) for name, one in held.items()}  # each rank has its own
+        held = {f"rng.{self.rank}.{device}": pieces_of(state) for device, state in states.items()}
+        return {
+            name: TensorPieces(one.shape, one.dtype, one.pieces) for name, one in held.items()
+        }  # each rank has its own
 
     # Loading
 
@@ -97,11 +99,11 @@ class WorkerState:
         """Everything as it was saved, whatever ranks it was saved from; returns the numbers."""
         numbers: Numbers = dict(checkpoint.manifests[self.rank % len(checkpoint.manifests)].state)
         saved = saved_tensors(checkpoint.folder)
-        outer, outer_loaded = self.mode.state.restoring(numbers["outer"])
+        outer, outer_loaded = self.mode.averager.restoring(numbers["outer"])
         inner = self._inner_targets(saved)
         also = {name: _empty(data) for name, data in saved.items() if name.startswith("also.")}
         random = {name: _empty(data) for name, data in saved.items() if name.startswith(self._random_prefix(saved))}
-        held = {name: hold(tensor) for name, tensor in (inner | also | random).items()}
+        held = {name: pieces_of(tensor) for name, tensor in (inner | also | random).items()}
         read_tensors(checkpoint.folder, self._model() | outer | held)
         outer_loaded()
         self._load_inner(inner, numbers["inner"])

@@ -121,7 +121,7 @@ class Daemon:
     folder: Path
     """Private to this user; holds both sockets."""
     lock: int
-    """Held while this process lives: a folder that nobody holds was left by one that was killed."""
+    """TensorPieces while this process lives: a folder that nobody holds was left by one that was killed."""
     ended: "asyncio.Future[str]"
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     _reading: "asyncio.Task[None] | None" = None
