@@ -27,12 +27,12 @@ KEY = RunKey.create()
 class Idle:
     """A trainer that does nothing."""
 
-    def called(self, sequence: int) -> None: ...
+    def post_now(self, sequence: int) -> None: ...
 
     async def snapshot(self) -> Snapshot | None:
         return None
 
-    def happened(self, type_: str, fields: Mapping[str, Any]) -> None: ...
+    def emit(self, type_: str, fields: Mapping[str, Any]) -> None: ...
 
 
 async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) -> None:

@@ -23,12 +23,11 @@ from worlds.rounds import contribution, decoded, values
 from worlds.sidecars import COMMAND, processes_with
 
 from diloco.engines.rounds import GlobalState, RoundKey
-from diloco.engines.swarm import engine as hivemind
-from diloco.engines.swarm import installed
+from diloco.engines.swarm import installed, pending_round
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.sidecar import supervisor as kept_sidecar
+from diloco.engines.swarm.sidecar import supervisor
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 pytestmark = pytest.mark.slow
@@ -176,7 +175,7 @@ def test_files_and_progress_reach_the_node_and_its_status_comes_back(
 def test_lost_and_frozen_sidecars_fail_their_rounds_and_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_sidecar, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.1)
     before, threads = open_files(), threading.active_count()
     lose_sidecars(tmp_path, monkeypatch)
     assert (tmp_path / "swarm" / "left").exists() and (tmp_path / "swarm" / "closed").exists()
@@ -199,11 +198,11 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoundFailed, match="round 2: the swarm's process was lost") as caught:
         posted(engine, 2).wait()  # first it must know what it has missed
     assert caught.value.resync and engine.fetch_state() is not None  # waits for the next sidecar
-    assert engine.status()["held"] == 3
+    assert engine.status()["next_round"] == 3
     assert posted(engine, 2).wait().total_weight == 2.0
     frozen = posted(engine, 3, b"freeze")
     with monkeypatch.context() as patch:
-        patch.setattr(kept_sidecar, "SILENT_TURNS", 1)
+        patch.setattr(supervisor, "SILENT_TURNS", 1)
         with pytest.raises(RoundFailed, match=r"it was silent for \d+ s, and was killed"):
             frozen.wait()
     assert engine.fetch_state() is not None
@@ -220,7 +219,7 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_round_that_is_not_ended_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hivemind, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(pending_round, "_GRACE_SECONDS", 0.1)
     engine = made(tmp_path)
     with pytest.raises(RoundFailed, match="round 0: the swarm's process did not end it in time"):
         posted(engine, 0, b"sleep", seconds=0.1).wait()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def worker(
 ) -> Iterator["subprocess.Popen[str]"]:
     swarm = folder / where / "swarm"
     write_private(swarm / INVITATION_FILE, invite(key, addresses, 3600.0, time.time()).text())
-    given = Settings(str(swarm), "worker-0", patience=1000.0, **settings).to_json()
+    given = asdict(Settings(str(swarm), "worker-0", patience=1000.0, **settings))
     line = json.dumps({"settings": given, "workers": 3, "rounds": 2, "numel": NUMEL})
     process = subprocess.Popen(
         net.inside(where, [sys.executable, str(WORKER), line]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

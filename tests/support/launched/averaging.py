@@ -11,6 +11,7 @@ import torch
 
 
 def main(given: dict[str, Any]) -> None:
+    from msgspec import convert
     from worlds.rounds import average
 
     from diloco.engines.rounds import GlobalState
@@ -18,7 +19,7 @@ def main(given: dict[str, Any]) -> None:
     from diloco.engines.swarm.settings import Settings
 
     torch.set_num_threads(1)
-    engine = SwarmEngine(Settings.from_json(given["settings"]))
+    engine = SwarmEngine(convert(given["settings"], Settings))
     sequence = 0
 
     def state() -> GlobalState:

@@ -17,9 +17,10 @@ from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.trainer import Ended, Posting, Snapshot
+from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome, Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 
@@ -201,14 +202,16 @@ class ScriptedTrainer:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     means: list[bytes] = field(default_factory=list)
 
-    def called(self, sequence: int) -> None:
+    def post_now(self, sequence: int) -> None:
         self.calls.append(sequence)
 
     async def snapshot(self) -> Snapshot | None:
         data = b"".join(len(mean).to_bytes(8, "little") + mean for mean in self.means)
-        return Snapshot(memoryview(data), {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"n")
+        return Snapshot(
+            SharedMemory.copy_of(data), {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"n"
+        )
 
-    def happened(self, type_: str, fields: Mapping[str, Any]) -> None:
+    def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
         self.events.append((type_, dict(fields)))
 
 
@@ -236,40 +239,40 @@ class MemoryWorker:
         layout: str = "same",
         seconds: float = 30.0,
         sequence: int | None = None,
-    ) -> Posting:
+    ) -> PostedRound:
         vector = EncodedVector(codec(self.codec), PartLayout(values.numel()))
         vector.encode(0, values)
         norm = float(torch.linalg.vector_norm(values.double())) if claimed is None else claimed
         key = RoundKey(self.trainer.sequence if sequence is None else sequence, 0)
         header = pack_header(key, Contribution(vector, weight, norm, digest, layout, 1000.0))
-        data = vector.data.numpy().reshape(-1)
+        data = SharedMemory.copy_of(memoryview(vector.data.numpy().reshape(-1)))
         parts, width = vector.data.shape
-        mean = memoryview(bytearray(data.nbytes))
-        return Posting(
-            key, header, b"note", self.codec, vector.layout.part_elements, parts, width, memoryview(data), mean, 1000.0,
+        mean = SharedMemory.create(data.num_bytes)
+        return PostedRound(
+            key, header, b"note", self.codec, vector.layout.part_elements, parts, width, data, mean, 1000.0,
             seconds,
         )  # fmt: skip
 
-    async def post(self, values: torch.Tensor, **options: Any) -> tuple[Ended, bytes]:
+    async def post(self, values: torch.Tensor, **options: Any) -> tuple[RoundOutcome, bytes]:
         posting = self.posting(values, **options)
         ended = await self.node.post(posting)
         if ended.failure is None:
             if ended.total_weight > 0:
-                self.trainer.means.append(bytes(posting.mean))
+                self.trainer.means.append(bytes(posting.mean.view))
             self.trainer.sequence = posting.key.sequence + 1
-        return ended, bytes(posting.mean)
+        return ended, bytes(posting.mean.view)
 
     async def catch_up(self) -> None:
         arrived = await self.node.fetch_state()
         if arrived is None:
             return
         if arrived.snapshot is not None:
-            self.trainer.means, data = [], bytes(arrived.snapshot.data)
+            self.trainer.means, data = [], bytes(arrived.snapshot.data.view)
             while data:
                 size = int.from_bytes(data[:8], "little")
                 self.trainer.means.append(data[8 : 8 + size])
                 data = data[8 + size :]
-        self.trainer.means += [mean for _, mean in arrived.means]
+        self.trainer.means += [bytes(mean.data.view) for mean in arrived.means]
         self.trainer.sequence = arrived.sequence
 
 

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.node.trainer import Arrived, Ended, Posting, Present, Snapshot, Trainer
+from diloco.engines.swarm.node.trainer import (
+    FetchedState,
+    PostedRound,
+    PresentWorker,
+    RoundMean,
+    RoundOutcome,
+    Snapshot,
+    Trainer,
+)
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar import process as sidecar
@@ -42,9 +50,9 @@ class LonelyNode:
             raise ZeroDivisionError
         if self.settings.path("sleep").exists():
             await asyncio.sleep(3600)
-        self.trainer.happened("member_joined", {"worker": 7})
+        self.trainer.emit("member_joined", {"worker": 7})
 
-    async def post(self, posting: Posting) -> Ended:
+    async def post(self, posting: PostedRound) -> RoundOutcome:
         match posting.note:
             case b"die":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -58,39 +66,40 @@ class LonelyNode:
             case b"bug":
                 raise ZeroDivisionError
             case b"fail":
-                return Ended(posting.key, failure="nobody else came", resync=True)
+                return RoundOutcome(posting.key, failure="nobody else came", resync=True)
             case b"ban":
-                return Ended(posting.key, failure="worker 7 is banned", fatal=True)
+                return RoundOutcome(posting.key, failure="worker 7 is banned", fatal=True)
             case b"call":
-                self.trainer.called(posting.key.sequence + 1)
-        posting.mean[:] = posting.contribution
+                self.trainer.post_now(posting.key.sequence + 1)
+        posting.mean.view[:] = posting.contribution.view
         notes = posting.note * 100_000 if posting.note == b"long" else posting.note
-        return Ended(
+        return RoundOutcome(
             posting.key,
             contributors=(7,),
             refused={3: "not finite"},
             total_weight=2.0,
-            present=(Present(7, posting.header, notes),),
+            present=(PresentWorker(7, posting.header, notes),),
             roster=(3, 7),
             bytes_sent=11,
             bytes_received=12,
             seconds=0.5,
         )
 
-    async def fetch_state(self) -> Arrived | None:
+    async def fetch_state(self) -> FetchedState | None:
         """The trainer's own state, as if another had served it, and two means."""
-        means = ((RoundKey(4, 0), b"abcd"), (RoundKey(5, 1), b"ef"))
+        means = (
+            RoundMean(RoundKey(4, 0), SharedMemory.copy_of(b"abcd")),
+            RoundMean(RoundKey(5, 1), SharedMemory.copy_of(b"ef")),
+        )
         if self.settings.path("only means").exists():
-            return Arrived(None, means, 6, 60)
+            return FetchedState(None, means, 6, 60)
         snapshot = await self.trainer.snapshot()
         again = await self.trainer.snapshot()
         if snapshot is None or again is None:
             return None
-        one, other = snapshot.data.obj, again.data.obj
-        assert isinstance(one, SharedMemory) and isinstance(other, SharedMemory)
-        same = os.fstat(one.fd).st_ino == os.fstat(other.fd).st_ino
+        same = os.fstat(snapshot.data.fd).st_ino == os.fstat(again.data.fd).st_ino
         copy = Snapshot(snapshot.data, {**snapshot.numbers, "same": int(same)}, snapshot.layout_digest, snapshot.note)
-        return Arrived(copy, means, 6, 60)
+        return FetchedState(copy, means, 6, 60)
 
     def progress(self, **told: Any) -> None:
         self.told |= told
@@ -114,14 +123,14 @@ def _member(number: int, *, live: bool = True) -> dict[str, Any]:
     return {"number": number, "live": live}
 
 
-async def build(settings: Settings, trainer: Trainer, held: int | None) -> sidecar.Place:
+async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> sidecar.NodeWithNetwork:
     node = LonelyNode(settings, trainer)
-    node.told["held"] = held
+    node.told["next_round"] = next_round
 
     async def close() -> None:
         settings.path("closed").touch()
 
-    return sidecar.Place(node, node.lost, close)
+    return sidecar.NodeWithNetwork(node, node.lost, close)
 
 
 def processes_with(text: str) -> list[int]:

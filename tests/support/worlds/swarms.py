@@ -80,12 +80,12 @@ class LoopbackSwarm:
     def lose_p2pd(self, number: int) -> None:
         """It is killed; returns when its worker is in the swarm again."""
         engine = self.engines[number]
-        sidecar = engine._sidecar._process
+        sidecar = engine._sidecar.process
         assert sidecar is not None
         children = Path(f"/proc/{sidecar.pid}/task/{sidecar.pid}/children").read_text().split()
         for child in children:
             os.kill(int(child), signal.SIGKILL)
-        sidecar.wait(20.0)
+        assert sidecar.exits_within(20.0)
         engine.fetch_state()
         self.settle()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import diloco
-from diloco.engines.swarm import join as own_loops
+from diloco.engines.swarm import engine as swarm_engine
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
 from diloco.errors import ConfigError
@@ -16,11 +16,11 @@ from diloco.errors import ConfigError
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
-    def engine(settings: Settings, *, on_event: object) -> object:
+    def start(settings: Settings, *, on_event: object) -> object:
         seen.append(settings)
         return object()
 
-    monkeypatch.setattr(own_loops, "SwarmEngine", engine)
+    monkeypatch.setattr(swarm_engine, "SwarmEngine", start)
     return seen
 
 

@@ -12,7 +12,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.node.trainer import Ended
+from diloco.engines.swarm.node.trainer import RoundOutcome
 
 Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
 
@@ -45,14 +45,14 @@ def mean_of(contributions: list[torch.Tensor], weights: list[float], name: str =
     return out.data.numpy().tobytes()
 
 
-async def all_post(workers: list[MemoryWorker], sequence: int = 0, **options: Any) -> list[tuple[Ended, bytes]]:
+async def all_post(workers: list[MemoryWorker], sequence: int = 0, **options: Any) -> list[tuple[RoundOutcome, bytes]]:
     posts = (worker.post(values(worker.node.number, sequence), **options) for worker in workers)
     return list(await asyncio.gather(*posts))
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         for worker in workers:
             worker.codec = name
         posts = (w.post(values(w.node.number), weight=1.0 + w.node.number) for w in workers)
@@ -71,7 +71,7 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
 def test_a_worker_killed_at_any_moment_leaves_the_others_with_one_exact_mean(victim: int, operations: int) -> None:
     """Worker 0 leads. The mean is exactly that of those who are said to be in it, the dead one or not."""
 
-    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         tasks = [asyncio.create_task(worker.post(values(worker.node.number))) for worker in workers]
 
         def kill() -> None:
@@ -147,7 +147,7 @@ def test_those_who_fell_silent_and_are_dead_by_now_are_waited_for_no_longer() ->
 
 
 def test_a_lone_survivor_of_kills_goes_on() -> None:
-    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> Ended:
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> RoundOutcome:
         for worker in workers[:2]:
             swarm.network.kill(worker.name)
             for task in worker.node._tasks:
@@ -160,7 +160,7 @@ def test_a_lone_survivor_of_kills_goes_on() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_banned(poison: float) -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[list[tuple[Ended, bytes]]]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[list[tuple[RoundOutcome, bytes]]]:
         bad = values(1)
         bad[NUMEL // 2 :] = poison
         rounds = []
@@ -182,7 +182,7 @@ def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_b
 
 
 def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         bad = torch.full((NUMEL,), float("nan"))
         return list(await asyncio.gather(workers[0].post(values(0)), workers[1].post(bad), workers[2].post(values(2))))
 
@@ -192,7 +192,7 @@ def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> Non
 
 
 def test_a_worker_that_trains_something_else_is_told_so_for_good() -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[Ended, Ended]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[RoundOutcome, RoundOutcome]:
         first = asyncio.create_task(workers[0].post(values(0)))
         await asyncio.sleep(0.1)
         other, _ = await workers[1].post(values(1), layout="another")
@@ -205,7 +205,7 @@ def test_a_worker_that_trains_something_else_is_told_so_for_good() -> None:
 
 
 def test_a_worker_with_another_anchor_is_refused_and_told_to_resynchronise() -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[Ended]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[RoundOutcome]:
         posts = (w.post(values(w.node.number), digest="stray" if w.node.number == 1 else "same") for w in workers)
         ended = [one for one, _ in await asyncio.gather(*posts)]
         await workers[1].catch_up()
@@ -217,7 +217,7 @@ def test_a_worker_with_another_anchor_is_refused_and_told_to_resynchronise() -> 
 
 
 def test_slow_workers_are_called_and_a_round_that_is_late_all_the_same_ends_without_them() -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[int], Ended, Ended]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[int], RoundOutcome, RoundOutcome]:
         ended, _ = await workers[0].post(values(0))
         late, _ = await workers[1].post(values(1))
         return workers[1].trainer.calls, ended, late
@@ -229,7 +229,7 @@ def test_slow_workers_are_called_and_a_round_that_is_late_all_the_same_ends_with
 
 
 def test_a_round_without_any_work_has_no_mean_and_is_no_failure() -> None:
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[Ended, bytes]]:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         return await all_post(workers, weight=0.0)
 
     for ended, _ in told(2, story):

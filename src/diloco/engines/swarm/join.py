@@ -10,15 +10,17 @@ Code and data are each machine's own here: workers compare models and settings (
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
 from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.engines.swarm.engine import SwarmEngine
 
 _DAYS = 30.0
 _DAY_SECONDS = 86_400.0
@@ -34,7 +36,7 @@ def join_swarm(
     announce: Sequence[str] = (),
     timeout_seconds: float = 600.0,
     on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
-) -> SwarmEngine:
+) -> "SwarmEngine":
     """This process's worker in a swarm; call `close()` at the end, and the others are told.
 
     `folder` keeps the worker's name, its invitation and the others' addresses: with the same folder it comes back as
@@ -43,6 +45,8 @@ def join_swarm(
     losses, in another thread. The schedule may jump: let a learning rate follow `optimizer.loop.inner_steps`.
     """
     check_swarm()
+    from diloco.engines.swarm.engine import SwarmEngine  # needs the packages of the swarm extra
+
     swarm = Path(folder).absolute() / SWARM_FOLDER
     if invitation is not None:
         _keep(swarm, Invitation.parse(invitation, time.time()))

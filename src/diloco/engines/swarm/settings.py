@@ -1,8 +1,7 @@
 """What a worker's sidecar is told at its start: plain values only, handed over as JSON."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,3 @@ class Settings:
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / name
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Settings":
-        return cls(**values | {"announce": tuple(values["announce"])})

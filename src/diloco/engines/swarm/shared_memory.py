@@ -1,7 +1,7 @@
-"""Memory that a trainer and its sidecar both see: a memfd, handed over the link as a file descriptor.
+"""Memory that a trainer and its sidecar both see: a memfd, passed over the link as a file descriptor.
 
-It has no name in the file system, so nothing is left behind however the processes end; it goes when the last of them
-has let go of it. Nothing here decides who may write when.
+It has no name in the file system: the kernel frees it when both processes have let go of it, however they end. There
+is no locking here; the messages on the link say which process may write.
 """
 
 import mmap
@@ -10,14 +10,14 @@ import weakref
 
 
 class SharedMemory(mmap.mmap):
-    """`num_bytes` bytes, also through `memoryview(memory)`; of such a view, `.obj` is this again."""
+    """`num_bytes` bytes. Use `.view`: the mapping itself has at least one byte."""
 
     fd: int
     num_bytes: int
 
     def __new__(cls, fd: int, size: int) -> "SharedMemory":
         """Takes over the descriptor of a memfd that holds `size` bytes or more."""
-        memory = super().__new__(cls, fd, max(size, 1))  # nothing cannot be mapped
+        memory = super().__new__(cls, fd, max(size, 1))  # zero bytes cannot be mapped
         memory.fd, memory.num_bytes = fd, size
         weakref.finalize(memory, os.close, fd)
         return memory
@@ -32,15 +32,12 @@ class SharedMemory(mmap.mmap):
             os.close(fd)
             raise
 
+    @classmethod
+    def copy_of(cls, data: bytes | memoryview) -> "SharedMemory":
+        memory = cls.create(len(data))
+        memory.view[:] = data
+        return memory
+
     @property
     def view(self) -> memoryview:
         return memoryview(self)[: self.num_bytes]
-
-
-def shared(data: memoryview) -> SharedMemory:
-    """The shared memory of which this is the view; a copy if it is of something else, or of a part only."""
-    if isinstance(data.obj, SharedMemory) and data.obj.num_bytes == data.nbytes:
-        return data.obj
-    memory = SharedMemory.create(data.nbytes)
-    memory.view[:] = data.cast("B")
-    return memory

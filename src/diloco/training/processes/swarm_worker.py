@@ -153,12 +153,12 @@ def _train_with(
     saved = start is not None and start.checkpoint is not None
     place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
     log.emit("swarm", seat=chair.seat, founded=founded, going_on=saved, **place)
-    engine.hold_back(saved)  # nobody gets the state before it is the saved one
+    engine.pause_serving_state(saved)  # until it is the saved one
     training = Training(config, texts, engine, log, device, chair.run_folder, leader=chair.index == 0)
     training.joined = not founded
     if start is not None and saved:
         training.resume(start)
-    engine.hold_back(False)
+    engine.pause_serving_state(False)
 
     def stop() -> None:
         training.request_stop()

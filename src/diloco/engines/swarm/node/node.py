@@ -25,7 +25,7 @@ from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.recent_rounds import KeptRounds
 from diloco.engines.swarm.node.state_transfer import States
 from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.trainer import Arrived, Ended, Posting, Trainer
+from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Trainer
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, read_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
@@ -75,10 +75,10 @@ class Node:
         self._keep(self._take_care())
         self._save_peers()
 
-    async def post(self, posting: Posting) -> Ended:
+    async def post(self, posting: PostedRound) -> RoundOutcome:
         return await self.taking_part.post(posting)
 
-    async def fetch_state(self) -> Arrived | None:
+    async def fetch_state(self) -> FetchedState | None:
         return await self.states.fetch()
 
     def progress(self, **values: float) -> None:
@@ -163,7 +163,7 @@ class Node:
         missed = self.own.next not in self.taking_part.rounds and self.membership.most_ended(self.own.next)
         if self.own.holds and missed:
             self.own.holds = False
-            self._trainer.called(self.own.next)
+            self._trainer.post_now(self.own.next)
 
     def _notice_being_astray(self) -> None:
         """Most others are behind, and were not in what this worker ended last: it was cut off and went on alone.
@@ -181,7 +181,7 @@ class Node:
         if time.monotonic() - self._astray_since > self.settings.lost_seconds:
             self.own.holds, self.own.ended, self.taking_part.kept.held = False, others[0].status.ended, None
             self._happened("astray", {"number": self.number})
-            self._trainer.called(self.own.next)
+            self._trainer.post_now(self.own.next)
 
     def _notice_being_alone(self) -> None:
         alone = not self.membership.live()
@@ -218,11 +218,11 @@ class Node:
 
     def _happened(self, type_: str, fields: dict[str, object]) -> None:
         logger.info("%s %s", type_, fields)
-        self._trainer.happened(type_, fields)
+        self._trainer.emit(type_, fields)
 
     def _call_slow(self, peer: str, sequence: int) -> None:
         if peer == self.transport.peer:
-            self._trainer.called(sequence)
+            self._trainer.post_now(sequence)
             return
 
         async def call() -> None:
@@ -309,7 +309,7 @@ class Node:
             case "called":
                 sequence = message.number("sequence")
                 if peer == self.membership.leader() and sequence <= self.own.next:
-                    self._trainer.called(sequence)
+                    self._trainer.post_now(sequence)
                 return pack("answer", state="heard")
             case kind if kind in _LEADING:
                 return await self.leading.told(peer, message)

@@ -22,7 +22,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.plan import Authority, Plan, authority_from
 from diloco.engines.swarm.node.recent_rounds import KeptRounds
-from diloco.engines.swarm.node.trainer import Ended, Posting, Present
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
 from diloco.engines.swarm.node.transfer import Transfer, Trouble
 from diloco.engines.swarm.node.wire import Malformed, Message, pack, read_frame_into, write_frame
 
@@ -40,7 +40,7 @@ _NOBODY = Authority(0, -(1 << 30))
 class Round:
     """What this worker knows of a round that it has posted."""
 
-    posting: Posting
+    posting: PostedRound
     started: float = field(default_factory=time.monotonic)
     authority: Authority = _NOBODY
     leader: str | None = None
@@ -50,7 +50,7 @@ class Round:
     task: "asyncio.Task[None] | None" = None
     bytes_sent: int = 0
     bytes_received: int = 0
-    ended: "asyncio.Future[Ended]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: "asyncio.Future[RoundOutcome]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -68,7 +68,7 @@ class Round:
             self.bytes_received += self.transfer.bytes_received
             self.transfer = None
 
-    def end(self, how: Ended) -> None:
+    def end(self, how: RoundOutcome) -> None:
         self.stop_transfer()
         if not self.ended.done():
             self.ended.set_result(how)
@@ -98,7 +98,7 @@ class TakingPart:
 
     # Posting
 
-    async def post(self, posting: Posting) -> Ended:
+    async def post(self, posting: PostedRound) -> RoundOutcome:
         """To the end of the round, whatever that is."""
         round_ = self.rounds[posting.key.sequence] = Round(posting)
         self.membership.status.next = max(self.membership.status.next, round_.sequence)
@@ -271,7 +271,7 @@ class TakingPart:
         round_.stop_transfer()
         posting, decision = round_.posting, plan.decision
         me = self.membership.status.number
-        self.kept.keep(plan, bytes(posting.mean) if plan.has_mean else b"")
+        self.kept.keep(plan, bytes(posting.mean.view) if plan.has_mean else b"")
         status = self.membership.status
         status.ended = max(status.ended, round_.sequence)
         if me in decision.contributors:
@@ -286,14 +286,14 @@ class TakingPart:
             self.kept.held = round_.sequence + 1
         self.on_settled(plan)
         round_.end(
-            Ended(
+            RoundOutcome(
                 posting.key,
                 failure=failure,
                 resync=astray if failure is None else decision.resync,
                 contributors=decision.contributors,
                 refused=decision.refused,
                 total_weight=decision.total_weight,
-                present=tuple(Present(e.number, e.header, e.note) for e in plan.entries),
+                present=tuple(PresentWorker(e.number, e.header, e.note) for e in plan.entries),
                 roster=plan.roster,
                 bytes_sent=round_.bytes_sent,
                 bytes_received=round_.bytes_received,
@@ -336,9 +336,9 @@ class TakingPart:
             return
         round_.stop_transfer()
         data = await self.fetch_kept(round_.sequence, peer)
-        if len(data) != len(round_.posting.mean):
-            raise Malformed(f"a mean of {len(data)} bytes instead of {len(round_.posting.mean)}")
-        round_.posting.mean[:] = data
+        if len(data) != round_.posting.mean.num_bytes:
+            raise Malformed(f"a mean of {len(data)} bytes instead of {round_.posting.mean.num_bytes}")
+        round_.posting.mean.view[:] = data
         round_.bytes_received += len(data)
 
     async def fetch_kept(self, sequence: int, peer: str) -> bytes:
@@ -379,9 +379,9 @@ class TakingPart:
                 continue
 
 
-def _failed(round_: Round, reason: str, *, resync: bool = False, fatal: bool = False) -> Ended:
+def _failed(round_: Round, reason: str, *, resync: bool = False, fatal: bool = False) -> RoundOutcome:
     key: RoundKey = round_.posting.key
-    return Ended(
+    return RoundOutcome(
         key,
         failure=f"round {key.sequence}: {reason}",
         resync=resync,

@@ -14,14 +14,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.participant import TakingPart
 from diloco.engines.swarm.node.peer import Peer
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.recent_rounds import KeptRounds
-from diloco.engines.swarm.node.trainer import Arrived, Snapshot, Trainer
+from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
 from diloco.engines.swarm.node.wire import Malformed, Message, pack, read_frame, write_frame
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.errors import EngineError
@@ -67,11 +66,12 @@ class States:
                 numbers=dict(snapshot.numbers),
                 layout=snapshot.layout_digest,
                 note=snapshot.note,
-                size=len(snapshot.data),
+                size=snapshot.data.num_bytes,
             )
             await write_frame(stream, head, self._stall)
-            for first in range(0, len(snapshot.data), _CHUNK_BYTES):
-                await stream.write(snapshot.data[first : first + _CHUNK_BYTES], self._stall)
+            data = snapshot.data.view
+            for first in range(0, len(data), _CHUNK_BYTES):
+                await stream.write(data[first : first + _CHUNK_BYTES], self._stall)
             await stream.read(1, self._stall)  # it says when it has all: closing earlier may cut what is on its way
 
     async def _shared_snapshot(self) -> Snapshot | None:
@@ -97,7 +97,7 @@ class States:
 
     # Taking
 
-    async def fetch(self) -> Arrived | None:
+    async def fetch(self) -> FetchedState | None:
         """The others' state; None if this worker has it, or nobody else has a later one. Raises EngineError."""
         status = self.membership.status
         nobody_since = time.monotonic()
@@ -127,13 +127,13 @@ class States:
         random.shuffle(holders)
         return sorted(holders, key=lambda peer: -peer.status.ended)
 
-    async def _from(self, source: Peer) -> Arrived | None:
+    async def _from(self, source: Peer) -> FetchedState | None:
         try:
             base = await self._base(source)
             if base is None:
                 return None
             means, sequence = await self._means(base.sequence, source)
-            return Arrived(base.snapshot, means, sequence, self._position())
+            return FetchedState(base.snapshot, means, sequence, self._position())
         except (Unreachable, CallRefused, Malformed) as problem:
             logger.info("no state from %s: %s", source.name, problem)
             self.kept.held = None if isinstance(problem, CallRefused) else self.kept.held
@@ -157,18 +157,18 @@ class States:
             if head.kind != "state":
                 return None
             size = head.number("size", high=_LARGEST_STATE)
-            data = SharedMemory.create(size).view  # where the trainer reads it
+            data = SharedMemory.create(size)  # the trainer reads it there
             for first in range(0, size, _CHUNK_BYTES):
-                await stream.read_into(data[first : first + _CHUNK_BYTES], self._stall)
+                await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall)
             await stream.write(b"\1", self._stall)
             numbers = _numbers(head.plain("numbers"))
             return Snapshot(data, numbers, head.text("layout"), head.data("note"))
         finally:
             stream.close()
 
-    async def _means(self, sequence: int, source: Peer) -> tuple[tuple[tuple[RoundKey, bytes], ...], int]:
+    async def _means(self, sequence: int, source: Peer) -> tuple[tuple[RoundMean, ...], int]:
         """All that has ended since, up to now; and the round after it."""
-        means: list[tuple[RoundKey, bytes]] = []
+        means: list[RoundMean] = []
         while True:
             answer = await self.taking_part.tell(source.name, pack("outcome", sequence=sequence))
             if answer.text("state") != "kept":
@@ -178,7 +178,7 @@ class States:
             plan = Plan.from_wire(answer.map("plan"))
             mean = await self.taking_part.fetch_kept(sequence, source.name) if plan.has_mean else b""
             if plan.has_mean:
-                means.append((plan.key, mean))
+                means.append(RoundMean(plan.key, SharedMemory.copy_of(mean)))
             self.kept.keep(plan, mean)
             sequence += 1
 
@@ -186,7 +186,7 @@ class States:
         positions = [peer.status.position for peer in self.membership.live() if peer.status.holds]
         return int(statistics.median(positions)) if positions else 0
 
-    def _arrived(self, arrived: Arrived) -> None:
+    def _arrived(self, arrived: FetchedState) -> None:
         status = self.membership.status
         status.ended, status.next, status.holds = arrived.sequence - 1, arrived.sequence, True
         status.position = max(status.position, arrived.position)

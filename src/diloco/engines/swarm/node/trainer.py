@@ -1,101 +1,107 @@
-"""The swarm as one worker's trainer sees it, and the trainer as its sidecar's node sees it.
+"""The data that a trainer and its swarm node exchange, and what the node asks of the trainer (`Trainer`).
 
-`node.py` is the node: membership, rounds, states. `sidecar.py` connects it with the trainer over `link.py`; the
-trainer's end is `engines/hivemind.py`. Everything here is plain data.
+The same types are used by the engine (engine.py), on the link between the two processes (sidecar/messages.py) and by
+the node. Large blocks of bytes are shared memory: both processes see them, and only a file descriptor travels.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import Struct, field
+
 from diloco.engines.rounds import RoundKey
+from diloco.engines.swarm.shared_memory import SharedMemory
 
 
-@dataclass(frozen=True)
-class Posting:
-    """A round as the trainer posts it. `contribution` and `mean` are memory that both processes see."""
+class PostedRound(Struct, frozen=True, eq=False):
+    """A round as the trainer posts it."""
 
     key: RoundKey
     header: bytes
     """As engines/header.py packs it."""
     note: bytes
-    """Opaque: what the trainer has to tell the other trainers with this round (how far it has read, say)."""
+    """Passed on to the other trainers unread; how far this worker has read its data, for example."""
     codec: str
     part_elements: int
     num_parts: int
     part_bytes: int
-    contribution: memoryview
-    """[num_parts × part_bytes]; not changed by anyone until the round has ended."""
-    mean: memoryview
-    """The same size; holds the encoded mean when the round has ended well."""
+    contribution: SharedMemory
+    """[num_parts × part_bytes]; unchanged until the round has ended."""
+    mean: SharedMemory
+    """The same size; holds the encoded mean when the round has succeeded."""
     max_norm_ratio: float | None
     deadline_seconds: float
 
 
-@dataclass(frozen=True)
-class Present:
-    """A worker that was heard in a round: its number, header and note."""
+class PresentWorker(Struct, frozen=True):
+    """A worker whose header arrived in a round."""
 
     worker: int
     header: bytes
     note: bytes
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a round ended for this worker. `failure` None: the mean is in the posting's memory (if total_weight > 0)."""
+class RoundOutcome(Struct, frozen=True):
+    """How a round ended for this worker. With no `failure` and total_weight > 0 the mean is in the posted memory."""
 
     key: RoundKey
     failure: str | None = None
     resync: bool = False
     """The others have gone on without this worker, or its anchor differs: it must fetch the state."""
     fatal: bool = False
-    """It will not get better: banned, revoked, or a model of its own."""
+    """No later round can succeed either: this worker is banned or revoked, or trains another model."""
     contributors: tuple[int, ...] = ()
-    refused: Mapping[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Worker number -> why its contribution is not in the mean."""
     total_weight: float = 0.0
-    present: tuple[Present, ...] = ()
-    """All that were heard, in worker order."""
+    present: tuple[PresentWorker, ...] = ()
+    """In worker order."""
     roster: tuple[int, ...] = ()
-    """All members at that time, also those that missed the round."""
+    """The numbers of all members at that time, also of those that missed the round."""
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A worker's global state at one moment, for a joiner: safetensors bytes in shared memory."""
+class Snapshot(Struct, frozen=True, eq=False):
+    """A worker's global state at one moment, for a joiner."""
 
-    data: memoryview
-    numbers: Mapping[str, int]
+    data: SharedMemory
+    """A safetensors file."""
+    numbers: dict[str, int]
     """As GlobalState.numbers; "sequence" is the first round whose mean is not in it."""
     layout_digest: str
     note: bytes
-    """Opaque: what the source's trainer tells a joiner's trainer (how far all shards have been read, say)."""
+    """Passed on to the joiner's trainer unread; how far all shards have been read, for example."""
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A state that was fetched, and the means of the rounds that ended while it was on its way, oldest first."""
+class RoundMean(Struct, frozen=True, eq=False):
+    """The encoded mean of a round that has ended."""
+
+    key: RoundKey
+    data: SharedMemory
+
+
+class FetchedState(Struct, frozen=True, eq=False):
+    """A state that was fetched, and the means of the rounds that ended during the transfer, oldest first."""
 
     snapshot: Snapshot | None
-    """None: what the trainer has is right, and only the means are missing."""
-    means: tuple[tuple[RoundKey, bytes], ...]
+    """None: the trainer's own state is right, and lacks the means only."""
+    means: tuple[RoundMean, ...]
     sequence: int
     """The next round to post, after the snapshot and the means."""
     position: int
-    """Where the others are in the schedule now, as far as they have told."""
+    """The inner step that the other workers are at now, as far as they have reported it."""
 
 
 class Trainer(Protocol):
-    """What the node asks of its trainer; over the link, so none of it blocks training."""
+    """What the node asks of its trainer, over the link; none of it blocks training."""
 
-    def called(self, sequence: int) -> None:
-        """The others are in this round and wait no longer: post it at the next step, with the work there is."""
+    def post_now(self, sequence: int) -> None:
+        """The others are in this round and wait no longer: post it after this step, with the work done so far."""
 
     async def snapshot(self) -> Snapshot | None:
-        """The global state now; None while it has none yet, or the trainer does not answer in time."""
+        """The global state now; None if the trainer has none yet, or does not answer in time."""
 
-    def happened(self, type_: str, fields: Mapping[str, Any]) -> None:
-        """Something for events.jsonl: a join, a leave, a refusal, a ban."""
+    def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
+        """Write an event to events.jsonl: a join, a leave, a refusal, a ban."""

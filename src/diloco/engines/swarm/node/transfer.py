@@ -24,7 +24,7 @@ from diloco.codecs.registry import codec
 from diloco.core.merging import weighted_mean
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.engines.swarm.node.plan import Entry, Plan
-from diloco.engines.swarm.node.trainer import Posting
+from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, pack, read_frame_into, write_frame
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Trouble(Exception):
 class Transfer:
     """`run` ends when all parts of the mean are here; others may still be fetching theirs until `close`."""
 
-    def __init__(self, plan: Plan, posting: Posting, transport: Transport, stall_seconds: float) -> None:
+    def __init__(self, plan: Plan, posting: PostedRound, transport: Transport, stall_seconds: float) -> None:
         self.plan, self.posting, self._transport, self._stall = plan, posting, transport, stall_seconds
         self._codec = codec(posting.codec)
         self._ranges = plan.ranges(posting.num_parts)
@@ -56,7 +56,7 @@ class Transfer:
             e.peer: memoryview(bytearray(0 if e.peer == transport.peer else size)) for e in plan.contributors
         }
         if transport.peer in self._parts:
-            self._parts[transport.peer] = self._rows(posting.contribution, self._mine)
+            self._parts[transport.peer] = self._rows(posting.contribution.view, self._mine)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._squares = dict.fromkeys(self._parts, 0.0)
         self._reduced = 0
@@ -101,7 +101,7 @@ class Transfer:
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
-                    both.create_task(self._send(stream, self._rows(self.posting.contribution, rows)))
+                    both.create_task(self._send(stream, self._rows(self.posting.contribution.view, rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
             self._leave(stream)
             self._verify_mean(reducer, fetched.result())
@@ -114,7 +114,11 @@ class Transfer:
 
     async def _fetch(self, stream: Stream, rows: range) -> float:
         """The mean of these rows; its squared norm, which is taken while the rest is on its way."""
-        into, width, loop = self._rows(self.posting.mean, rows), self.posting.part_bytes, asyncio.get_running_loop()
+        into, width, loop = (
+            self._rows(self.posting.mean.view, rows),
+            self.posting.part_bytes,
+            asyncio.get_running_loop(),
+        )
         got = taken = 0
         norms: list[asyncio.Future[float]] = []
         while got < len(into):
@@ -152,7 +156,7 @@ class Transfer:
 
     async def _give(self, stream: Stream) -> None:
         given, width = 0, self.posting.part_bytes
-        mean = self._rows(self.posting.mean, self._mine)
+        mean = self._rows(self.posting.mean.view, self._mine)
         while given < len(self._mine):
             await self._until(partial(self._is_reduced, given + 1), _ALIVE_SECONDS)
             last = min(self._reduced, given + self._chunk_rows)
@@ -209,7 +213,7 @@ class Transfer:
 
         weighted_mean(decoded(), self.plan.decision.weights, mean)
         own = range(self._mine.start + rows.start, self._mine.start + rows.stop)
-        self._codec.encode(mean, self._tensor(self.posting.mean, own))
+        self._codec.encode(mean, self._tensor(self.posting.mean.view, own))
 
     def _check(self, entry: Entry, values: Tensor) -> None:
         """What has come of a contribution so far cannot be larger than all of it is claimed to be."""
@@ -223,7 +227,7 @@ class Transfer:
     def _squared_norm(self, rows: range) -> float:
         """Of these rows of the mean."""
         values = torch.empty(len(rows), self.posting.part_elements)
-        self._codec.decode(self._tensor(self.posting.mean, rows), values)
+        self._codec.decode(self._tensor(self.posting.mean.view, rows), values)
         return float(torch.linalg.vector_norm(values)) ** 2
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:

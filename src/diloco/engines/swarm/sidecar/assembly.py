@@ -1,4 +1,4 @@
-"""What a sidecar is made of: this worker's identity, its credential, p2pd under it, and the node on top."""
+"""Builds what runs in a sidecar: this worker's identity and credential, p2pd, and the node on top of it."""
 
 import contextlib
 from dataclasses import replace
@@ -12,18 +12,18 @@ from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Trainer
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.sidecar.process import Place
+from diloco.engines.swarm.sidecar.process import NodeWithNetwork
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.errors import ConfigError
 
 
-async def build(settings: Settings, trainer: Trainer, held: int | None) -> Place:
-    """`held`: the first round that the trainer has not merged, if it was in this swarm before.
+async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> NodeWithNetwork:
+    """`next_round`: the first round that the trainer has not merged, if it was in this swarm before.
 
-    Whoever has the state may go on alone where nobody else is left: it founds the swarm again.
+    A worker that has the state may found the swarm again if no other worker is left.
     """
-    torch.set_num_threads(1)  # the other cores are the trainer's
+    torch.set_num_threads(1)  # the trainer needs the other cores
     invitation = _invitation(settings)
     network = ListenConfig(settings.host, settings.port, settings.announce)
     seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]
@@ -32,14 +32,14 @@ async def build(settings: Settings, trainer: Trainer, held: int | None) -> Place
     )
     credential = invitation.credential(transport.peer)
     permissions = Permissions(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
-    node = Node(transport, permissions, replace(settings, founder=settings.founder or held is not None), trainer)
-    node.taking_part.kept.held = held
+    node = Node(transport, permissions, replace(settings, founder=settings.founder or next_round is not None), trainer)
+    node.taking_part.kept.held = next_round
 
     async def close() -> None:
         with contextlib.suppress(OSError):
             await transport.close()
 
-    return Place(node, transport.ended, close)
+    return NodeWithNetwork(node, transport.ended, close)
 
 
 def _invitation(settings: Settings) -> Invitation:

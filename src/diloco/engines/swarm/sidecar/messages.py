@@ -1,54 +1,46 @@
-"""What a trainer and its sidecar say to each other: one dataclass a message, of plain values, bytes and shared memory.
+"""The messages between a trainer and its sidecar, one type each.
 
-A message with a `number` is a request; its answer, or the `Failed` in its place, has the same number.
+A message with a `number` is a request, or the answer with the same number: `Failed` in place of any other answer.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from diloco.engines.swarm.shared_memory import SharedMemory
+from msgspec import Struct
 
-# The trainer says
+from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot
+from diloco.engines.swarm.settings import Settings
 
 
-@dataclass(frozen=True)
-class Start:
-    """First of all, once. Answered by Started."""
+class _Message(Struct, tag=True, tag_field="message", frozen=True):
+    pass
+
+
+# Sent by the trainer
+
+
+class Start(_Message, frozen=True):
+    """The first message, sent once. Answered by Started."""
 
     number: int
-    settings: dict[str, Any]
-    held: int | None = None
+    settings: Settings
+    next_round: int | None = None
     """The first round that the trainer has not merged, if it was in this swarm before."""
 
 
-@dataclass(frozen=True)
-class Post:
-    """See worker.Posting. Answered by RoundEnded."""
+class PostRound(_Message, frozen=True):
+    """Answered by RoundEnded."""
 
     number: int
-    sequence: int
-    fragment: int
-    header: bytes
-    note: bytes
-    codec: str
-    part_elements: int
-    num_parts: int
-    part_bytes: int
-    contribution: SharedMemory
-    mean: SharedMemory
-    max_norm_ratio: float | None
-    deadline_seconds: float
+    round: PostedRound
 
 
-@dataclass(frozen=True)
-class FetchState:
+class FetchState(_Message, frozen=True):
     """Answered by StateFetched."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class FetchFile:
+class FetchFile(_Message, frozen=True):
     """Answered by Done."""
 
     number: int
@@ -56,135 +48,88 @@ class FetchFile:
     path: str
 
 
-@dataclass(frozen=True)
-class Leave:
-    """Answered by Done, when the others have been told; then the sidecar ends."""
+class Leave(_Message, frozen=True):
+    """Answered by Done when the others have been told; then the sidecar ends."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class ServeFiles:
+class ServeFiles(_Message, frozen=True):
+    """Name -> path."""
+
     files: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(_Message, frozen=True):
     inner_steps: int
     tokens: int
     loss: float
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class SnapshotMade:
-    """The answer to SnapshotWanted; without memory there is no state (yet)."""
+class SnapshotMade(_Message, frozen=True):
+    """Answers MakeSnapshot; None: there is no state now."""
 
     number: int
-    memory: SharedMemory | None = None
-    numbers: dict[str, int] | None = None
-    layout_digest: str = ""
-    note: bytes = b""
+    snapshot: Snapshot | None = None
 
 
-# The sidecar says
+# Sent by the sidecar
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(_Message, frozen=True):
     number: int
     worker: int
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A request was not met: `kind` is the name of an error of diloco.errors, `text` its message."""
+class Failed(_Message, frozen=True):
+    """A request failed: `kind` is the name of a class in diloco.errors, or "" for any other error."""
 
     number: int
     kind: str
     text: str
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(_Message, frozen=True):
     number: int
 
 
-@dataclass(frozen=True)
-class RoundEnded:
-    """See worker.Ended; `refused` has pairs (worker, reason), `present` triples (worker, header, note)."""
+class RoundEnded(_Message, frozen=True):
+    number: int
+    outcome: RoundOutcome
+
+
+class StateFetched(_Message, frozen=True):
+    """None: this worker has the state already."""
 
     number: int
-    failure: str | None
-    resync: bool
-    fatal: bool
-    contributors: list[int]
-    refused: list[tuple[int, str]]
-    total_weight: float
-    present: list[tuple[int, bytes, bytes]]
-    roster: list[int]
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
+    state: FetchedState | None = None
 
 
-@dataclass(frozen=True)
-class StateFetched:
-    """See worker.Arrived. The means are one after another in their memory."""
+class PostNow(_Message, frozen=True):
+    """The others are in this round and wait no longer for this worker."""
 
-    number: int
-    holds: bool = False
-    """This worker has the state: nothing else is said."""
-    memory: SharedMemory | None = None
-    numbers: dict[str, int] | None = None
-    layout_digest: str = ""
-    note: bytes = b""
-    means: list[tuple[int, int, int]] | None = None
-    """(sequence, fragment, bytes) of each."""
-    means_memory: SharedMemory | None = None
-    sequence: int = 0
-    position: int = 0
-
-
-@dataclass(frozen=True)
-class Called:
     sequence: int
 
 
-@dataclass(frozen=True)
-class SnapshotWanted:
+class MakeSnapshot(_Message, frozen=True):
+    """Answered by SnapshotMade; the numbers are the sidecar's own."""
+
     number: int
 
 
-@dataclass(frozen=True)
-class Happened:
+class Event(_Message, frozen=True):
     type: str
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Status:
-    """Once a second and after every change: what the node says of itself, and that the sidecar is alive."""
+class Status(_Message, frozen=True):
+    """Sent every second and after every change: the node's status, and a sign that the sidecar is alive."""
 
     values: dict[str, Any]
 
 
-Message = (
-    Start
-    | Post
-    | FetchState
-    | FetchFile
-    | Leave
-    | ServeFiles
-    | Progress
-    | SnapshotMade
-    | Started
-    | Failed
-    | Done
-    | RoundEnded
-    | StateFetched
-    | Called
-    | SnapshotWanted
-    | Happened
-    | Status
-)
+FromTrainer = Start | PostRound | FetchState | FetchFile | Leave | ServeFiles | Progress | SnapshotMade
+Answer = Started | Failed | Done | RoundEnded | StateFetched
+FromSidecar = Answer | PostNow | MakeSnapshot | Event | Status
+Message = FromTrainer | FromSidecar

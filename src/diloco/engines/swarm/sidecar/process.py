@@ -1,10 +1,9 @@
-"""The sidecar of one worker: a process of its own, in which the swarm's node lives beside the training.
+"""The sidecar of one worker: a process of its own that runs the swarm's node beside the training.
 
-    python -m diloco.engines.swarm.sidecar.process FD
-
-It is started by the trainer (kept_sidecar.py), hears it over the link at FD, and ends with it: at the end of the link,
-and, should it hang, by the kernel's death signal. It passes messages on to the node and the node's wishes back; it
-decides nothing about the swarm. What it prints and logs is in the log file that the trainer gave it.
+The trainer starts it (supervisor.py) as `python -m diloco.engines.swarm.sidecar FD` and talks to it over the link at
+file descriptor FD. It ends with the trainer: when the link closes, or, if it hangs, by the kernel's death signal. It
+passes messages between the trainer and the node, and decides nothing about the swarm. Its output goes to the log file
+that the trainer gave it.
 """
 
 import asyncio
@@ -14,18 +13,16 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
-from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.node.trainer import Arrived, Ended, Posting, Snapshot, Trainer
+from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot, Trainer
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.shared_memory import SharedMemory, shared
-from diloco.engines.swarm.sidecar import messages as say
+from diloco.engines.swarm.sidecar import messages
 from diloco.engines.swarm.sidecar.link import AsyncLink
+from diloco.engines.swarm.sidecar.messages import FromTrainer
 from diloco.errors import DiLoCoError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -38,13 +35,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Node(Protocol):
-    """What a sidecar needs of the swarm's node (node.py)."""
+    """What a sidecar needs of the swarm's node (node/node.py)."""
 
     @property
     def number(self) -> int: ...
     async def start(self) -> None: ...
-    async def post(self, posting: Posting) -> Ended: ...
-    async def fetch_state(self) -> Arrived | None: ...
+    async def post(self, posting: PostedRound) -> RoundOutcome: ...
+    async def fetch_state(self) -> FetchedState | None: ...
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None: ...
     def serve_files(self, files: Mapping[str, Path]) -> None: ...
     async def fetch_file(self, name: str, path: Path) -> None: ...
@@ -53,225 +50,165 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A node and what it stands on."""
+class NodeWithNetwork:
+    """A node and the network under it."""
 
     node: Node
-    lost: "asyncio.Future[str]"
+    network_lost: "asyncio.Future[str]"
     """Done, with a reason, when the network under the node has died: only a new process can help."""
-    close: Callable[[], Awaitable[None]]
+    close_network: Callable[[], Awaitable[None]]
 
 
-Build = Callable[[Settings, Trainer, int | None], Awaitable[Place]]
+Build = Callable[[Settings, Trainer, int | None], Awaitable[NodeWithNetwork]]
+"""(settings, trainer, the first round that the trainer has not merged) -> a node that has not started yet."""
 
 
 class Sidecar:
-    """Between the link and the node; to the node it is the Trainer."""
+    """Passes messages between the link and the node; to the node it is the Trainer."""
 
     def __init__(self, end: socket.socket, build: Build) -> None:
-        self._link = AsyncLink(end, self._hear)
+        self._link = AsyncLink[FromTrainer](end, FromTrainer, self._on_message)
         self._build = build
-        self._place: Place | None = None
+        self._running: NodeWithNetwork | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._snapshots: dict[int, asyncio.Future[Snapshot | None]] = {}
-        self._asked = 0
+        self._snapshots_asked = 0
 
     async def run(self) -> None:
-        """Until the trainer is gone; raises what went wrong here."""
+        """Until the trainer closes the link; raises EngineError if the network dies."""
         try:
             while not self._link.ended.done():
-                ends: list[asyncio.Future[Any]]
-                ends = [self._link.ended] if self._place is None else [self._link.ended, self._place.lost]
+                ends: list[asyncio.Future[Any]] = [self._link.ended]
+                if self._running is not None:
+                    ends.append(self._running.network_lost)
                 await asyncio.wait(ends, timeout=STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if self._place is not None and self._place.lost.done():
-                    raise EngineError(self._place.lost.result())
-                self._tell_status()
+                if self._running is not None and self._running.network_lost.done():
+                    raise EngineError(self._running.network_lost.result())
+                self._send_status()
             self._link.ended.result()
         finally:
             for task in self._tasks:
                 task.cancel()
-            if self._place is not None:
+            if self._running is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._place.close(), _CLOSE_SECONDS)
+                    async with asyncio.timeout(_CLOSE_SECONDS):
+                        await self._running.close_network()
 
-    # What the trainer says
+    # Messages of the trainer
 
-    def _hear(self, message: say.Message) -> None:
+    def _on_message(self, message: FromTrainer) -> None:
         match message:
-            case say.Start():
+            case messages.Start():
                 self._answer(message.number, self._start(message))
-            case say.Post():
+            case messages.PostRound():
                 self._answer(message.number, self._post(message))
-            case say.FetchState():
+            case messages.FetchState():
                 self._answer(message.number, self._fetch_state(message.number))
-            case say.FetchFile():
+            case messages.FetchFile():
                 self._answer(message.number, self._fetch_file(message))
-            case say.Leave():
+            case messages.Leave():
                 self._answer(message.number, self._leave(message.number))
-            case say.ServeFiles():
-                self._started.serve_files({name: Path(path) for name, path in message.files.items()})
-            case say.Progress():
-                self._started.progress(
+            case messages.ServeFiles():
+                self._node.serve_files({name: Path(path) for name, path in message.files.items()})
+            case messages.Progress():
+                self._node.progress(
                     inner_steps=message.inner_steps,
                     tokens=message.tokens,
                     loss=message.loss,
                     step_seconds=message.step_seconds,
                 )
-            case say.SnapshotMade():
-                self._take_snapshot(message)
+            case messages.SnapshotMade():
+                waiting = self._snapshots.pop(message.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message.snapshot)
             case _:
-                raise TypeError(f"a trainer does not say {type(message).__name__}")
+                assert_never(message)
 
     @property
-    def _started(self) -> Node:
-        assert self._place is not None, "the trainer must send Start, and wait for Started, first"
-        return self._place.node
+    def _node(self) -> Node:
+        assert self._running is not None, "the trainer must send Start, and wait for Started, first"
+        return self._running.node
 
-    def _answer(self, number: int, work: Coroutine[Any, Any, say.Message]) -> None:
-        """Do it beside everything else; the trainer hears the answer, or why there is none."""
+    def _answer(self, number: int, work: Coroutine[Any, Any, messages.Answer]) -> None:
+        """Run `work` as a task; send its result, or Failed, to the trainer."""
 
-        async def answered() -> None:
+        async def answer() -> None:
             try:
-                answer = await work
+                self._link.send(await work)
             except DiLoCoError as error:
-                answer = say.Failed(number, type(error).__name__, str(error))
+                self._link.send(messages.Failed(number, type(error).__name__, str(error)))
             except Exception as error:
                 logger.exception("a request of the trainer failed")
-                answer = say.Failed(number, "", f"the sidecar could not do it: {error!r}; its log says more")
-            self._link.send(answer)
+                reason = f"the sidecar failed at it with {error!r}; its log has the traceback"
+                self._link.send(messages.Failed(number, "", reason))
 
-        task = asyncio.get_running_loop().create_task(answered())
+        task = asyncio.get_running_loop().create_task(answer())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self, message: say.Start) -> say.Started:
-        place = await self._build(Settings.from_json(message.settings), self, message.held)
+    async def _start(self, message: messages.Start) -> messages.Started:
+        running = await self._build(message.settings, self, message.next_round)
         try:
-            await place.node.start()
+            await running.node.start()
         except BaseException:
-            await place.close()
+            await running.close_network()
             raise
-        self._place = place
-        self._tell_status()
-        return say.Started(message.number, place.node.number)
+        self._running = running
+        self._send_status()
+        return messages.Started(message.number, running.node.number)
 
-    async def _post(self, message: say.Post) -> say.RoundEnded:
-        posting = Posting(
-            key=RoundKey(message.sequence, message.fragment),
-            header=message.header,
-            note=message.note,
-            codec=message.codec,
-            part_elements=message.part_elements,
-            num_parts=message.num_parts,
-            part_bytes=message.part_bytes,
-            contribution=message.contribution.view,
-            mean=message.mean.view,
-            max_norm_ratio=message.max_norm_ratio,
-            deadline_seconds=message.deadline_seconds,
-        )
-        ended = await self._started.post(posting)
-        self._tell_status()
-        return say.RoundEnded(
-            number=message.number,
-            failure=ended.failure,
-            resync=ended.resync,
-            fatal=ended.fatal,
-            contributors=list(ended.contributors),
-            refused=list(ended.refused.items()),
-            total_weight=ended.total_weight,
-            present=[(one.worker, one.header, one.note) for one in ended.present],
-            roster=list(ended.roster),
-            bytes_sent=ended.bytes_sent,
-            bytes_received=ended.bytes_received,
-            seconds=ended.seconds,
-        )
+    async def _post(self, message: messages.PostRound) -> messages.RoundEnded:
+        outcome = await self._node.post(message.round)
+        self._send_status()
+        return messages.RoundEnded(message.number, outcome)
 
-    async def _fetch_state(self, number: int) -> say.StateFetched:
-        arrived = await self._started.fetch_state()
-        if arrived is None:
-            return say.StateFetched(number, holds=True)
-        snapshot = arrived.snapshot
-        answer = say.StateFetched(
-            number,
-            means=[(key.sequence, key.fragment, len(data)) for key, data in arrived.means],
-            means_memory=_joined([data for _, data in arrived.means]),
-            sequence=arrived.sequence,
-            position=arrived.position,
-        )
-        if snapshot is None:
-            return answer
-        return replace(
-            answer,
-            memory=shared(snapshot.data),
-            numbers=dict(snapshot.numbers),
-            layout_digest=snapshot.layout_digest,
-            note=bytes(snapshot.note),
-        )
+    async def _fetch_state(self, number: int) -> messages.StateFetched:
+        return messages.StateFetched(number, await self._node.fetch_state())
 
-    async def _fetch_file(self, message: say.FetchFile) -> say.Done:
-        await self._started.fetch_file(message.name, Path(message.path))
-        return say.Done(message.number)
+    async def _fetch_file(self, message: messages.FetchFile) -> messages.Done:
+        await self._node.fetch_file(message.name, Path(message.path))
+        return messages.Done(message.number)
 
-    async def _leave(self, number: int) -> say.Done:
-        if self._place is not None:
+    async def _leave(self, number: int) -> messages.Done:
+        if self._running is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._place.node.leave(), _LEAVE_SECONDS)
-        return say.Done(number)
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._running.node.leave()
+        return messages.Done(number)
 
-    def _take_snapshot(self, message: say.SnapshotMade) -> None:
-        waiting = self._snapshots.pop(message.number, None)
-        if waiting is None or waiting.done():
-            return
-        if message.memory is None:
-            waiting.set_result(None)
-            return
-        waiting.set_result(
-            Snapshot(message.memory.view, message.numbers or {}, message.layout_digest, message.note),
-        )
+    # What the node asks of its trainer (node/trainer.py)
 
-    # What the node says (worker.Trainer)
-
-    def called(self, sequence: int) -> None:
-        self._link.send(say.Called(sequence))
+    def post_now(self, sequence: int) -> None:
+        self._link.send(messages.PostNow(sequence))
 
     async def snapshot(self) -> Snapshot | None:
-        self._asked += 1
-        number = self._asked
+        self._snapshots_asked += 1
+        number = self._snapshots_asked
         waiting: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
         self._snapshots[number] = waiting
-        self._link.send(say.SnapshotWanted(number))
+        self._link.send(messages.MakeSnapshot(number))
         try:
-            return await asyncio.wait_for(waiting, _SNAPSHOT_SECONDS)
+            async with asyncio.timeout(_SNAPSHOT_SECONDS):
+                return await waiting
         except TimeoutError:
             logger.warning("the trainer made no snapshot within %g s", _SNAPSHOT_SECONDS)
             return None
         finally:
             self._snapshots.pop(number, None)
 
-    def happened(self, type_: str, fields: Mapping[str, Any]) -> None:
-        self._link.send(say.Happened(type_, dict(fields)))
-        self._tell_status()
+    def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
+        self._link.send(messages.Event(type_, dict(fields)))
+        self._send_status()
 
-    def _tell_status(self) -> None:
-        self._link.send(say.Status({} if self._place is None else self._place.node.status()))
-
-
-def _joined(blocks: list[bytes]) -> SharedMemory | None:
-    if not blocks:
-        return None
-    memory = SharedMemory.create(sum(map(len, blocks)))
-    position = 0
-    for block in blocks:
-        memory.view[position : position + len(block)] = block
-        position += len(block)
-    return memory
+    def _send_status(self) -> None:
+        self._link.send(messages.Status({} if self._running is None else self._running.node.status()))
 
 
 def run(fd: int, build: Build) -> None:
     """The whole life of a sidecar process."""
     _die_with_the_trainer()
     end = socket.socket(fileno=fd)
-    end.set_inheritable(False)  # what this process starts must not keep the link open
+    end.set_inheritable(False)  # child processes must not keep the link open
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
     async def live() -> None:
@@ -281,19 +218,13 @@ def run(fd: int, build: Build) -> None:
         asyncio.run(live())
     except BaseException:
         logger.exception("the sidecar ends")
-        os._exit(1)  # threads of other libraries must not hold up the end
+        os._exit(1)  # threads of other libraries must not delay the end
     os._exit(0)
 
 
 def _die_with_the_trainer() -> None:
-    """Signals that end a whole job are the trainer's to handle: it says when its sidecar must go."""
+    """Ignore the signals that end a whole job: the trainer handles them and says when its sidecar must end."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Had the trainer died before this line, the link would have ended: `Sidecar.run` sees that.
-
-
-if __name__ == "__main__":
-    from diloco.engines.swarm.sidecar.assembly import build
-
-    run(int(sys.argv[1]), build)
+    # If the trainer died before this line, the link is closed already, and `Sidecar.run` ends.

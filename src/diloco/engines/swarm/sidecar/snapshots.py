@@ -1,22 +1,20 @@
-"""A global state as safetensors bytes in shared memory, and back; and the thread that makes one when a joiner asks.
+"""Snapshots of the global state for joiners: safetensors bytes in shared memory, made in a thread beside training.
 
-Training goes on meanwhile: what the trainer's provider of states promises (a state of one moment) is all that is
-relied on. Bytes that came over the network are read by the safetensors library, which checks them; nothing is
-unpickled.
+The trainer's provider returns a consistent state at any time. Bytes that came over the network are read, and checked,
+by the safetensors library; nothing is unpickled.
 """
 
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.engines.rounds import GlobalState
+from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.messages import SnapshotMade
 from diloco.errors import EngineError, RoundFailed
@@ -31,7 +29,7 @@ Provider = Callable[[], GlobalState]
 
 @torch.no_grad()
 def write(tensors: Mapping[str, Tensor]) -> SharedMemory:
-    """A safetensors file in memory: each tensor is copied once, from wherever it is to where it is sent from."""
+    """A safetensors file in memory: each tensor is copied once, from its device into the shared memory."""
     header, ordered = make_header(tensors)
     offset = len(header)
     memory = SharedMemory.create(offset + sum(tensor.nbytes for tensor in ordered.values()))
@@ -45,90 +43,75 @@ def write(tensors: Mapping[str, Tensor]) -> SharedMemory:
 
 
 def read(memory: SharedMemory) -> dict[str, Tensor]:
-    """Tensors on the CPU that are this memory, without a copy."""
+    """Tensors on the CPU that are views of this memory, without a copy."""
     try:
         with safe_open(f"/proc/self/fd/{memory.fd}", framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
     except SafetensorError as error:
         raise EngineError(f"the state that arrived is damaged ({error}): start this worker again") from error
 
 
-def rows(memory: SharedMemory | None, sizes: list[int]) -> list[Tensor]:
-    """Blocks of bytes that lie one after another, as uint8 tensors."""
-    if memory is None or not math.fsum(sizes):
-        return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
-    return list(torch.frombuffer(memory, dtype=torch.uint8, count=sum(sizes)).split_with_sizes(sizes))
-
-
-@dataclass(frozen=True)
-class _Made:
-    version: int
-    message: SnapshotMade
-
-
 class SnapshotMaker:
-    """Answers requests for snapshots in a thread of its own; requests at the same state share one."""
+    """Answers requests for snapshots in a thread of its own; requests for the same state share one snapshot."""
 
     def __init__(self, send: Callable[[SnapshotMade], object]) -> None:
         self._send = send
-        self.held_back = False
-        """No snapshots now, though there is a state."""
+        self.paused = False
+        """Answer that there is no state, though there is one."""
         self._provider: Provider | None = None
         self._version = 0
-        self._made: _Made | None = None
+        self._latest: Snapshot | None = None
         self._lock = threading.Lock()
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def serve(self, provider: Provider) -> None:
         with self._lock:
             self._provider = provider
-        self.changed()
+        self.invalidate()
 
-    def changed(self) -> None:
-        """The state is not what it was: the next request gets a new snapshot. Lets go of the old one."""
+    def invalidate(self) -> None:
+        """The state has changed: free the latest snapshot, and make a new one for the next request."""
         with self._lock:
             self._version += 1
-            self._made = None
+            self._latest = None
 
-    def want(self, number: int) -> None:
-        """Answer this request, soon."""
+    def request(self, number: int) -> None:
+        """Have request `number` answered by the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="diloco-snapshots", daemon=True)
             self._thread.start()
-        self._wanted.put(number)
+        self._requests.put(number)
 
     def close(self) -> None:
-        self._wanted.put(None)
+        self._requests.put(None)
         with self._lock:
-            self._provider = self._made = None
+            self._provider = self._latest = None
         if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)  # it may be in the middle of a large copy; nobody waits for that
+            self._thread.join(_CLOSE_SECONDS)  # a large copy that is not done by then is left to end by itself
 
     def _work(self) -> None:
-        while (number := self._wanted.get()) is not None:
+        while (number := self._requests.get()) is not None:
             try:
-                self._send(self._snapshot(number))
+                snapshot = self._snapshot()
             except RoundFailed as reason:
                 logger.info("no snapshot for a joiner now: %s", reason)
-                self._send(SnapshotMade(number))
-            except Exception:  # a joiner then asks somebody else; training is not concerned
+                snapshot = None
+            except Exception:  # the joiner asks another worker; training goes on
                 logger.exception("no snapshot for a joiner")
-                self._send(SnapshotMade(number))
+                snapshot = None
+            self._send(SnapshotMade(number, snapshot))
 
-    def _snapshot(self, number: int) -> SnapshotMade:
+    def _snapshot(self) -> Snapshot | None:
         with self._lock:
-            provider, version, made = self._provider, self._version, self._made
-        if provider is None or self.held_back:
-            return SnapshotMade(number)
-        if made is None or made.version != version:
-            state = provider()
-            made = _Made(
-                version,
-                SnapshotMade(0, write(state.tensors), dict(state.numbers), state.layout_digest, state.note),
-            )
-            with self._lock:
-                if self._version == version:
-                    self._made = made
-        told = made.message
-        return SnapshotMade(number, told.memory, told.numbers, told.layout_digest, told.note)
+            provider, version, latest = self._provider, self._version, self._latest
+        if provider is None or self.paused:
+            return None
+        if latest is not None:
+            return latest
+        state = provider()
+        snapshot = Snapshot(write(state.tensors), dict(state.numbers), state.layout_digest, state.note)
+        with self._lock:
+            if self._version == version:
+                self._latest = snapshot
+        return snapshot

@@ -1,0 +1,175 @@
+"""A round of the swarm that the trainer has posted: its memory, the wait for its outcome, and its result.
+
+The encoded outer gradient is copied into shared memory when the round is posted, and the mean back when it has ended:
+the trainer may use its own memory meanwhile.
+"""
+
+import struct
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from diloco.engines.base import PendingRound
+from diloco.engines.header import Header
+from diloco.engines.rounds import Contribution, Member, RoundResult
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
+from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.engines.swarm.sidecar.messages import PostRound, RoundEnded
+from diloco.engines.swarm.sidecar.supervisor import SidecarLost
+from diloco.errors import DiLoCoError, EngineError, Excluded, RoundFailed
+
+_GRACE_SECONDS = 5.0  # after the deadline, for the sidecar to report the failure itself
+_POLL_SECONDS = 0.5
+
+
+def as_tensor(memory: SharedMemory) -> torch.Tensor:
+    """All of it as uint8, without a copy."""
+    if not memory.num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)
+
+
+@dataclass(frozen=True)
+class RoundMemory:
+    """Shared memory of the same size for a contribution and for its mean."""
+
+    contribution: SharedMemory
+    mean: SharedMemory
+
+
+class RoundMemoryPool:
+    """Rounds of the same fragment reuse each other's memory, one after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[int, int], list[RoundMemory]] = {}
+
+    def take(self, fragment: int, size: int) -> RoundMemory:
+        with self._lock:
+            free = self._free.get((fragment, size))
+            if free:
+                return free.pop()
+        return RoundMemory(SharedMemory.create(size), SharedMemory.create(size))
+
+    def give_back(self, posted: PostedRound) -> None:
+        """Only after the sidecar has reported the end of the round: until then it may write into the memory."""
+        memory = RoundMemory(posted.contribution, posted.mean)
+        with self._lock:
+            self._free.setdefault((posted.key.fragment, memory.mean.num_bytes), []).append(memory)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+
+
+class RoundOwner(Protocol):
+    """What a pending round needs of its engine."""
+
+    leave_deadline: float
+    """On time.monotonic()'s clock: a round that has not ended by then fails."""
+
+    def on_round_ended(self, posted: PostedRound, outcome: RoundOutcome, members: tuple[Member, ...]) -> None: ...
+
+    def restart_sidecar(self, number: int, reason: str) -> None:
+        """The sidecar does not answer request `number`."""
+
+
+class FailedRound(PendingRound):
+    def __init__(self, failure: RoundFailed) -> None:
+        self._failure = failure
+
+    def wait(self) -> RoundResult:
+        raise self._failure
+
+
+class SwarmRound(PendingRound):
+    """`wait` is bounded by the round's deadline, and by `leave_deadline` once this worker leaves."""
+
+    def __init__(
+        self, owner: RoundOwner, contribution: Contribution, message: PostRound, answer: "Future[Any]"
+    ) -> None:
+        self._owner, self._contribution, self._answer = owner, contribution, answer
+        self._number, self._sequence = message.number, message.round.key.sequence
+        self._posted: PostedRound | None = message.round
+        self._deadline = time.monotonic() + message.round.deadline_seconds + _GRACE_SECONDS
+        self._outcome: RoundResult | DiLoCoError | None = None
+
+    def wait(self) -> RoundResult:
+        if self._outcome is None:
+            try:
+                self._outcome = self._result(self._wait_for_outcome())
+            except DiLoCoError as error:
+                self._outcome = error
+            self._posted = None  # a kept exception must not keep the memory
+        if isinstance(self._outcome, DiLoCoError):
+            raise self._outcome
+        return self._outcome
+
+    def _wait_for_outcome(self) -> RoundOutcome:
+        """Raises RoundFailed without an outcome; the memory is then not reused: the sidecar may still write into it."""
+        while True:
+            left = min(self._deadline, self._owner.leave_deadline) - time.monotonic()
+            try:  # wake up now and then: `leave_deadline` may be set meanwhile
+                ended = self._answer.result(max(0.0, min(_POLL_SECONDS, left)))
+            except SidecarLost as lost:
+                raise self._failed(str(lost), resync=True) from lost
+            except RoundFailed as failure:
+                raise self._failed(failure.reason, resync=True) from failure
+            except TimeoutError:
+                self._check_deadlines()
+            else:
+                assert isinstance(ended, RoundEnded)
+                return ended.outcome
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if now >= self._owner.leave_deadline:
+            raise self._failed("it had not ended when this worker left", resync=False)
+        if now >= self._deadline:
+            reason = "the swarm's process did not end it in time"
+            self._owner.restart_sidecar(self._number, f"round {self._sequence}: {reason}")
+            raise self._failed(reason, resync=True)
+
+    def _failed(self, reason: str, *, resync: bool) -> RoundFailed:
+        prefix = f"round {self._sequence}: "
+        return RoundFailed(reason if reason.startswith(prefix) else prefix + reason, resync=resync)
+
+    def _result(self, outcome: RoundOutcome) -> RoundResult:
+        vector, posted = self._contribution.vector, self._posted
+        assert posted is not None
+        if outcome.failure is None and outcome.total_weight > 0:
+            vector.data.view(-1).copy_(as_tensor(posted.mean))
+        members = tuple(_member(one) for one in outcome.present)
+        self._owner.on_round_ended(posted, outcome, members)
+        if outcome.fatal:
+            raise Excluded(outcome.failure or "the swarm has excluded this worker")
+        if outcome.failure is not None:
+            failure = self._failed(outcome.failure, resync=outcome.resync)
+            failure.stopping = any(member.report.stopping for member in members)
+            raise failure
+        return RoundResult(
+            mean=vector,
+            contributors=outcome.contributors,
+            refused=outcome.refused,
+            total_weight=outcome.total_weight,
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            seconds=outcome.seconds,
+            members=members,
+            resync=outcome.resync,
+            roster=outcome.roster,
+        )
+
+
+def _member(present: PresentWorker) -> Member:
+    try:
+        return replace(Header(present.worker, present.header).member, note=present.note)
+    except struct.error as error:
+        raise EngineError(
+            f"worker {present.worker} sent a header of {len(present.header)} bytes, which this version cannot read: "
+            "run the same version of diloco everywhere"
+        ) from error
