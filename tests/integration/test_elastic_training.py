@@ -18,7 +18,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import EngineError
-from diloco.training.checkpoints.resuming import newest
+from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
@@ -84,7 +84,7 @@ class Swarm:
         training = Training(self.config, self.corpus, engine, log, torch.device("cpu"), folder, leader=True)
         training.joined = number > 0
         if resume:
-            training.resume(newest(folder))
+            training.resume(newest_start(folder))
         self._watch(training, after)
         return training
 

@@ -37,7 +37,7 @@ from diloco.models.pretrained import check_model
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
 from diloco.training.checkpoints.manifests import find_checkpoints
-from diloco.training.checkpoints.resuming import check_lasting, check_steps
+from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.run_lock import run_lock
@@ -98,7 +98,7 @@ def train_in_swarm(config: RunConfig, console: Console, resume: Path | None) -> 
                 held.enter_context(run_lock(folder))
                 found(folder, config, text.shared.digest)
             else:
-                check_going_on(folder, config, text.shared.digest)
+                check_resumable(folder, config, text.shared.digest)
                 begin_again(folder, config)
             run_workers(config, console, display, folder, text, held, founder=True, resumed=resume is not None)
 
@@ -171,13 +171,13 @@ def found(folder: Path, config: RunConfig, corpus_digest: str) -> None:
     write_private(swarm / RUN_JSON, Described.of(config, corpus_digest).text())
 
 
-def check_going_on(folder: Path, config: RunConfig, corpus_digest: str) -> None:
+def check_resumable(folder: Path, config: RunConfig, corpus_digest: str) -> None:
     """Before anything in the run folder is changed; also renews what joiners are told (its end may be another now)."""
     if not (folder / SWARM_FOLDER / INVITATION_FILE).is_file():
         raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILE}: it is not a run of a swarm")
     for checkpoint in find_checkpoints(folder)[0][-1:]:
         model = str(checkpoint.manifests[0].config["model"])  # which no option can change
-        check_lasting(checkpoint, config.lasting(corpus_digest, model))
+        check_same_run(checkpoint, config.lasting(corpus_digest, model))
         check_steps(checkpoint, config.steps)
     described = Described.of(config, corpus_digest)
     if Described.read(folder / SWARM_FOLDER / RUN_JSON) != described:

@@ -22,7 +22,7 @@ from diloco.engines.connect import join_from_environment
 from diloco.errors import DiLoCoError
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.checkpoints.resuming import check_going_on
+from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
@@ -58,7 +58,7 @@ def train_as_rank(config: RunConfig, console: Console, resume: Path | None) -> N
             held.enter_context(run_lock(folder))
         if resumed:
             worker = [worker for worker, size in enumerate(sizes) for _ in range(size)][rank]
-            check_going_on(folder, [worker], config, corpus.digest)
+            check_resumable(folder, [worker], config, corpus.digest)
             _meet()  # nobody changes anything before all have accepted it
         _take_folder(folder, config, leader, resumed)
         sinks = held.enter_context(SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)))

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
 from diloco.models.pretrained import check_model, short_name
 from diloco.sinks.process import SinkProcesses
 from diloco.sinks.registry import check_installed
-from diloco.training.checkpoints.resuming import check_going_on
+from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import dotted, sections, to_toml
@@ -116,7 +116,7 @@ def _train_locally(config: RunConfig, console: Console, resume: Path | None) -> 
             if resume is None:
                 until_summarized.enter_context(run_lock(folder))
             else:
-                check_going_on(folder, range(config.workers), config, corpus.digest)
+                check_resumable(folder, range(config.workers), config, corpus.digest)
                 begin_again(folder, config)
             sinks = until_summarized.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
             workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)

@@ -24,9 +24,9 @@ from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
 from diloco.outer.ranks.worker_round import RoundEvent
 from diloco.training.batches import Reading, Texts
-from diloco.training.checkpoints.resuming import Start
-from diloco.training.checkpoints.saving import Saving
-from diloco.training.checkpoints.store import Checkpoints, Seat
+from diloco.training.checkpoints.checkpointer import Checkpointer
+from diloco.training.checkpoints.resume import Start
+from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.checkpoints.worker_state import HasState, WorkerState
 from diloco.training.compute import prepare
 from diloco.training.config.run import RunConfig
@@ -89,10 +89,10 @@ class Training:
             also["company"] = self.company
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
         workers = None if engine.elastic else engine.workers
-        seat = Seat(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
+        owner = CheckpointOwner(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
         lasting = config.lasting(corpus.digest, self.model.description)
-        self.checkpoints = Checkpoints(folder, seat, config.checkpoint, lasting, events.emit)
-        self.saving = Saving(config, state, self.checkpoints, events.emit)
+        self.checkpoints = CheckpointStore(folder, owner, config.checkpoint, lasting, events.emit)
+        self.checkpointer = Checkpointer(config, state, self.checkpoints, events.emit)
         self._resumed: dict[str, Any] | None = None
         self._joined_at = 0
         self._elapsed_before = 0.0
@@ -145,7 +145,7 @@ class Training:
             self.events.emit("resumed", **self._resumed)
         if self.company is not None:
             self.company.begin(joined=self.joined, stopped=lambda: self.stop_requested)
-            self.checkpoints.jumped(config.checkpoints_until(state.inner_steps))
+            self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
             self.validation.measure(self.mode)
         self._started, self.validation.seconds = time.monotonic(), 0.0
@@ -164,7 +164,7 @@ class Training:
             if self.validation.due(state.inner_steps):
                 self.validation.measure(self.mode)
             if not self._saved_before_cut:
-                self.saving.after_step()
+                self.checkpointer.after_step()
         self._finish()
 
     def request_stop(self) -> None:
@@ -175,7 +175,7 @@ class Training:
 
     def resume(self, start: Start) -> None:
         """Before `run`: everything as it was saved, or at the first step if nothing was."""
-        self._resumed = self.saving.load(start)
+        self._resumed = self.checkpointer.load(start)
         if start.progress is not None:
             unknown = self.reading.take(start.progress, since=self.mode.averager.inner_steps)
             if unknown:
@@ -233,7 +233,7 @@ class Training:
 
     def _end_step(self) -> None:
         """After its rounds."""
-        self.checkpoints.heard(self.engine.members())
+        self.checkpoints.note_reports(self.engine.members())
         self._announce_validation()
         if self.company is not None:
             self.company.after_step(self._loss, self._tokens())
@@ -293,7 +293,7 @@ class Training:
         """A worker that stops has cut a round short: save this step without it, to post it again after a resume."""
         if self.precision.loss_scale is None:  # a loss scale changes after the rounds: there is no going back to it
             self._open_step = True
-            self.saving.before_cut()
+            self.checkpointer.before_cut()
             self._open_step, self._saved_before_cut = False, True
 
     def _on_post(self, key: RoundKey) -> None:
@@ -329,7 +329,7 @@ class Training:
 
     def _finish(self) -> None:
         if not self._saved_before_cut:
-            self.saving.at_end(open_step=self._open_step)
+            self.checkpointer.at_end(open_step=self._open_step)
         self.mode.finish(before_confirming=self._last_evaluation)
         self._announce_validation()
         self._check_progress()  # rounds that were on their way have ended only now

@@ -23,7 +23,7 @@ from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import LocalSwarm
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
-from diloco.training.checkpoints.resuming import Start, agree
+from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
@@ -94,7 +94,9 @@ def agreed(folder: Path, workers: int) -> list[Start]:
     """What each of so many workers finds to go on from."""
     gathering = Gathering(workers)
     with ThreadPoolExecutor(workers) as pool:
-        waiting = [pool.submit(agree, folder, worker, workers, gathering.of(worker)) for worker in range(workers)]
+        waiting = [
+            pool.submit(agree_on_start, folder, worker, workers, gathering.of(worker)) for worker in range(workers)
+        ]
         return [one.result() for one in waiting]
 
 

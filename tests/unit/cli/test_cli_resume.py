@@ -14,8 +14,8 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
 from diloco.outer.tensor_pieces import pieces_of
-from diloco.training.checkpoints.resuming import check_going_on
-from diloco.training.checkpoints.store import Checkpoints, Seat
+from diloco.training.checkpoints.resume import check_resumable
+from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.config.tables import CheckpointConfig
@@ -46,7 +46,7 @@ def ended(tmp_path: Path, config: tuple[RunConfig, Corpus]) -> Path:
 def save(folder: Path, worker: int, config: RunConfig, corpus: Corpus) -> None:
     lasting = config.lasting(corpus.digest, "a model")
     own = CheckpointConfig(asynchronous=False)
-    checkpoints = Checkpoints(folder, Seat(worker, 2), own, lasting, lambda *_, **__: None)
+    checkpoints = CheckpointStore(folder, CheckpointOwner(worker, 2), own, lasting, lambda *_, **__: None)
     checkpoints.save(9, 3, {"w": pieces_of(torch.zeros(2))}, {})
 
 
@@ -70,7 +70,7 @@ def test_a_refused_resume_changes_nothing_in_the_run_folder(
         assert message in " ".join(capsys.readouterr().err.split())
         (ended / "summary.json").write_bytes(before[ended / "summary.json"])
         assert content(ended) == before
-    check_going_on(ended, range(2), replace(config[0], steps=12), config[1].digest)
+    check_resumable(ended, range(2), replace(config[0], steps=12), config[1].digest)
 
 
 def test_a_run_that_has_ended_without_a_checkpoint_does_not_begin_again(
@@ -81,7 +81,7 @@ def test_a_run_that_has_ended_without_a_checkpoint_does_not_begin_again(
     assert "has ended after 9 inner steps and has no checkpoint" in " ".join(capsys.readouterr().err.split())
     assert content(ended) == before
     save(ended, 0, *config)  # but worker 1 could not
-    for refused in (lambda: check_going_on(ended, range(2), *config_and_digest(config)), lambda: agreed(ended, 2)):
+    for refused in (lambda: check_resumable(ended, range(2), *config_and_digest(config)), lambda: agreed(ended, 2)):
         with pytest.raises(CheckpointError, match="to begin again at the first step would replace its model"):
             refused()
 
@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
 ) -> None:
     lines = (ended / "events.jsonl").read_text().replace("worker_finished", "round_posted")
     (ended / "events.jsonl").write_text(lines)
-    check_going_on(ended, range(2), *config_and_digest(config))
+    check_resumable(ended, range(2), *config_and_digest(config))
     assert [start.checkpoint for start in agreed(ended, 2)] == [None, None]
 
 

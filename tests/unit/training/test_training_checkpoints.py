@@ -17,7 +17,7 @@ from diloco.engines.rounds import Member, Report
 from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints import durable
 from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
-from diloco.training.checkpoints.store import Checkpoints, Seat
+from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.tables import CheckpointConfig
 
 SYNC = CheckpointConfig(keep=2, asynchronous=False)
@@ -39,11 +39,11 @@ class Told:
 
 def made(
     folder: Path, worker: int = 0, workers: int = 1, config: CheckpointConfig = SYNC, tell: Told | None = None
-) -> Checkpoints:
-    return Checkpoints(folder, Seat(worker, workers), config, {"seed": 1}, tell or Told())
+) -> CheckpointStore:
+    return CheckpointStore(folder, CheckpointOwner(worker, workers), config, {"seed": 1}, tell or Told())
 
 
-def save(checkpoints: Checkpoints, *steps: int) -> None:
+def save(checkpoints: CheckpointStore, *steps: int) -> None:
     for step in steps:
         checkpoints.save(step, step // 10, TENSORS, {"step": step, "nan": float("nan")})
 
@@ -141,7 +141,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_earlier_checkpoint_and_never_
             for step in (10, 20, 30):
                 save(checkpoints, step)
                 ended = step
-                checkpoints.heard(heard({0: checkpoints.latest}))
+                checkpoints.note_reports(heard({0: checkpoints.latest}))
         there = steps(folder)
         assert there == sorted(there) and set(there) <= {10, 20, 30}
         if ended:
@@ -176,7 +176,7 @@ def test_the_newest_stay_and_older_ones_go_once_all_workers_have_a_newer_one(tmp
     mine, other = (made(tmp_path, worker, workers=2) for worker in range(2))
     for step in (10, 20, 30, 40):
         for one in (mine, other):
-            one.heard(heard({0: mine.latest, 1: other.latest}))
+            one.note_reports(heard({0: mine.latest, 1: other.latest}))
         save(mine, step)
         save(other, step)
     assert steps(tmp_path, 0) == steps(tmp_path, 1) == [30, 40]
@@ -186,13 +186,13 @@ def test_the_newest_stay_and_older_ones_go_once_all_workers_have_a_newer_one(tmp
 def test_nothing_goes_while_another_worker_has_no_newer_one(tmp_path: Path) -> None:
     mine = made(tmp_path, 0, workers=2)
     for step in (10, 20, 30, 40):
-        mine.heard(heard({0: mine.latest, 1: 10 if step > 10 else 0}))
+        mine.note_reports(heard({0: mine.latest, 1: 10 if step > 10 else 0}))
         save(mine, step)
     assert steps(tmp_path) == [10, 20, 30, 40]
-    mine.heard(heard({0: 40, 1: 45}))  # it has a newer one, but none that this worker has too
+    mine.note_reports(heard({0: 40, 1: 45}))  # it has a newer one, but none that this worker has too
     save(mine, 50)
     assert steps(tmp_path) == [10, 20, 30, 40, 50] and mine.common_step == 10
-    mine.heard(heard({0: 50, 1: 50}))
+    mine.note_reports(heard({0: 50, 1: 50}))
     save(mine, 60)
     assert steps(tmp_path) == [50, 60]
 
@@ -207,7 +207,7 @@ def test_a_start_removes_what_lies_after_it_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_a_worker_of_several_ranks_has_a_checkpoint_once_all_of_them_have_written(tmp_path: Path) -> None:
-    ranks = [Checkpoints(tmp_path, Seat(0, 1, rank, 2), SYNC, {}, Told()) for rank in range(2)]
+    ranks = [CheckpointStore(tmp_path, CheckpointOwner(0, 1, rank, 2), SYNC, {}, Told()) for rank in range(2)]
     save(ranks[0], 10)
     assert steps(tmp_path) == [] and ranks[0].latest == 0
     save(ranks[1], 10)
@@ -234,10 +234,10 @@ def test_workers_that_remove_and_write_in_the_same_folders_do_not_get_in_each_ot
         made(tmp_path, worker, 3, CheckpointConfig(keep=1, asynchronous=False), told[worker]) for worker in range(3)
     ]
 
-    def work(mine: Checkpoints) -> None:
+    def work(mine: CheckpointStore) -> None:
         for step in range(1, 40):
             save(mine, step)
-            mine.heard(heard(dict.fromkeys(range(3), step)))
+            mine.note_reports(heard(dict.fromkeys(range(3), step)))
 
     threads = [threading.Thread(target=work, args=(mine,)) for mine in workers]
     for thread in threads:
@@ -249,7 +249,7 @@ def test_workers_that_remove_and_write_in_the_same_folders_do_not_get_in_each_ot
     assert all(steps(tmp_path, worker) == [38, 39] for worker in range(3))
 
 
-def started(folder: Path, step: int, config: CheckpointConfig = SYNC, tell: Told | None = None) -> Checkpoints:
+def started(folder: Path, step: int, config: CheckpointConfig = SYNC, tell: Told | None = None) -> CheckpointStore:
     """Of another start, which goes on from there."""
     checkpoints = made(folder, config=config, tell=tell)
     checkpoints.begin(2, next(one for one in find_checkpoints(folder)[0] if one.step == step))
@@ -298,7 +298,7 @@ def test_a_write_over_another_that_fails_leaves_that_one_or_none_but_never_a_mix
 
 def test_fewer_ranks_leave_nothing_of_the_others_in_a_checkpoint_of_theirs(tmp_path: Path) -> None:
     for rank in range(3):
-        save(Checkpoints(tmp_path, Seat(0, 1, rank, 3), SYNC, {}, Told()), 10)
+        save(CheckpointStore(tmp_path, CheckpointOwner(0, 1, rank, 3), SYNC, {}, Told()), 10)
     save(made(tmp_path), 10)
     assert steps(tmp_path) == [10]
     names = sorted(path.name for path in worker_folder(tmp_path, 10, 0).iterdir())
@@ -307,7 +307,7 @@ def test_fewer_ranks_leave_nothing_of_the_others_in_a_checkpoint_of_theirs(tmp_p
 
 def test_ranks_that_wrote_at_different_starts_make_no_checkpoint(tmp_path: Path) -> None:
     for rank, attempt in ((0, 1), (1, 2)):
-        checkpoints = Checkpoints(tmp_path, Seat(0, 1, rank, 2), SYNC, {}, Told())
+        checkpoints = CheckpointStore(tmp_path, CheckpointOwner(0, 1, rank, 2), SYNC, {}, Told())
         checkpoints.attempt = attempt
         save(checkpoints, 10)
     assert steps(tmp_path) == []
@@ -319,7 +319,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(
     told = Told()
     checkpoints = made(tmp_path, config=CheckpointConfig(keep=1, asynchronous=False), tell=told)
     save(checkpoints, 10, 20)
-    checkpoints.heard(heard({0: 20}))
+    checkpoints.note_reports(heard({0: 20}))
 
     def busy(*_: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")

@@ -14,15 +14,15 @@ from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints.manifests import Moment, find_checkpoints, worker_folder
-from diloco.training.checkpoints.resuming import agree, check_lasting
-from diloco.training.checkpoints.store import Checkpoints, Seat
+from diloco.training.checkpoints.resume import agree_on_start, check_same_run
+from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.tables import CheckpointConfig
 
 CONFIG = CheckpointConfig(keep=9, asynchronous=False)
 
 
 def save(folder: Path, worker: int, step: int, *, rounds: int, workers: int = 2, attempt: int = 1) -> None:
-    checkpoints = Checkpoints(folder, Seat(worker, workers), CONFIG, {"seed": 1}, lambda *_, **__: None)
+    checkpoints = CheckpointStore(folder, CheckpointOwner(worker, workers), CONFIG, {"seed": 1}, lambda *_, **__: None)
     checkpoints.attempt = attempt
     progress = {str(shard): [0, step] for shard in range(worker, 6, workers)}
     state = {"also": {"reading": {"progress": progress}}}
@@ -65,7 +65,7 @@ def test_workers_that_share_no_disk_agree_too(tmp_path: Path) -> None:
             save(machines[worker], worker, step, rounds=step // 10)
     gathering = Gathering(2)
     with ThreadPoolExecutor(2) as pool:
-        starts = [pool.submit(agree, machines[worker], worker, 2, gathering.of(worker)) for worker in range(2)]
+        starts = [pool.submit(agree_on_start, machines[worker], worker, 2, gathering.of(worker)) for worker in range(2)]
     taken = [one.result().checkpoint for one in starts]
     assert [checkpoint.folder for checkpoint in taken if checkpoint] == [
         worker_folder(machines[worker], 20, worker) for worker in range(2)
@@ -131,7 +131,7 @@ def test_a_run_killed_in_its_first_save_begins_again(tmp_path: Path) -> None:
 
 def test_a_run_that_has_lost_a_workers_checkpoints_does_not_begin_again(tmp_path: Path) -> None:
     for worker in range(2):
-        checkpoints = Checkpoints(tmp_path, Seat(worker, 2), CONFIG, {}, lambda *_, **__: None)
+        checkpoints = CheckpointStore(tmp_path, CheckpointOwner(worker, 2), CONFIG, {}, lambda *_, **__: None)
         both(tmp_path, 10)
         checkpoints.begin(2, find_checkpoints(tmp_path)[0][worker])
         checkpoints.save(20, 2, {}, {})
@@ -184,6 +184,6 @@ def test_the_later_start_counts_when_the_number_of_workers_has_changed_between_t
 def test_a_checkpoint_of_something_else_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     both(tmp_path, 10)
     checkpoint = find_checkpoints(tmp_path)[0][0]
-    check_lasting(checkpoint, {"seed": 1})
+    check_same_run(checkpoint, {"seed": 1})
     with pytest.raises(ConfigError, match=r"was saved with seed = 1, and the run now has 2.*\(seed differ\)"):
-        check_lasting(checkpoint, {"seed": 2})
+        check_same_run(checkpoint, {"seed": 2})

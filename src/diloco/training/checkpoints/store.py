@@ -41,7 +41,7 @@ Tell = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Seat:
+class CheckpointOwner:
     """Whose checkpoints these are."""
 
     worker: int = 0
@@ -51,14 +51,14 @@ class Seat:
     ranks: int = 1
 
 
-class Checkpoints:
+class CheckpointStore:
     """Saves, tells, forgets. All but the writing happens in the caller's thread."""
 
     def __init__(
-        self, run_folder: Path, seat: Seat, config: CheckpointConfig, lasting: Mapping[str, Any], tell: Tell
+        self, run_folder: Path, owner: CheckpointOwner, config: CheckpointConfig, lasting: Mapping[str, Any], tell: Tell
     ) -> None:
         """`lasting` is what a run must have in common with this one to go on from these checkpoints."""
-        self.folder, self.seat, self.config, self.lasting, self._tell = run_folder, seat, config, lasting, tell
+        self.folder, self.owner, self.config, self.lasting, self._tell = run_folder, owner, config, lasting, tell
         self.failed = 0
         self.attempt = 1
         self._written: list[int] = []  # steps of this start that this rank has written
@@ -74,8 +74,8 @@ class Checkpoints:
         self.wait()
         if step in self._written or step == self._started_from:  # all know of the latter: they agreed on it
             return
-        mine = {name: held for name, held in tensors.items() if self.seat.rank == 0 or not held.replicated}
-        moment = Moment(rounds, self.attempt, self.seat.workers or 0)
+        mine = {name: held for name, held in tensors.items() if self.owner.rank == 0 or not held.replicated}
+        moment = Moment(rounds, self.attempt, self.owner.workers or 0)
         if not self.config.asynchronous:
             self._write_or_tell(step, moment, mine, state)
             return
@@ -85,7 +85,7 @@ class Checkpoints:
         )
         self._thread.start()
 
-    def jumped(self, due: int) -> bool:
+    def became_due(self, due: int) -> bool:
         """Of a worker in a swarm, whose position may jump: whether a checkpoint has become due since the last time."""
         before, self._due = self._due, due
         return before is not None and due > before
@@ -98,7 +98,7 @@ class Checkpoints:
 
     def _write_or_tell(self, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
         started = time.monotonic()
-        folder = worker_folder(self.folder, step, self.seat.worker)
+        folder = worker_folder(self.folder, step, self.owner.worker)
         try:
             size = self._write(folder, step, moment, tensors, state)
             self._written.append(step)
@@ -118,19 +118,27 @@ class Checkpoints:
     def _write(
         self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
     ) -> int:
-        seat = self.seat
-        path = folder / f"rank-{seat.rank}{SUFFIX}"
+        owner = self.owner
+        path = folder / f"rank-{owner.rank}{SUFFIX}"
         make_folder(folder)
         temporary = path.with_name(path.name + PARTIAL)
         file = write_tensors(temporary, tensors)  # until it is there whole, what was there before stays
         manifest = Manifest(
-            moment, step, seat.worker, seat.rank, seat.ranks, {path.name: file}, self.common_step, self.lasting, state
+            moment,
+            step,
+            owner.worker,
+            owner.rank,
+            owner.ranks,
+            {path.name: file},
+            self.common_step,
+            self.lasting,
+            state,
         )
-        text, listed = manifest.text(), manifest_path(folder, seat.rank)
+        text, listed = manifest.text(), manifest_path(folder, owner.rank)
         try:
             listed.unlink(missing_ok=True)
             temporary.replace(path)
-            if seat.rank == 0:
+            if owner.rank == 0:
                 self._remove_surplus(folder)
             for parent in (folder.parent, folder.parent.parent, self.folder):
                 sync_folder(parent)
@@ -144,7 +152,7 @@ class Checkpoints:
         """What ranks that no longer take part have left here would belong to this checkpoint otherwise."""
         for suffix in (".json", SUFFIX):  # the manifests first
             for rank, path in numbered(folder, "rank-", suffix):
-                if rank >= self.seat.ranks:
+                if rank >= self.owner.ranks:
                     path.unlink(missing_ok=True)
 
     def _say(self, type_: str, **fields: object) -> None:
@@ -158,22 +166,22 @@ class Checkpoints:
     @property
     def latest(self) -> int:
         """The newest step of this start that all ranks of this worker have written; 0 if there is none."""
-        ranks = range(self.seat.ranks)
+        ranks = range(self.owner.ranks)
         for step in sorted(self._written, reverse=True):
-            folder = worker_folder(self.folder, step, self.seat.worker)
-            if self.seat.ranks == 1 or all(manifest_path(folder, rank).exists() for rank in ranks):
+            folder = worker_folder(self.folder, step, self.owner.worker)
+            if self.owner.ranks == 1 or all(manifest_path(folder, rank).exists() for rank in ranks):
                 return step
         return 0
 
     @property
     def common_step(self) -> int:
         """The newest step that all workers have told they have saved, or the one started from; 0 if there is none."""
-        if self.seat.workers is None:
+        if self.owner.workers is None:
             return max(self._written, default=self._started_from or 0)
-        told = [self._told.get(worker, set()) for worker in range(self.seat.workers)]
+        told = [self._told.get(worker, set()) for worker in range(self.owner.workers)]
         return max(set.intersection(*told), default=self._started_from or 0)
 
-    def heard(self, members: Iterable[Member]) -> None:
+    def note_reports(self, members: Iterable[Member]) -> None:
         """What a round taught of the others' checkpoints."""
         for member in members:
             if member.report.checkpoint_step:
@@ -186,7 +194,7 @@ class Checkpoints:
     def begin(self, attempt: int, start: Checkpoint | None) -> None:
         """A start of the run: from here on what lies after `start` is another story, and is removed."""
         self.attempt, self._started_from = attempt, None if start is None else start.step
-        if self.seat.rank:
+        if self.owner.rank:
             return
         for worker, folder in worker_folders(self.folder):
             if self._mine(worker) and (start is None or folder.parent.name > start.folder.parent.name):
@@ -194,16 +202,16 @@ class Checkpoints:
 
     def _mine(self, worker: int) -> bool:
         """Checkpoints of workers that no longer take part have an heir."""
-        if self.seat.workers is None:
-            return worker == self.seat.worker
-        return worker % self.seat.workers == self.seat.worker
+        if self.owner.workers is None:
+            return worker == self.owner.worker
+        return worker % self.owner.workers == self.owner.worker
 
     def _forget_old(self) -> None:
         """Keep the newest `keep`, everything from the common step on, and what another rank may still be writing."""
-        if self.seat.rank:
+        if self.owner.rank:
             return
         complete, _ = find_checkpoints(self.folder)
-        mine = [checkpoint for checkpoint in complete if checkpoint.worker == self.seat.worker]
+        mine = [checkpoint for checkpoint in complete if checkpoint.worker == self.owner.worker]
         kept = {checkpoint.step for checkpoint in mine[-self.config.keep :]}
         old = {c.folder for c in complete if self._mine(c.worker) and c.step < self.common_step and c.step not in kept}
         whole = {checkpoint.folder for checkpoint in complete}
@@ -224,8 +232,8 @@ class Checkpoints:
     def _take_back(self, folder: Path) -> None:
         """What a failed write left, but not what was whole before; other ranks' files are theirs to remove."""
         try:
-            whole = manifest_path(folder, self.seat.rank).exists()
-            for path in folder.glob(f"rank-{self.seat.rank}.*"):
+            whole = manifest_path(folder, self.owner.rank).exists()
+            for path in folder.glob(f"rank-{self.owner.rank}.*"):
                 if path.name.endswith(PARTIAL) or not whole:
                     path.unlink()
             folder.rmdir()

@@ -20,7 +20,7 @@ from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
 from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
 from diloco.training.batches import Texts
-from diloco.training.checkpoints.resuming import newest
+from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, STOP_SIGNALS, Chair
@@ -149,7 +149,7 @@ def _train_with(
     engine.serve_files(files)
     me = _me(engine)
     founded = bool(me.get("holds"))  # it found nobody: it begins the swarm, or begins it anew
-    start = newest(chair.run_folder) if founded else None
+    start = newest_start(chair.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
     place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
     log.emit("swarm", seat=chair.seat, founded=founded, going_on=saved, **place)

@@ -23,7 +23,7 @@ from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import CheckpointError, ConfigError, DiLoCoError
-from diloco.training.checkpoints.resuming import agree
+from diloco.training.checkpoints.resume import agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place
@@ -74,7 +74,7 @@ def train_here(
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
     engine = _engine(config, sizes)
     check_devices(device, engine.ranks)
-    start = agree(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
+    start = agree_on_start(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
     for number in STOP_SIGNALS:

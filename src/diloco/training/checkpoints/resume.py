@@ -68,7 +68,7 @@ class _Here:
         return None, damage
 
 
-def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
+def agree_on_start(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
     """Collective: the start that all workers take. Every rank of a worker calls it."""
     here = _look(run_folder, worker)
     told = _exchange(
@@ -97,7 +97,7 @@ def agree(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
     return Start(attempt)
 
 
-def newest(run_folder: Path) -> Start:
+def newest_start(run_folder: Path) -> Start:
     """In a swarm whoever is the first to come back goes on from the newest good checkpoint of this machine, whichever
     of its workers wrote it; the others come to it."""
     complete, damage = find_checkpoints(run_folder)
@@ -112,7 +112,7 @@ def newest(run_folder: Path) -> Start:
     return Start(attempt)
 
 
-def check_going_on(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
+def check_resumable(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
     """Before anything in the run folder is changed: refuse what these workers would refuse, by the manifests here."""
     here = [_look(run_folder, worker) for worker in workers]
     common = set.intersection(*(set(one.checkpoints) for one in here))
@@ -124,7 +124,7 @@ def check_going_on(run_folder: Path, workers: Iterable[int], config: RunConfig, 
     for one in here:
         checkpoint = one.checkpoints[max(common)][-1]
         model = str(checkpoint.manifests[0].config["model"])  # which no option can change
-        check_lasting(checkpoint, config.lasting(corpus_digest, model))
+        check_same_run(checkpoint, config.lasting(corpus_digest, model))
         check_steps(checkpoint, config.steps)
 
 
@@ -176,7 +176,7 @@ def check_steps(checkpoint: Checkpoint, steps: int) -> None:
         )
 
 
-def check_lasting(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
+def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
     """Refuse what would make another run of it."""
     saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
     other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.training.checkpoints.manifests import find_checkpoints
-from diloco.training.checkpoints.resuming import Start, check_lasting, check_steps
-from diloco.training.checkpoints.store import Checkpoints
+from diloco.training.checkpoints.resume import Start, check_same_run, check_steps
+from diloco.training.checkpoints.store import CheckpointStore
 from diloco.training.checkpoints.worker_state import WorkerState
 from diloco.training.config.run import RunConfig
 
@@ -22,17 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saving:
+class Checkpointer:
     """One worker's state and its checkpoints."""
 
     config: RunConfig
     state: WorkerState
-    checkpoints: Checkpoints
+    checkpoints: CheckpointStore
     tell: Callable[..., None]
 
     def after_step(self) -> None:
-        step, swarm = self.state.mode.averager.inner_steps, self.checkpoints.seat.workers is None
-        if self.checkpoints.jumped(self.config.checkpoints_until(step)) if swarm else self.config.checkpoint_due(step):
+        step, swarm = self.state.mode.averager.inner_steps, self.checkpoints.owner.workers is None
+        if (
+            self.checkpoints.became_due(self.config.checkpoints_until(step))
+            if swarm
+            else self.config.checkpoint_due(step)
+        ):
             self._save()
 
     def at_end(self, *, open_step: bool) -> None:
@@ -58,20 +62,20 @@ class Saving:
 
     def load(self, start: Start) -> dict[str, Any]:
         """Go on from there; returns what an event tells of it."""
-        checkpoint, seat = start.checkpoint, self.checkpoints.seat
+        checkpoint, owner = start.checkpoint, self.checkpoints.owner
         told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
-        told |= {"workers": seat.workers or 0, "workers_before": start.workers_before}
+        told |= {"workers": owner.workers or 0, "workers_before": start.workers_before}
         if checkpoint is not None:
             check_steps(checkpoint, self.config.steps)
-            check_lasting(checkpoint, self.checkpoints.lasting)
+            check_same_run(checkpoint, self.checkpoints.lasting)
             told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
             told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
-            told["new"] = seat.workers is not None and seat.worker >= checkpoint.moment.workers
+            told["new"] = owner.workers is not None and owner.worker >= checkpoint.moment.workers
             if told["new"]:
                 self.state.mode.start_from_anchor()
         self.checkpoints.begin(start.attempt, checkpoint)
         notes = [*start.warnings, *self._notes(start)]
-        first = seat.worker == 0 or seat.workers is None
+        first = owner.worker == 0 or owner.workers is None
         if first and told["steps_before"] not in (None, self.config.steps):
             notes.append(
                 f"steps was {told['steps_before']} and is {self.config.steps}: from here on the learning rate follows "
@@ -81,24 +85,24 @@ class Saving:
 
     def _notes(self, start: Start) -> list[str]:
         """What going on here means, in words; the first worker tells what concerns all."""
-        seat, checkpoint = self.checkpoints.seat, start.checkpoint
+        owner, checkpoint = self.checkpoints.owner, start.checkpoint
         if checkpoint is None:
-            return ["there is no checkpoint yet: the run begins again at its first step"] if seat.worker == 0 else []
+            return ["there is no checkpoint yet: the run begins again at its first step"] if owner.worker == 0 else []
         before, notes = checkpoint.moment.workers, []
-        if seat.workers is None:
+        if owner.workers is None:
             return []
-        if seat.worker >= before:
+        if owner.worker >= before:
             notes.append(
-                f"worker {seat.worker} is new: it starts from the anchor, with the inner optimizer of worker "
-                f"{seat.worker % before}"
+                f"worker {owner.worker} is new: it starts from the anchor, with the inner optimizer of worker "
+                f"{owner.worker % before}"
             )
-        if seat.worker == 0:
+        if owner.worker == 0:
             notes += [
                 f"worker {worker} takes no further part: {_lost(self.checkpoints.folder, start, worker)}"
-                for worker in range(seat.workers, before)
+                for worker in range(owner.workers, before)
             ]
-            if before != seat.workers:
-                notes.append(f"the data is shared out anew, from {before} workers to {seat.workers}")
+            if before != owner.workers:
+                notes.append(f"the data is shared out anew, from {before} workers to {owner.workers}")
         return notes
 
 
