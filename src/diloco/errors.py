@@ -2,22 +2,22 @@
 
     DiLoCoError
     ├── ConfigError          the user asked for something impossible (also a ValueError); exit code 2
-    │   └── DataError        a corpus, tokenizer or shard that cannot be used as asked
+    │   └── DataError        a corpus, tokenizer or shard cannot be used as asked
     │       └── SourceUnavailable  a source that may answer later: what was prepared of it is kept
-    ├── EngineError          averaging with the others is impossible from here on
-    │   └── RendezvousError  the workers did not come together
-    │       └── Excluded     the others have no place for this worker: banned, revoked, of another model
-    ├── CheckpointError      no checkpoint to go on from, or one that is damaged
+    ├── EngineError          averaging with the other workers is impossible from now on
+    │   └── RendezvousError  the workers did not find each other
+    │       └── Excluded     the swarm refuses this worker: banned, revoked, or training another model
+    ├── CheckpointError      there is no checkpoint to resume from, or it is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
-    ├── SinkFailed           W&B, TensorBoard or trackio did not take all that `diloco sink` had for it
-    └── WorkerFailed         a worker process died; carries its own traceback
+    ├── SinkFailed           `diloco sink` could not write all events to W&B, TensorBoard or trackio
+    └── WorkerFailed         a worker process died; carries its last output
 
 A message names the thing, the value given, the rule, and the remedy. `assert` is for our own mistakes.
 """
 
 
 def install_hint(extra: str) -> str:
-    """The remedy where a package of an extra is missing."""
+    """The remedy for a missing package of the extra `extra`."""
     return f"in a clone of diloco, pip install -c constraints.txt '.[{extra}]'"
 
 
@@ -34,11 +34,11 @@ class DataError(ConfigError):
 
 
 class SourceUnavailable(DataError):
-    """The source cannot be reached now (no network, say); a preparation goes on from where it was when it can."""
+    """The source cannot be reached now (no network, say); the same preparation can continue later."""
 
 
 class EngineError(DiLoCoError):
-    """The engine cannot go on: a member is gone for good, or the members do not belong together."""
+    """The engine cannot continue: a worker is gone for good, or the workers train different things."""
 
 
 class RendezvousError(EngineError):
@@ -46,28 +46,28 @@ class RendezvousError(EngineError):
 
 
 class Excluded(RendezvousError):
-    """To ask again would be of no use: the others would say the same."""
+    """The swarm refuses this worker for good; asking again would give the same answer."""
 
 
 class CheckpointError(DiLoCoError):
-    """A saved state cannot be used: a file is missing, cut or changed, or it is of something else."""
+    """A saved state cannot be used: a file is missing, cut or changed, or belongs to another run."""
 
 
 class RoundFailed(DiLoCoError):
     """This round gave no mean. The worker keeps its anchor and its own parameters and may train on."""
 
     def __init__(self, reason: str, *, stopping: bool = False, resync: bool = True) -> None:
-        """`stopping`: a worker asked for the end all the same. `resync`: the others may have gone on without us."""
+        """`stopping`: a worker announced its end in this round. `resync`: the others may have merged it."""
         super().__init__(reason)
         self.reason, self.stopping, self.resync = reason, stopping, resync
 
 
 class SinkFailed(DiLoCoError):
-    """Some events could not be written to a sink; the run itself is not concerned."""
+    """Some events could not be written to a sink; the run itself is not affected."""
 
 
 class WorkerFailed(DiLoCoError):
-    """A worker process ended early; the message says which one and how, `output` is what it last wrote."""
+    """A worker process ended early. The message says which one and how; `output` is the end of its output."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)

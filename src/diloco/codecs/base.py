@@ -19,7 +19,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
-    """Decoding gives the very bits that were encoded."""
+    """Decoding gives exactly the bits that were encoded."""
 
     @abstractmethod
     def part_bytes(self, elements: int) -> int:

@@ -1,6 +1,6 @@
 """An encoded vector: all parts of one outer gradient, or of a mean, as one block of bytes.
 
-It is what travels. A worker writes its outer gradient into it span by span; an engine exchanges whole parts and puts
+Workers send this. A worker encodes its outer gradient into it span by span; an engine exchanges whole parts and writes
 the encoded mean into the same memory; the worker decodes the mean span by span. So a round needs no second copy of
 the model.
 """
@@ -32,7 +32,7 @@ class EncodedVector:
     def encode(self, first_part: int, values: Tensor) -> None:
         """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing.
 
-        Values on a GPU are encoded there; into memory on the CPU the bytes then go in the GPU's own time.
+        Values on a GPU are encoded there; the copy to memory on the CPU is asynchronous.
         """
         part = self.layout.part_elements
         rows = -(-values.numel() // part)

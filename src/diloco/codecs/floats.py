@@ -1,8 +1,8 @@
 """fp32, fp16 and bf16: an outer gradient as floating-point numbers of 4 or 2 bytes.
 
 OpenDiLoCo (arXiv 2407.07852, §3.4) found fp16 as good as fp32 at half the bytes. Outer gradients are small, often below
-fp16's normal range, so our fp16 scales each part by a power of two, which is exact, up to the top of that range: it
-neither overflows nor loses small values in a part of large ones beyond the stated bound.
+fp16's normal range, so our fp16 scales each part up to the top of that range by a power of two, which is exact: it
+never overflows, and the error of small values beside large ones stays within the stated bound.
 """
 
 import torch
@@ -17,7 +17,7 @@ _FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^
 
 
 class Float32(Codec):
-    """The bits themselves."""
+    """The fp32 bits unchanged."""
 
     name = "fp32"
     lossless = True

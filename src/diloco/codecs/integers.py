@@ -8,7 +8,7 @@ from diloco.codecs.scratch import scratch
 from diloco.core.fragments import PART_QUANTUM
 
 _BLOCK = 256
-_LARGEST_SCALE = (1 - 2.0**-23) * torch.finfo(torch.float32).max / 127  # 127 of them are still finite in fp32
+_LARGEST_SCALE = (1 - 2.0**-23) * torch.finfo(torch.float32).max / 127  # 127 times it is still finite in fp32
 assert PART_QUANTUM % _BLOCK == 0
 
 
@@ -28,10 +28,10 @@ class Int8(Codec):
     def encode(self, values: Tensor, out: Tensor) -> None:
         rows, elements = values.shape
         blocks = values.view(rows, elements // _BLOCK, _BLOCK)
-        on_the_way = scratch("encode", blocks.shape, blocks.device)
-        largest = torch.abs(blocks, out=on_the_way).amax(dim=2, keepdim=True)
+        buffer = scratch("encode", blocks.shape, blocks.device)
+        largest = torch.abs(blocks, out=buffer).amax(dim=2, keepdim=True)
         scales = (largest / 127).clamp_(max=_LARGEST_SCALE)
-        codes = torch.div(blocks, scales, out=on_the_way).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
+        codes = torch.div(blocks, scales, out=buffer).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
         out[:, :elements].view(torch.int8).copy_(codes.view(rows, elements))
         out[:, elements:].view(torch.float32).copy_(scales.view(rows, -1))
 

@@ -1,7 +1,7 @@
-"""Memory for what is computed on the way: on a CPU, one block for each use and thread, taken again and again.
+"""Memory for intermediate results: on a CPU, one block for each use and thread, used again and again.
 
-An allocator gives blocks of this size back to the system and faults them in anew, which costs more than the
-arithmetic done in them. Each thread has its own, because rounds are reduced beside training, and because local
+The allocator would return blocks of this size to the system and fault them in again, which costs more than the
+arithmetic done in them. Each thread has its own blocks, because rounds are reduced beside training, and because local
 workers are threads that decode the same mean.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.core.fragments import span_elements
 
-_kept = threading.local()
+_blocks = threading.local()
 
 
 def scratch(use: str, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -22,9 +22,9 @@ def scratch(use: str, shape: Sequence[int], device: torch.device) -> Tensor:
     numel = torch.Size(shape).numel()
     if device.type != "cpu" or numel > span_elements(device):
         return torch.empty(shape, device=device)
-    block: Tensor | None = getattr(_kept, use, None)
+    block: Tensor | None = getattr(_blocks, use, None)
     if block is None:
-        # A mapping of its own: in the heap it would lie where gradients come and go, and tear that space apart.
+        # A separate mapping: inside the heap it would fragment the space where gradients are allocated and freed.
         block = torch.frombuffer(mmap.mmap(-1, 4 * span_elements(device)), dtype=torch.float32)
-        setattr(_kept, use, block)
+        setattr(_blocks, use, block)
     return block[:numel].view(shape)

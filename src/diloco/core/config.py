@@ -32,7 +32,7 @@ class OuterConfig:
     """The outer optimizer. A number left out takes that optimizer's own default."""
 
     optimizer: Literal["nesterov", "sgd", "sgdm", "adam"] = "nesterov"
-    """What applies the mean outer gradient to the anchor."""
+    """The optimizer that applies the mean outer gradient to the anchor."""
     lr: float | None = None
     """Outer learning rate (nesterov, sgdm: 0.7; sgd: 1.0; adam: 0.3)."""
     momentum: float | None = None
@@ -66,17 +66,17 @@ class SyncConfig:
     num_inner_steps: int = option(500, unused_with=_DATA_PARALLEL)
     """H: inner steps between two rounds of a fragment."""
     codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
-    """How outer gradients travel."""
+    """How outer gradients are encoded on the wire."""
     fragments: int = option(1, unused_with=_DATA_PARALLEL)
-    """Cut the model's blocks into so many fragments, averaged in turn; what is outside the blocks is one more."""
+    """Number of fragments of the model's blocks, averaged in turn; the other parameters are one more fragment."""
     overlap_steps: int = option(0, unused_with=_DATA_PARALLEL)
-    """Merge a round so many inner steps after it was posted, training on meanwhile."""
+    """Inner steps between posting and merging a round, while training continues."""
     mixing: float = option(0.0, unused_with=_DATA_PARALLEL)
     """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
     offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 1000.0
-    """Refuse a contribution whose norm is above so many times the round's median; none: never."""
+    """Refuse a contribution whose norm is above this many times the round's median; none: accept any finite norm."""
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
 

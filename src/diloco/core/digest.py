@@ -1,9 +1,8 @@
 """A 64-bit digest of a flat fp32 tensor: equal bits give equal digests, on any device.
 
-Each round the workers compare the digests of their anchors, so it must cost little more than reading the memory once:
-a multilinear hash over the bits, not a cryptographic one. It finds accidents (a lost update, a flipped bit, a worker
-that stepped alone), it does not stand against a forger. It is taken span by span, while the outer step has a span at
-hand.
+The workers compare the digests of their anchors in each round, so a digest must cost little more than reading the
+memory once: a multilinear hash over the bits. It detects accidents (a lost update, a flipped bit, a worker that stepped
+alone); it is not cryptographic and does not detect forgery. It is computed span by span, during the outer step.
 """
 
 from functools import lru_cache
@@ -46,7 +45,7 @@ def _row_multipliers(first: int, count: int, device: torch.device) -> Tensor:
 
 
 class Digest:
-    """The digest of a tensor that is given piece by piece, in order; every piece but the last is whole rows."""
+    """The digest of a tensor that is added piece by piece, in order; every piece but the last is a multiple of ROW."""
 
     def __init__(self, device: torch.device) -> None:
         self._columns = _column_multipliers(device)

@@ -6,7 +6,7 @@ outside the blocks (embeddings, final norm, head) as one more. `build_fragments`
 is in no fragment or in two: every parameter element is averaged exactly once.
 
 A fragment is cut into *parts*, a function of its size alone: a part is the unit that a codec encodes and that one
-worker reduces. A *span* is a run of whole parts, small enough to stay in cache: the unit in which we go through memory.
+worker reduces. A *span* is a run of whole parts, small enough to stay in cache: the unit in which memory is processed.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _SPAN_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}
 
 
 def span_elements(device: torch.device) -> int:
-    """How many elements to go through at a time: on a CPU few enough for its cache, elsewhere many."""
+    """How many elements to process at a time: on a CPU few enough for its cache, elsewhere many."""
     return _SPAN_ELEMENTS.get(device.type, 1 << 22)
 
 
@@ -116,7 +116,7 @@ class Fragment:
         return {name: flat.as_strided(t.shape, t.stride(), first + start) for name, t, start in places}
 
     def check_memory(self) -> None:
-        """The anchor is in the parameters' memory order: that must stay as it was."""
+        """Refuse parameters whose memory order, type or device changed: the anchor has the order of the parameters."""
         for name, tensor, (stride, dtype, device) in zip(self.names, self.tensors, self._memory, strict=True):
             if (tensor.stride(), tensor.dtype, tensor.device) != (stride, dtype, device):
                 raise ConfigError(
@@ -153,7 +153,7 @@ class Fragment:
             yield tensor, slice(first - start, last - start), slice(first - span.start, last - span.start)
 
     def visit(self, *, write: bool = False) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
-        """Anchor and outer state span by span, where θ_i is; with `write` they may be changed in place."""
+        """Anchor and outer state span by span, on the device of θ_i; with `write` they may be changed in place."""
         if self._staging is None:
             for span in self.spans():
                 yield span, self.anchor[span.slice], {name: buffer[span.slice] for name, buffer in self.state.items()}
@@ -165,7 +165,7 @@ class Fragment:
 
     @property
     def kernels(self) -> "Kernels | None":
-        """What goes through this fragment in one pass; only for fp32 parameters on a GPU."""
+        """The one-pass kernels for this fragment; only for fp32 parameters on a GPU."""
         if not use_kernels(self.device) or any(tensor.dtype != torch.float32 for tensor in self.tensors):
             return None
         if self._kernels is None or self._kernels.moved:
@@ -200,8 +200,8 @@ class Fragment:
     def exchange(self) -> None:
         """θ_i ← anchor at the first call, θ_i and the anchor as they were at the second: to evaluate the anchor.
 
-        fp32 parameters change places with the anchor, which needs no memory. Other dtypes would round it, and a
-        forward pass in training mode would write into it through a buffer: those are kept aside meanwhile.
+        fp32 parameters are swapped with the anchor, which needs no memory. Other dtypes would round the anchor, and a
+        forward pass in training mode would change it through a buffer: such tensors are copied instead.
         """
         self.check_memory()
         if self._kept is not None or not self._swappable:
@@ -326,7 +326,7 @@ def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
 
 
 def layout_digest(fragments: Sequence[Fragment], *more: object) -> str:
-    """A fingerprint of what workers must have in common: names, shapes, memory order, and whatever else is given."""
+    """A fingerprint of what all workers must share: names, shapes, memory order, and everything in `more`."""
     description = [
         [(name, tuple(t.shape), t.stride()) for name, t in zip(f.names, f.tensors, strict=True)] for f in fragments
     ]

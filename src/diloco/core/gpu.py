@@ -1,6 +1,6 @@
-"""Whether the kernels can be used: Triton comes with torch for NVIDIA GPUs on Linux, and not everywhere else.
+"""Whether the Triton kernels can be used: torch brings Triton for NVIDIA GPUs on Linux.
 
-Without it the same bits are computed by tensor operations, in more passes over memory.
+Without it tensor operations compute the same bits, in more passes over memory.
 """
 
 from functools import cache

@@ -3,8 +3,8 @@
 On a GPU an outer step costs what its memory traffic costs. As tensor operations, the outer gradient, Nesterov and the
 copy back read or write every element some twenty times. Here the outer gradient is three accesses, and the step six
 (anchor and momentum read and written, Δ read, θ_i written). A worker's parameters are many tensors and the anchor is
-one: a table of `entries` (address of some elements of θ_i, their place in the fragment, how many) lets one launch go
-through all.
+one: a table of `entries` (address of some elements of θ_i, their offset in the fragment, their number) lets one launch
+process all.
 
 The results are those of the tensor operations bit for bit: multiply-add is fused exactly where torch's own kernels
 fuse it, and nowhere else. So a worker with these kernels and one without hold the same anchors. Only fp32 parameters
@@ -102,7 +102,7 @@ def _numbers(outer: OuterOptimizer) -> tuple[float, float]:
 
 
 class Kernels:
-    """The kernels over one fragment's tensors, which must stay where they are; see `moved`."""
+    """The kernels for one fragment's tensors, by address; build it anew when `moved` is true."""
 
     def __init__(self, tensors: Sequence[Tensor], part_elements: int) -> None:
         """No entry crosses a multiple of the block, of which a part is a multiple: so a span is whole entries."""

@@ -3,10 +3,10 @@
 A worker of R ranks holds each parameter in R runs of whole rows, as FSDP2 cuts them (Shard(0): ⌈rows / R⌉ each, the
 last ones shorter or empty). Cut a parameter's flat (row-major) order wherever any worker changes ranks: each piece then
 has one owner in every worker. A *lane* is all pieces with the same owners: one rank of each worker, which average these
-elements among themselves, beside all other lanes. With equal workers lane r is everyone's rank r and its whole shard;
-of a worker of one rank and one of two there are two lanes, and the single rank is in both.
+elements among themselves, in parallel with all other lanes. With equal workers, lane r is rank r of every worker and
+its whole shard. With a worker of one rank and one of two there are two lanes, and the single rank is in both.
 
-It follows from the shapes and the workers' sizes alone, so every rank of every worker comes to the same lanes.
+Lanes follow from the shapes and the workers' sizes alone, so every rank computes the same lanes.
 """
 
 import math
@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where it begins in the whole tensor."""
+        """The index of its first element in the whole tensor."""
         return (self.start // math.prod(self.whole[1:]), *(0 for _ in self.whole[1:])) if self.whole else ()
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ def shard_bounds(shape: Shape, ranks: int) -> list[int]:
 
 
 def lay_lanes(shapes: Mapping[str, Shape], sizes: Sequence[int]) -> list[LaneLayout]:
-    """The lanes of workers with so many ranks each, in the order of their owners; the first is everyone's rank 0.
+    """The lanes of workers with sizes[i] ranks each, in the order of their owners; the first is rank 0 of every worker.
 
-    Every rank is in at least one lane: one that holds nothing of so small a model is in a lane without pieces, where it
-    hears what the workers tell each other.
+    Every rank is in at least one lane: a rank without any elements (the model is small) is in a lane without pieces,
+    where it still receives the headers of the rounds.
     """
     pieces: dict[tuple[int, ...], list[Piece]] = {}
     for rank in range(max(sizes)):

@@ -1,8 +1,8 @@
 """Which contributions are in the mean, and the weighted mean itself (line 12 of Algorithm 1).
 
-`admit` is a pure decision: from what each worker claims of its contribution it says who is in and, for everyone else,
-why not. All workers decide on the same claims and so come to the same answer. The divisor is the weight of those
-who are in: never the number of workers that were expected.
+`admit` is a pure decision: from the claims of all workers it tells which contributions are in the mean and why the
+others are not. All workers decide on the same claims and so get the same answer. The divisor is the total weight of the
+contributions that are in, never the number of workers that were expected.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker says of its contribution, before any of it is averaged."""
+    """What a worker states about its contribution before it is averaged."""
 
     weight: float
     norm: float
@@ -27,9 +27,8 @@ class Claim:
 def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | None]:
     """For each claim: None if the contribution is in the mean, else the reason why it is not.
 
-    A norm above `max_norm_ratio` times the (lower) median of the round is absurd; None accepts any finite norm.
-
-    A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
+    A norm above `max_norm_ratio` times the (lower) median of the round is refused; None accepts any finite norm.
+    A weight of 0 (the worker took no step since its last round) is accepted and adds nothing.
     """
     reference = _majority([claim.anchor_digest for claim in claims])
     reasons = [_own_fault(claim, reference) for claim in claims]

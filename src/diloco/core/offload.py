@@ -1,8 +1,8 @@
 """Anchors and outer momentum in pinned CPU memory, brought to the GPU a span at a time when an outer step needs them.
 
-They are used once in H inner steps, and are two of DiLoCo's six copies of the model. Offloaded, GPU memory is that of
-plain training and a few spans; an outer step then costs what moving them costs, in both directions at once: while one
-span is worked on, the next one arrives and the one before leaves, each on a stream of its own.
+They are used once in H inner steps, and are two of DiLoCo's six copies of the model. With offload, GPU memory is that
+of plain training and a few spans, and an outer step takes as long as the transfer: while one span is computed, the next
+arrives and the previous one leaves, each on its own stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ class _Slot:
 
 
 class Staging:
-    """A way through offloaded buffers of one size, all together, span by span."""
+    """Brings offloaded buffers of one size to the GPU, all together, span by span."""
 
     def __init__(self, buffers: int, elements: int, device: torch.device) -> None:
         self._slots = [_Slot(buffers, elements, device) for _ in range(_SLOTS)]
         self._arriving, self._leaving = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def visit(self, home: Sequence[Tensor], spans: Sequence[slice], *, write: bool) -> Iterator[list[Tensor]]:
-        """The spans of all `home` buffers on the GPU, in order; with `write` what is changed there goes back.
+        """The spans of all `home` buffers on the GPU, in order; with `write`, changes are copied back.
 
         On return everything has arrived: the CPU may read the buffers.
         """

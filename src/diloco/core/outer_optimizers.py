@@ -1,4 +1,4 @@
-"""OuterOpt of Algorithm 1, line 14: what turns a mean outer gradient into a new anchor.
+"""OuterOpt of Algorithm 1, line 14: turns a mean outer gradient into a new anchor.
 
 Each class is a frozen set of numbers. Its state (momentum and the like) belongs to a fragment and is passed in, so that
 one fragment's step cannot move another's parameters. Every update is elementwise and in place: it may be given the

@@ -4,10 +4,10 @@ Inner steps are counted from 1. After inner step t, fragment p is posted if (t â
 posted is merged `overlap_steps` inner steps later (Ï„ of the paper; 0 merges within the same step). So with one
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
-A pure function of the step: two workers with the same numbers post the same fragments in the same order, which is
-what lets an engine pair their contributions. `rotation` is that order from any step on; it is also the order in
-which a worker that ends early posts what it still has. Counted from 0 over all fragments, a post is a sequence number:
-`fragment_of` and `post_step` say what and when it is, so that a worker that was away finds its place again.
+A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
+engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last
+rounds in it. The posts of all fragments together are numbered from 0: the sequence number. `fragment_of` and
+`post_step` give its fragment and its step, so a worker that was absent needs one number to continue.
 """
 
 from dataclasses import dataclass
@@ -56,11 +56,11 @@ class Schedule:
         return tuple(sorted(range(len(self.offsets)), key=lambda p: ((self.offsets[p] - step - 1) % H, p)))
 
     def fragment_of(self, sequence: int) -> int:
-        """The fragment of that post."""
+        """The fragment of post number `sequence`."""
         return self.rotation(0)[sequence % len(self.offsets)]
 
     def post_step(self, sequence: int) -> int:
-        """The inner step after which that post is due."""
+        """The inner step after which post number `sequence` is due."""
         H = self.num_inner_steps
         turn = sequence // len(self.offsets)
         return turn * H + (self.offsets[self.fragment_of(sequence)] - 1) % H + 1

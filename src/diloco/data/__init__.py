@@ -1,15 +1,15 @@
 """Text on disk to batches of token windows: sources, tokenizer, shards, order.
 
-    config.py       DataConfig: what the user may say about the data
-    documents.py    the contract of a source; sources.py the registry; local.py, files.py, hub.py the sources
-    passages.py     documents cut into passages; the fixed train/validation split
-    tokenizer.py    text to tokens and back; tokenizer_files.py: where a tokenizer comes from
+    config.py       DataConfig: the options of the data
+    sources/        documents from files, folders, the Python library or the Hugging Face hub
+    tokenizer.py    text to tokens and back; tokenizer_files.py loads a tokenizer from a file, a folder or the hub
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
-    shards.py       prepare(): source -> corpus, once, cached; building.py, writer.py: how, resumable
-    clusters.py     shards of different kind
+    preparation/    from a source to a corpus
+        corpus_cache.py     prepare(): opens the cached corpus, or builds it once
+        builder.py          builds it, resumable; passages.py (train/validation split), writer.py, clusters.py
+        received_corpus.py  receives a corpus from other workers and checks it
+    order.py        the batches of a worker: a pure function of (seed, shards, progress, position)
     permutation.py  a shuffle that is computed, not stored
-    order.py        which windows a worker sees, and when: a pure function of (seed, shards, progress, position)
 
-Nothing here imports torch, and this file imports nothing at all, so that `diloco --help` and the parent
-process of the workers start at once.
+Nothing here imports torch, and this file imports nothing at all, so that `diloco --help` and the launcher start fast.
 """

@@ -1,4 +1,4 @@
-"""What the user may say about the data. Checks values only: `prepare` finds out what exists."""
+"""The options of the data. Checks values only: `prepare` checks that files and names exist."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +14,9 @@ LARGEST_SHARD_COUNT = 2**16  # a shard is a file
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text that is trained on, how it is cut into tokens and how it is dealt to the workers.
+    """The training text, how it is tokenised and how it is divided among the workers.
 
-    Options that may differ say where the text is, or what the digest of the prepared corpus shows anyway.
+    Options that may differ only locate the text, or are covered by the digest of the prepared corpus.
     """
 
     source: str = option("stdlib", may_change=True, may_differ="always")
@@ -29,16 +29,16 @@ class DataConfig:
     """The field that says where a document comes from, to measure a partition (default: the name of its file)."""
 
     max_documents: int | None = None
-    """Take no more than the first so many documents of the source."""
+    """Use at most this many documents, from the beginning of the source."""
 
     max_bytes: int | None = None
-    """Take no more than the first so many bytes of text of the source; the last document is cut."""
+    """Use at most this many bytes of text, from the beginning of the source; the last document is cut."""
 
     vocab_size: int = DEFAULT_VOCAB_SIZE
-    """Tokens of the byte-level BPE trained on the source; fewer where the text does not support so many."""
+    """Tokens of the byte-level BPE trained on the source; fewer if the text does not have enough pairs to merge."""
 
     tokenizer: str | None = option(None, may_change=True, may_differ="always")
-    """A tokenizer.json, a folder with one, or hf:NAME: to use as it is, instead of training one."""
+    """A tokenizer.json, a folder with one, or hf:NAME: used unchanged, instead of training one."""
 
     sequence_length: int = option(128, may_differ="never")
     """Tokens the model predicts in one sequence."""
@@ -47,7 +47,7 @@ class DataConfig:
     """Disjoint parts of the training text; worker i of k reads parts i, i+k, …, so workers ≤ shards."""
 
     partition: Literal["iid", "clusters"] = option("iid", may_differ="always")
-    """How documents are dealt to the shards: evenly, or a cluster of similar ones to each (k-means on features)."""
+    """How documents are assigned to shards: evenly, or one cluster of similar documents each (k-means on features)."""
 
     feature_model: str | None = option(None, may_change=True, may_differ="always")
     """With partition = clusters: the folder of the model whose last layer gives the features."""

@@ -1,14 +1,13 @@
-"""A prepared corpus: a folder of flat, memory-mapped token files, and what was counted when they were
-written.
+"""A prepared corpus: a folder of flat, memory-mapped token files, and their counts.
 
     tokenizer.json   the tokenizer; tokenizer_config.json beside it names its end-of-text token
-    train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text after each
-    passage validation.bin   the held-out passages
+    train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text token after each passage
+    validation.bin   the held-out passages
     meta.json        sizes, counts, digest; written last
 
-`Corpus` itself holds numbers and a path only: it is cheap to open and to send to another process; the arrays
-are mapped when they are asked for. A folder whose files do not fit its meta.json is refused, never used in
-part. A worker of a swarm may have some of the shards only: those that are there must be whole.
+`Corpus` holds numbers and a path only: it is cheap to open and to send to another process, and maps the files on
+demand. A folder whose files do not match its meta.json is refused. A worker of a swarm may hold only some of the
+shards; each of those must be complete.
 """
 
 import hashlib
@@ -38,11 +37,11 @@ def shard_name(shard: int) -> str:
 
 
 def corpus_digest(tokenizer: bytes, files: Mapping[str, str]) -> str:
-    """Of a corpus: of its tokenizer.json and the sha256 of its other files, in their order."""
-    whole = hashlib.sha256(tokenizer)
+    """SHA-256 of tokenizer.json and of the names and SHA-256 of the other files, in their order."""
+    hasher = hashlib.sha256(tokenizer)
     for name, digest in files.items():
-        whole.update(f"{name} {digest}\n".encode())
-    return whole.hexdigest()
+        hasher.update(f"{name} {digest}\n".encode())
+    return hasher.hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -53,10 +52,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 @final
 @dataclass(frozen=True)
 class CorpusMeta:
-    """What meta.json holds."""
+    """The content of meta.json."""
 
     vocab_size: int
-    """Rows of the model's embedding; less than was asked for where the text has no more pairs to merge."""
+    """Rows of the model's embedding; less than data.vocab_size if the text has no more pairs to merge."""
     end_of_text: int
     shard_tokens: tuple[int, ...]
     validation_tokens: int
@@ -64,17 +63,17 @@ class CorpusMeta:
     """Documents of the source that were used; duplicates and empty ones are in `skipped`."""
     characters: int
     train_bytes: int
-    """UTF-8 bytes of the training text: with the number of tokens, what a token is worth."""
+    """UTF-8 bytes of the training text; divided by the tokens, the bytes of a token."""
     validation_bytes: int
     unigram_perplexity: float
-    """Validation perplexity of the training text's token frequencies (add-one): what a model must beat."""
+    """Validation perplexity of the training text's token frequencies (add-one): the baseline for a model."""
     tokenizer_bytes: int
     digest: str
-    """Of the tokenizer and all tokens: equal on two machines if and only if they prepared the same corpus."""
+    """Digest of the tokenizer and all tokens: equal on two machines if and only if they prepared the same corpus."""
     skipped: dict[str, int]
     """Files and documents left out, by reason."""
     files: dict[str, str] = field(default_factory=dict)
-    """The sha256 of validation.bin and of each shard, in this order: what `digest` is made of."""
+    """The SHA-256 of validation.bin and of each shard, in this order; `digest` covers them."""
     partition: str = "iid"
     label_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Training tokens of each label in each shard, where documents have labels and shards are clusters."""
@@ -90,18 +89,18 @@ class CorpusMeta:
         return cls(**{**fields, "shard_tokens": tuple(fields["shard_tokens"]), "label_tokens": labels})
 
     def event(self) -> dict[str, Any]:
-        """What a run's log says of its corpus."""
+        """The fields of the event `corpus`."""
         names = ("partition", "documents", "shard_tokens", "validation_tokens", "purity", "overall_purity")
         return {name: getattr(self, name) for name in names}
 
     @property
     def purity(self) -> dict[str, float]:
-        """Of each label, the share of its tokens that is in one shard: the one that has most of it."""
+        """By label: the share of its tokens in the shard that has most of them."""
         return {label: max(tokens) / max(1, sum(tokens)) for label, tokens in self.label_tokens.items()}
 
     @property
     def overall_purity(self) -> float | None:
-        """The same of all labelled tokens together; None where there are no labels."""
+        """The same for all labelled tokens together; None without labels."""
         total = sum(map(sum, self.label_tokens.values()))
         return sum(map(max, self.label_tokens.values())) / total if total else None
 
@@ -116,10 +115,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, *, allow_missing_shards: bool = False) -> "Corpus":
-        """The corpus in `folder`; DataError where it is missing, unfinished or not as its meta.json says.
-
-        `allow_missing_shards`: shards may be missing.
-        """
+        """The corpus in `folder`; DataError if it is missing, unfinished or does not match its meta.json."""
         try:
             meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -138,11 +134,11 @@ class Corpus:
         return corpus
 
     def has(self, shard: int) -> bool:
-        """Whether its file is here (in a swarm some are elsewhere)."""
+        """Whether the shard's file is on this machine (in a swarm some are only on others)."""
         return (self.folder / shard_name(shard)).is_file()
 
     def file_sizes(self) -> dict[str, int]:
-        """In bytes, of all files but meta.json."""
+        """The expected size in bytes of each file but meta.json."""
         width = token_dtype(self.vocab_size).itemsize
         sizes = {shard_name(i): width * tokens for i, tokens in enumerate(self.meta.shard_tokens)}
         return {
@@ -180,7 +176,7 @@ class Corpus:
         return self.meta.digest
 
     def worker_weight(self, shards: Sequence[int]) -> float:
-        """The training tokens of some shards: what their worker's contribution counts where shards differ in kind."""
+        """The training tokens of some shards: the weight of their worker's contribution if shards are clusters."""
         return float(sum(self.meta.shard_tokens[shard] for shard in shards))
 
     def shard(self, shard: int) -> Tokens:

@@ -1,16 +1,15 @@
-"""Which token windows a worker sees, and when: a pure function of (seed, shards, their progress, position).
+"""The batches of a worker: a pure function of (seed, shards, their progress, position).
 
 There is no iterator state. Batch number `position` can be computed at any time, so a run resumes from one
 integer. Windows hold sequence_length + 1 tokens (inputs and, one further, targets) and step by
 sequence_length: neighbours share one token, so that every token but a shard's first is a target exactly once.
 
-Progress belongs to the shard, not to the worker, so that the number of workers may change in the middle of an
-epoch. Each epoch of a shard has a fixed pseudo-random order of its windows, and what has been read of it is a
-prefix of that order: `ShardProgress(epoch, consumed)`. A worker mixes its shards: while R windows remain in
-them, a permutation of 0..R-1 says from which shard each draw comes, and a draw takes the shard's next window.
-When all R are drawn, the next epoch of all its shards begins. So whoever owns a shard, and however often that
-changes, every window is read exactly once in each epoch of its shard. The orders are keyed permutations,
-computed and not stored, so they cost no memory however long the corpus.
+Progress is kept per shard, not per worker, so the number of workers may change in the middle of an epoch. Each
+epoch of a shard has a fixed pseudo-random order of its windows; the windows already read are a prefix of that
+order: `ShardProgress(epoch, consumed)`. A worker mixes its shards: while R windows remain in them, a permutation
+of 0..R-1 gives the shard of each draw, and a draw takes the shard's next window. After R draws the next epoch of
+all its shards begins. So every window is read exactly once in each epoch of its shard, however often the shard
+changes owners. The orders are keyed permutations, computed and not stored, so they need no memory.
 
 Paper (DiLoCo, Algorithm 1): worker i draws from its own shard D_i; the D_i are disjoint, which
 `check_disjoint` checks.
@@ -60,13 +59,13 @@ def check_disjoint(corpus: Corpus, workers: int, assignment: Assignment = worker
     unknown = sorted(owner.keys() - set(range(corpus.shards)))
     if missing or unknown:
         raise DataError(
-            f"{workers} workers over {corpus.shards} shards: shards {missing} are read by nobody and shards "
+            f"{workers} workers over {corpus.shards} shards: shards {missing} have no reader and shards "
             f"{unknown} do not exist; every shard must have one reader"
         )
 
 
 def count_windows(tokens: int, sequence_length: int) -> int:
-    """Windows of sequence_length + 1 tokens, stepping by sequence_length, that fit into so many tokens."""
+    """Number of windows of sequence_length + 1 tokens, stepping by sequence_length, in `tokens` tokens."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -77,7 +76,7 @@ def _take_windows(tokens: Tokens, windows: Int64, sequence_length: int) -> Int64
 
 
 class ShardProgress(NamedTuple):
-    """What has been read of a shard: `consumed` windows of its epoch number `epoch`. JSON keeps it as a pair."""
+    """`consumed` windows of epoch number `epoch` of a shard have been read. A pair in JSON."""
 
     epoch: int = 0
     consumed: int = 0
@@ -87,17 +86,17 @@ Progress = Mapping[int, ShardProgress]
 
 
 def merge_progress(parts: Iterable[Progress]) -> dict[int, ShardProgress]:
-    """The progress of all workers together, for whoever owns the shards next."""
+    """The progress of the shards of all workers together."""
     union: dict[int, ShardProgress] = {}
     for part in parts:
         if shared := sorted(union.keys() & part.keys()):
-            raise DataError(f"the progress of shards {shared} is told by two workers: their shards were not disjoint")
+            raise DataError(f"the progress of shards {shared} comes from two workers: their shards were not disjoint")
         union.update(part)
     return union
 
 
-class _Draws(NamedTuple):
-    """How far one pass over the shards has come: of pass `number`, `taken` draws, so many from each shard."""
+class _PassPosition(NamedTuple):
+    """A position within pass `number` over the shards: `taken` draws so far, `counts[i]` of them from shard i."""
 
     number: int
     taken: int
@@ -106,9 +105,9 @@ class _Draws(NamedTuple):
 
 @final
 class WorkerBatches:
-    """The batches of the owner of some shards, from the moment it got them with the given progress.
+    """The batches of a worker that reads `shards`, starting from their `progress`.
 
-    Holds maps of the shards and one position: `batch` may be called in any order, and is quick in sequence.
+    Holds the mapped shards and one position: `batch` may be called in any order, and is fast in sequence.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class WorkerBatches:
         seed: int,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` has at least these shards; without it they are as yet unread."""
+        """`progress` has at least these shards; without it they are unread."""
         if batch_size < 1 or sequence_length < 1:
             raise ConfigError(f"a batch of {batch_size} × {sequence_length} tokens: both must be at least 1")
         self.sequence_length = sequence_length
@@ -132,109 +131,109 @@ class WorkerBatches:
         self.sequences_per_epoch = int(self._windows.sum())
         if self.sequences_per_epoch < batch_size:
             raise DataError(
-                f"the worker with shards {_abridged(self.shards)} has {self.sequences_per_epoch} sequences of "
+                f"the worker with shards {_shortened(self.shards)} has {self.sequences_per_epoch} sequences of "
                 f"{sequence_length} tokens in its {len(self.shards)} of {corpus.shards} shards ({corpus.train_tokens} "
                 f"training tokens in all), less than one batch of {batch_size}: give more text, or make the batch, "
                 "data.sequence_length, data.shards or the number of workers smaller"
             )
-        self._start = self._checked({} if progress is None else progress, optional=progress is None)
-        self._left = self._windows - np.array([start.consumed for start in self._start], np.int64)
-        self._reached = self._before(0)
+        self._start = self._checked_progress({} if progress is None else progress, optional=progress is None)
+        self._remaining = self._windows - np.array([start.consumed for start in self._start], np.int64)
+        self._last_position = self._start_of_pass(0)
 
-    def _checked(self, progress: Progress, optional: bool) -> list[ShardProgress]:
+    def _checked_progress(self, progress: Progress, optional: bool) -> list[ShardProgress]:
         start = []
         for shard, windows in zip(self.shards, self._windows, strict=True):
             if shard not in progress and not optional:
-                raise DataError(f"nothing is known of the progress of shard {shard}: its former owner must tell it")
-            told = ShardProgress(*progress.get(shard, ()))
-            if told.epoch < 0 or not 0 <= told.consumed <= windows:
+                raise DataError(f"the progress of shard {shard} is missing: its former owner must report it")
+            given = ShardProgress(*progress.get(shard, ()))
+            if given.epoch < 0 or not 0 <= given.consumed <= windows:
                 raise DataError(
-                    f"shard {shard} is said to be at {told}, but has {windows} windows of {self.sequence_length} "
+                    f"the progress of shard {shard} is {given}, but it has {windows} windows of {self.sequence_length} "
                     "tokens: the progress belongs to another corpus or data.sequence_length"
                 )
-            start.append(told)
+            start.append(given)
         return start
 
     def batch(self, position: int) -> Int64:
-        """[batch_size, sequence_length + 1] tokens of the batch that follows `position` earlier ones."""
-        draws = self._at(position)
+        """[batch_size, sequence_length + 1] tokens of batch number `position`, counted from 0."""
+        at = self._position_at(position)
         parts: list[Int64] = []
         missing = self.batch_size
-        while missing:  # a batch may reach into the next epoch
-            count = min(missing, self._size(draws.number) - draws.taken)
-            owners = self._owners(draws, count)
-            parts.append(self._gather(draws, owners))
-            draws = self._after(draws, owners)
+        while missing:  # a batch may extend into the next epoch
+            count = min(missing, self._pass_size(at.number) - at.taken)
+            indices = self._shards_of_draws(at, count)
+            parts.append(self._gather(at, indices))
+            at = self._advanced(at, indices)
             missing -= count
             if missing:
-                draws = self._before(draws.number + 1)
-        self._reached = draws
+                at = self._start_of_pass(at.number + 1)
+        self._last_position = at
         return np.concatenate(parts)
 
     def progress(self, position: int) -> dict[int, ShardProgress]:
-        """What has been read of each shard when `position` batches are taken."""
-        draws = self._at(position)
-        told = {}
-        for shard, start, count in zip(self.shards, self._start, draws.counts.tolist(), strict=True):
-            consumed = count if draws.number else start.consumed + count
-            told[shard] = ShardProgress(start.epoch + draws.number, consumed)
-        return told
+        """The progress of each shard after `position` batches."""
+        at = self._position_at(position)
+        progress = {}
+        for shard, start, count in zip(self.shards, self._start, at.counts.tolist(), strict=True):
+            consumed = count if at.number else start.consumed + count
+            progress[shard] = ShardProgress(start.epoch + at.number, consumed)
+        return progress
 
-    # Draws are counted in passes: pass 0 takes what is left of the epochs in progress, each later one a whole epoch.
+    # Pass 0 draws the rest of the epochs in progress, each later pass a whole epoch of all shards.
 
-    def _size(self, number: int) -> int:
-        return self.sequences_per_epoch if number else int(self._left.sum())
+    def _pass_size(self, number: int) -> int:
+        return self.sequences_per_epoch if number else int(self._remaining.sum())
 
-    def _before(self, number: int) -> _Draws:
-        return _Draws(number, 0, np.zeros(len(self.shards), np.int64))
+    def _start_of_pass(self, number: int) -> _PassPosition:
+        return _PassPosition(number, 0, np.zeros(len(self.shards), np.int64))
 
-    def _at(self, position: int) -> _Draws:
-        """After so many batches; counts on from where the last batch ended if that helps."""
+    def _position_at(self, position: int) -> _PassPosition:
+        """The position after `position` batches, counted from the last one if that is in the same pass."""
         if position < 0:
             raise ValueError(f"batch position {position} is negative")
         number, taken = 0, position * self.batch_size
-        if taken > self._size(0):  # at the very end of a pass the next has not begun
-            number, taken = divmod(taken - self._size(0) - 1, self.sequences_per_epoch)
+        if taken > self._pass_size(0):  # exactly at its end a pass is still the current one
+            number, taken = divmod(taken - self._pass_size(0) - 1, self.sequences_per_epoch)
             number, taken = number + 1, taken + 1
-        draws = self._reached
-        if draws.number != number or draws.taken > taken:
-            draws = self._before(number)
-        while draws.taken < taken:
-            draws = self._after(draws, self._owners(draws, min(_COUNT_AT_ONCE, taken - draws.taken)))
-        self._reached = draws
-        return draws
+        at = self._last_position
+        if at.number != number or at.taken > taken:
+            at = self._start_of_pass(number)
+        while at.taken < taken:
+            at = self._advanced(at, self._shards_of_draws(at, min(_COUNT_AT_ONCE, taken - at.taken)))
+        self._last_position = at
+        return at
 
-    def _owners(self, draws: _Draws, count: int) -> Int64:
-        """[count]: which of the worker's shards each of the next draws comes from, by index."""
+    def _shards_of_draws(self, at: _PassPosition, count: int) -> Int64:
+        """[count]: the index in `self.shards` of each of the next draws."""
         if count == 0 or len(self.shards) == 1:
             return np.zeros(count, np.int64)
         key = [
-            (shard, start.epoch + draws.number, 0 if draws.number else start.consumed)
+            (shard, start.epoch + at.number, 0 if at.number else start.consumed)
             for shard, start in zip(self.shards, self._start, strict=True)
         ]
-        mixed = Permutation(self._size(draws.number), self._seed, *(number for part in key for number in part))
-        slots = mixed(np.arange(draws.taken, draws.taken + count, dtype=np.int64))
-        ends = np.cumsum(self._windows if draws.number else self._left)
+        mixed = Permutation(self._pass_size(at.number), self._seed, *(number for part in key for number in part))
+        slots = mixed(np.arange(at.taken, at.taken + count, dtype=np.int64))
+        ends = np.cumsum(self._windows if at.number else self._remaining)
         return np.searchsorted(ends, slots, side="right").astype(np.int64)
 
-    def _after(self, draws: _Draws, owners: Int64) -> _Draws:
-        counts = draws.counts + np.bincount(owners, minlength=len(self.shards))
-        return _Draws(draws.number, draws.taken + len(owners), counts)
+    def _advanced(self, at: _PassPosition, indices: Int64) -> _PassPosition:
+        counts = at.counts + np.bincount(indices, minlength=len(self.shards))
+        return _PassPosition(at.number, at.taken + len(indices), counts)
 
-    def _gather(self, draws: _Draws, owners: Int64) -> Int64:
-        """The tokens of the draws that follow: from each shard its next windows."""
-        batch = np.empty((len(owners), self.sequence_length + 1), np.int64)
-        for index in np.unique(owners):
-            here = owners == index
+    def _gather(self, at: _PassPosition, indices: Int64) -> Int64:
+        """The tokens of the next draws: from each shard its next windows."""
+        batch = np.empty((len(indices), self.sequence_length + 1), np.int64)
+        for index in np.unique(indices):
+            here = indices == index
             start = self._start[index]
-            first = int(draws.counts[index]) + (0 if draws.number else start.consumed)
-            order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + draws.number)
+            first = int(at.counts[index]) + (0 if at.number else start.consumed)
+            order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + at.number)
             windows = order(np.arange(first, first + int(here.sum()), dtype=np.int64))
             batch[here] = _take_windows(self._tokens[index], windows, self.sequence_length)
         return batch
 
 
-def _abridged(shards: Sequence[int]) -> str:
+def _shortened(shards: Sequence[int]) -> str:
     return ", ".join(map(str, shards[:4])) + (", …" if len(shards) > 4 else "")
 
 
@@ -248,8 +247,8 @@ def validation_batches(
 ) -> Iterator[Int64]:
     """Arrays of [≤ batch_size, sequence_length + 1] tokens: validation windows i, i + k, … for worker i of k.
 
-    `limit` bounds the windows of all workers together, spread evenly over the split: what is measured depends
-    neither on the number of workers nor on the batch size. With fewer windows than workers some get none.
+    `limit` bounds the windows of all workers together, spread evenly over the split: the result depends neither on
+    the number of workers nor on the batch size. With fewer windows than workers some get none.
     """
     tokens = corpus.validation()
     windows = count_windows(len(tokens), sequence_length)
@@ -261,7 +260,7 @@ def validation_batches(
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit of validation windows is {limit}, but must be at least 1 (or None for all)")
     if batch_size < 1 or not 0 <= worker < workers:
-        raise ConfigError(f"validation batches of {batch_size} for worker {worker} of {workers}: there are none such")
+        raise ConfigError(f"validation batches of {batch_size} for worker {worker} of {workers}: both must exist")
     used = windows if limit is None else min(limit, windows)
     own = np.arange(worker, used, workers, dtype=np.int64) * windows // used
     return (

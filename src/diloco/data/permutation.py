@@ -1,9 +1,9 @@
 """A pseudo-random permutation of 0..size-1 that is computed element by element: no table, any order.
 
 A balanced Feistel network permutes 0..4^h-1, the smallest such range that holds `size`, because each of its
-rounds can be undone whatever the mixing function. A value that lands outside 0..size-1 is sent through again
-until it is inside ("cycle walking"): it follows the network's own cycle, so no two inputs can meet. Good
-enough to shuffle data; it keeps no secrets.
+rounds can be inverted whatever the mixing function. A value outside 0..size-1 is permuted again until it is inside
+("cycle walking"): it follows a cycle of the network, so no two inputs give the same output. Good enough to shuffle
+data; not cryptographic.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Permutation:
         """The images of `indices`, all of which lie in 0..size-1."""
         values = self._network(indices.astype(np.uint64).ravel())
         outside = values >= self.size
-        while outside.any():  # the range is at most four times the size, so this ends soon
+        while outside.any():  # the range is at most four times the size: a few turns
             values[outside] = self._network(values[outside])
             outside = values >= self.size
         return values.astype(np.int64).reshape(indices.shape)

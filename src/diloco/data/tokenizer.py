@@ -1,8 +1,7 @@
-"""Text to token numbers and back: a byte-level BPE of our own, lossless for any text, or anyone's tokenizer.
+"""Text to token numbers and back: our own byte-level BPE, lossless for any text, or an existing tokenizer.
 
-`tokenizers` does the work and is imported when it is needed, not before. Text is encoded as text: the letters
-`<|endoftext|>` in a document become ordinary tokens, never the special one. Refuses a tokenizer without an
-end-of-text token, since documents could not be told apart.
+`tokenizers` is imported only when it is used. Text is encoded as text: the letters `<|endoftext|>` in a document become
+ordinary tokens, never the special one. Refuses a tokenizer without an end-of-text token, which separates documents.
 """
 
 import json
@@ -17,10 +16,10 @@ from diloco.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""What other people's tokenizers call it; the first that is there is taken, if no file beside it says more."""
+"""Common names of the end-of-text token; the first one found is used if no file beside the tokenizer names it."""
 
 LONGEST_RUN = 256
-"""Training a BPE takes time in the square of the longest word: 256 KiB without a space take a minute."""
+"""BPE training time grows with the square of the longest word: 256 KiB without a space take a minute."""
 
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}|\s{{{LONGEST_RUN + 1},}}")
 
@@ -30,7 +29,7 @@ class Tokenizer:
     """A tokenizer with an end-of-text token. `vocab_size` is the rows a model's embedding needs."""
 
     def __init__(self, inner: Any, name: str, end_of_text: str | None = None) -> None:
-        """`inner`: a `tokenizers.Tokenizer`; `name`: what to call it in messages."""
+        """`inner`: a `tokenizers.Tokenizer`; `name`: its name in messages."""
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         names = END_OF_TEXT_NAMES if end_of_text is None else (end_of_text,)
         token = next((token for token in names if token in vocabulary), None)
@@ -44,12 +43,12 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self.end_of_text: int = vocabulary[token]
-        # Not len(vocabulary): a tokenizer may leave numbers out.
+        # Not len(vocabulary): a tokenizer may skip numbers.
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """A BPE of at most `vocab_size` tokens: fewer where the texts have no more pairs to merge."""
+        """A BPE of at most `vocab_size` tokens: fewer if the texts have no more pairs to merge."""
         from tokenizers import Tokenizer as Inner
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -59,7 +58,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
-            # All 256 bytes, seen or not, sorted: what makes it lossless, and the same on every machine.
+            # All 256 bytes, sorted: it is then lossless, and the same on every machine.
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
@@ -84,22 +83,22 @@ class Tokenizer:
         return cls(inner, name, file.end_of_text)
 
     def check_target(self, path: Path) -> None:
-        """Refuse a place for this tokenizer's file where the one beside it says something else of it."""
+        """Refuse a path whose tokenizer_config.json names another end-of-text token than this tokenizer's."""
         check_target(path, self._inner.id_to_token(self.end_of_text))
 
     def save(self, path: Path) -> None:
-        """A tokenizer.json and, beside it, which token ends a text."""
+        """Write tokenizer.json and, beside it, tokenizer_config.json with the end-of-text token."""
         end_of_text = self._inner.id_to_token(self.end_of_text)
         self.check_target(path)
-        write_file(path.with_name(TOKENIZER_CONFIG_FILES[0]), _telling(end_of_text))
+        write_file(path.with_name(TOKENIZER_CONFIG_FILES[0]), _config_text(end_of_text))
         write_file(path, self.to_json())
 
     def to_json(self) -> str:
-        """What a tokenizer.json holds."""
+        """The content of tokenizer.json."""
         return str(self._inner.to_str())
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of one text, without anything added at its ends."""
+        """The tokens of one text, without special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -113,21 +112,20 @@ class Tokenizer:
 
 
 def check_target(path: Path, end_of_text: str = END_OF_TEXT) -> None:
-    """Refuse a place for a tokenizer.json where the file that belongs beside it is another tokenizer's."""
+    """Refuse a path for a tokenizer.json whose tokenizer_config.json belongs to another tokenizer."""
     beside = path.with_name(TOKENIZER_CONFIG_FILES[0])
-    if beside.exists() and beside.read_bytes() != _telling(end_of_text).encode():
+    if beside.exists() and beside.read_bytes() != _config_text(end_of_text).encode():
         raise DataError(
-            f"{path} would be written with a {beside.name} beside it, and {beside} exists and says something else: "
-            "choose another folder"
+            f"{path} is written with a {beside.name} beside it, but {beside} exists and differs: choose another folder"
         )
 
 
-def _telling(end_of_text: str) -> str:
+def _config_text(end_of_text: str) -> str:
     return json.dumps({"eos_token": end_of_text}) + "\n"
 
 
 def cut_runs(text: str) -> Iterator[str]:
-    """Parts of the text, joined the text, in which no run with or without spaces is longer than LONGEST_RUN."""
+    """The text in pieces whose runs of spaces, or of other characters, have at most LONGEST_RUN characters."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         for end in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):

@@ -1,8 +1,8 @@
-"""Where a tokenizer comes from: a tokenizer.json, a Hugging Face folder, or a name on the hub (`hf:gpt2`).
+"""Loads a tokenizer from a tokenizer.json, a Hugging Face folder, or a name on the hub (`hf:gpt2`).
 
-A folder's tokenizer_config.json or special_tokens_map.json says which token ends a text. A folder that has a
-SentencePiece model only is converted through transformers, where it can (extra `hf`). From the hub comes what is in
-its local cache if there is no network.
+A folder's tokenizer_config.json or special_tokens_map.json names the end-of-text token. A folder with only a
+SentencePiece model is converted by transformers if it can (extra `hf`). Without a network, a tokenizer of the hub comes
+from the local cache.
 """
 
 import json
@@ -16,18 +16,18 @@ from diloco.errors import DataError, SourceUnavailable, install_hint
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Which may name the end-of-text token, beside a tokenizer.json."""
+"""Files beside a tokenizer.json that may name the end-of-text token."""
 
 
 class TokenizerFile(NamedTuple):
     content: str
-    """Of a tokenizer.json, not yet parsed."""
+    """The text of tokenizer.json, not yet parsed."""
     end_of_text: str | None
-    """What the files beside it call the end of a text, if they do."""
+    """The end-of-text token that the files beside it name, if any."""
 
 
 def find_tokenizer(spec: str | Path) -> TokenizerFile:
-    """What `data.tokenizer = spec` names."""
+    """The tokenizer that `data.tokenizer = spec` names."""
     if str(spec).startswith(PREFIX):
         return _from_hub(str(spec))
     path = Path(spec).expanduser()
@@ -52,11 +52,11 @@ def _end_of_text(find: Callable[[str], Path | None]) -> str | None:
         if path is None or not path.is_file():
             continue
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as JSON: {error}; repair or remove it") from error
-        token = told.get("eos_token") if isinstance(told, dict) else None
-        if isinstance(token, dict):  # how older versions write a token with its properties
+        token = config.get("eos_token") if isinstance(config, dict) else None
+        if isinstance(token, dict):  # older versions write a token with its properties
             token = token.get("content")
         if isinstance(token, str):
             return token
@@ -71,9 +71,9 @@ def _from_hub(spec: str) -> TokenizerFile:
     name = spec.removeprefix(PREFIX)
     what = f"data.tokenizer {spec!r}"
     problem: DataError | None = None
-    try:  # asked once, with a bound: the libraries would try again and again for half a minute
+    try:  # one request with a time limit: the libraries would retry for half a minute
         files = {file.rfilename for file in HfApi().model_info(name, timeout=HUB_SECONDS).siblings or ()}
-    except Exception as error:  # of the transport below, which is not ours to name
+    except Exception as error:  # any error of the HTTP library below
         problem, files = hub_error(what, error), set()
         if not isinstance(problem, SourceUnavailable):
             raise problem from error
@@ -97,7 +97,7 @@ def _from_hub(spec: str) -> TokenizerFile:
 
 
 def _converted(name: str, spec: str) -> TokenizerFile:
-    """Through transformers, which knows how to make a fast tokenizer of some slow ones."""
+    """Let transformers convert it: it can make a fast tokenizer of some slow ones."""
     what = f"data.tokenizer {spec!r} has no {TOKENIZER_FILE}"
     try:
         with _quiet():
@@ -117,7 +117,7 @@ def _converted(name: str, spec: str) -> TokenizerFile:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers says at length what it could not do on the way; the error that follows says it once."""
+    """Silences the warnings of transformers; the error raised afterwards names the problem once."""
     import logging
 
     logging.disable(logging.WARNING)

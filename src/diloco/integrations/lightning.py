@@ -20,11 +20,11 @@ _PACKAGE: Any = import_module("lightning.pytorch" if "lightning.pytorch" in sys.
 
 
 class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
-    """Ends a Trainer's run with the last round, and ends it with the others when one of them stops early."""
+    """Runs the last round at the end of training, and stops this worker when another worker stops early."""
 
     def __init__(self) -> None:
         self._optimizer: DiLoCo | None = None
-        self._steps_before = 0  # of the Trainer, without ours
+        self._steps_before = 0  # the Trainer's steps before DiLoCo counted any
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         del pl_module, stage
@@ -33,13 +33,13 @@ class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
                 f"the Trainer sees {trainer.world_size} processes, and would average gradients over them: call "
                 "engine = diloco.connect(island=True) first, and give the Trainer devices=1"
             )
-        # Lightning reads the rank when it is imported, which may be before the island was made. Every worker saves.
+        # Lightning reads the rank at import, which may be before connect(island=True). Every worker saves as rank 0.
         rank_zero_only.rank = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
-        optimizer = self._optimizer = _only(trainer.optimizers)
-        # Then Lightning unscales and clips by itself, and leaves the step out where GradScaler says so: counted below.
+        optimizer = self._optimizer = _diloco_optimizer(trainer.optimizers)
+        # Lightning then unscales and clips itself, and skips the step if GradScaler says so: counted below.
         optimizer._step_supports_amp_scaling = False
         self._steps_before = trainer.global_step - optimizer.loop.inner_steps
 
@@ -57,7 +57,7 @@ class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
         self._optimizer.finish(early=trainer.should_stop)
 
 
-def _only(optimizers: list[Any]) -> DiLoCo:
+def _diloco_optimizer(optimizers: list[Any]) -> DiLoCo:
     if len(optimizers) != 1 or not isinstance(optimizers[0], DiLoCo):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(f"configure_optimizers must return one diloco.DiLoCo, and returned {names}")

@@ -3,8 +3,8 @@
     Trainer(..., optimizers=(optimizer, None), callbacks=[DiLoCoCallback(optimizer)])
 
 The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs an `output_dir` of
-its own. Refused: a Trainer that sees the other workers, and load_best_model_at_end, after which every worker would
-hold a model of its own that the last round would average.
+its own. Refused: a Trainer that sees the other workers, and load_best_model_at_end, which would replace a worker's
+parameters before the last round averages them.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from diloco.optimizer import DiLoCo
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
-    """Ends a Trainer's run with the last round, and ends it with the others when one of them stops early."""
+    """Runs the last round at the end of training, and stops this worker when another worker stops early."""
 
     def __init__(self, optimizer: DiLoCo) -> None:
         self.optimizer = optimizer

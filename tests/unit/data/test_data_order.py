@@ -271,11 +271,11 @@ def test_long_jumps_count_the_same_as_single_steps(tmp_path: Path, monkeypatch: 
 
 
 def test_progress_that_cannot_be_is_refused(corpus: Corpus) -> None:
-    with pytest.raises(DataError, match=r"shard 0 is said to be at .*consumed=11.*has 10 windows"):
+    with pytest.raises(DataError, match=r"the progress of shard 0 is .*consumed=11.*has 10 windows"):
         batches_of(corpus, 1, 0, 7, 0, {0: ShardProgress(0, 11)})
-    with pytest.raises(DataError, match="nothing is known of the progress of shard 3"):
+    with pytest.raises(DataError, match="the progress of shard 3 is missing"):
         batches_of(corpus, 1, 0, 3, 0, {0: ShardProgress(0, 1)})
-    with pytest.raises(DataError, match=r"progress of shards \[2\] is told by two workers"):
+    with pytest.raises(DataError, match=r"progress of shards \[2\] comes from two workers"):
         merge_progress([{1: ShardProgress(), 2: ShardProgress()}, {2: ShardProgress()}])
 
 
@@ -295,7 +295,7 @@ def test_check_disjoint_accepts_the_real_assignment(corpus: Corpus) -> None:
 def test_check_disjoint_refuses_shared_forgotten_and_invented_shards(corpus: Corpus) -> None:
     with pytest.raises(DataError, match="shard 0 is read by workers 0 and 1"):
         check_disjoint(corpus, 2, lambda shards, _worker, _workers: range(shards))
-    with pytest.raises(DataError, match=r"\[6\] are read by nobody"):
+    with pytest.raises(DataError, match=r"\[6\] have no reader"):
         check_disjoint(corpus, 2, lambda shards, worker, workers: range(worker, shards - 1, workers))
     with pytest.raises(DataError, match=r"\[7\] do not exist"):
         check_disjoint(corpus, 2, lambda shards, worker, workers: range(worker, shards + 1, workers))

@@ -178,7 +178,7 @@ def test_second_preparation_opens_the_cache_and_builds_nothing(
 ) -> None:
     stages: list[tuple[str, int, int | None]] = []
     first = prepare(config, lambda *report: stages.append(report))
-    assert {stage for stage, _, _ in stages} == {"training the tokenizer", "tokenising", "reading back"}
+    assert {stage for stage, _, _ in stages} == {"training the tokenizer", "tokenising", "counting tokens"}
     assert all(total is not None and 0 <= done <= total for _, done, total in stages)
     told = [(done, total) for stage, done, total in stages if stage == "tokenising"]
     assert told[-1][0] == told[-1][1]

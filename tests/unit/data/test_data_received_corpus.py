@@ -86,7 +86,7 @@ def test_a_description_that_does_not_have_the_digest_is_refused_and_removed(
         if wanted == name:
             path.write_bytes(content)
 
-    with pytest.raises(DataError, match="is not a description of the corpus"):
+    with pytest.raises(DataError, match="does not match the corpus"):
         receive_metadata(tmp_path / "corpus", there.digest, fetch)
     assert not list((tmp_path / "corpus").iterdir())
 
@@ -108,7 +108,7 @@ def test_a_meta_json_that_makes_no_sense_is_refused(there: Corpus, tmp_path: Pat
         if wanted == META:
             path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
 
-    with pytest.raises(DataError, match="is not a description of the corpus"):
+    with pytest.raises(DataError, match="does not match the corpus"):
         receive_metadata(tmp_path, there.digest, fetch)
 
 
@@ -121,6 +121,6 @@ def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpu
             path.write_bytes(data)
 
     meta = receive_metadata(tmp_path, there.digest, fetch)
-    with pytest.raises(DataError, match="is not a file of the corpus"):
+    with pytest.raises(DataError, match="does not match the corpus"):
         receive_files(tmp_path, meta, [0, 2], fetch, silent)
     assert (tmp_path / shard_name(0)).exists() and not (tmp_path / shard_name(2)).exists()

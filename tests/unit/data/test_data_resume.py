@@ -154,7 +154,7 @@ def test_a_damaged_interrupted_preparation_starts_anew_and_says_so(
     (working / name).write_bytes(content[:10])
     with caplog.at_level(logging.WARNING):
         assert contents(prepare(config)) == contents(expected)
-    assert "starts anew" in caplog.text
+    assert "starting again" in caplog.text
 
 
 def test_a_source_that_changed_meanwhile_is_prepared_from_its_beginning(config: DataConfig, tmp_path: Path) -> None:

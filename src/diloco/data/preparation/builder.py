@@ -1,14 +1,13 @@
-"""The preparation itself: a source becomes the files of a corpus, in steps that survive a kill.
+"""Builds the files of a corpus from a source; a kill loses at most the work since the last commit.
 
-    state.json           how far it has come; replaced as a whole, after everything it speaks of is on the disk
-    digests.bin          of the documents seen so far, so that copies are still known after an interruption
-    clusters.npz         where the clusters are, if shards are clusters
-    tokenizer.json, train-*.bin, validation.bin   of the corpus, growing
-    meta.json            written last: from here on the corpus is complete
+    state.json           the last commit; replaced atomically, after everything it describes is on the disk
+    digests.bin          digests of the documents seen so far, to recognise copies after an interruption
+    clusters.npz         the cluster centres, if shards are clusters
+    tokenizer.json, train-*.bin, validation.bin   the files of the corpus
+    meta.json            written last: the corpus is then complete
 
-Batches of passages are cut the same wherever a walk begins, since durable points lie between batches; so the files
-come out the same, byte for byte, however often the work was interrupted. Counts and digest are taken from the finished
-files.
+Commits lie between batches of passages, and batches do not depend on where a walk begins; so the files are the same,
+byte for byte, however often the work was interrupted. Counts and digest are computed from the finished files.
 """
 
 import hashlib
@@ -39,10 +38,10 @@ from diloco.errors import DataError
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with (stage, done, total) while a corpus is prepared; `total` is None where nobody knows it."""
+"""Called with (stage, done, total) while a corpus is prepared; `total` is None if it is unknown."""
 
 TOKENIZER_SAMPLE_BYTES = 4 << 20
-"""The BPE learns from so much text, spread evenly: twice as much gives < 1 % more bytes per token."""
+"""The BPE is trained on this much text, spread evenly: twice as much gives < 1 % more bytes per token."""
 
 ENCODE_BATCH_BYTES = 1 << 20
 COMMIT_SECONDS = 5.0
@@ -51,13 +50,13 @@ MAX_LABELS = 1024
 STREAM_SAMPLE_PASSAGES = 1 << 16
 
 STATE, DIGESTS, CLUSTERS = "state.json", "digests.bin", "clusters.npz"
-SCAFFOLDING = (STATE, DIGESTS, CLUSTERS)
-"""What a finished corpus has no use for."""
+WORKING_FILES = (STATE, DIGESTS, CLUSTERS)
+"""Removed from a finished corpus."""
 
 
 @dataclass
 class State:
-    """What state.json holds."""
+    """The content of state.json."""
 
     fingerprint: str
     walk: Walk = field(default_factory=Walk)
@@ -70,13 +69,13 @@ class State:
 
     @classmethod
     def load(cls, folder: Path) -> "State":
-        told = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return cls(**{**told, "walk": Walk(**told["walk"])})
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return cls(**{**content, "walk": Walk(**content["walk"])})
 
 
 @final
 class Preparation:
-    """Of one corpus, in a folder that nobody else writes to."""
+    """The preparation of one corpus, in a folder to which no other process writes."""
 
     def __init__(
         self, config: DataConfig, source: Source, folder: Path, progress: Progress, load_features: LoadFeatures | None
@@ -85,26 +84,26 @@ class Preparation:
         self._progress, self._load_features = progress, load_features
 
     def run(self) -> None:
-        """Write all files of the corpus, going on from an earlier attempt's last durable point."""
+        """Write all files of the corpus, continuing from the last commit of an earlier attempt."""
         if (self.folder / META).exists():
-            self._clear_up()
+            self._remove_working_files()
             return
-        self.state = self._resumed() or self._fresh()
+        self.state = self._load_state() or self._new_state()
         self.tokenizer = self._obtain_tokenizer()
         self.writer = self._open_writer()
         self._write(self._partition())
         self._finish()
-        self._clear_up()
+        self._remove_working_files()
 
-    def _clear_up(self) -> None:
-        for name in SCAFFOLDING:
+    def _remove_working_files(self) -> None:
+        for name in WORKING_FILES:
             (self.folder / name).unlink(missing_ok=True)
         for left_by_a_kill in self.folder.glob(f".*{PARTIAL}"):
             left_by_a_kill.unlink()
 
-    # Where to begin
+    # The starting point
 
-    def _resumed(self) -> State | None:
+    def _load_state(self) -> State | None:
         if not (self.folder / STATE).exists():
             return None
         try:
@@ -113,22 +112,22 @@ class Preparation:
             if state.digests and (self.folder / DIGESTS).stat().st_size < sizes:
                 raise ValueError(f"{DIGESTS} is too short")
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("the interrupted preparation cannot be taken up again (%s): it starts anew", error)
+            logger.warning("the interrupted preparation cannot be continued (%s): starting again", error)
             return None
         if state.fingerprint != self.source.fingerprint():
-            logger.warning("data.source %r has changed since its preparation was interrupted: it starts anew",
+            logger.warning("data.source %r has changed since its preparation was interrupted: starting again",
                            self.config.source)  # fmt: skip
             return None
         return state
 
-    def _fresh(self) -> State:
+    def _new_state(self) -> State:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         state = State(self.source.fingerprint())
         state.save(self.folder)
         return state
 
-    # What is needed before the first token
+    # Tokenizer, writer and partition
 
     def _obtain_tokenizer(self) -> Tokenizer:
         path = self.folder / TOKENIZER
@@ -147,8 +146,8 @@ class Preparation:
         try:
             return ShardWriter(self.folder, self.config.shards, self.tokenizer, self.state.tokens)
         except ValueError as error:
-            logger.warning("the interrupted preparation is damaged (%s): it starts anew", error)
-            self.state = self._fresh()
+            logger.warning("the interrupted preparation is damaged (%s): starting again", error)
+            self.state = self._new_state()
             self.tokenizer = self._obtain_tokenizer()
             return ShardWriter(self.folder, self.config.shards, self.tokenizer, {})
 
@@ -157,7 +156,7 @@ class Preparation:
             return IidPartition(self.writer.shard_tokens)
         assert self.config.feature_model is not None
         if self._load_features is None:
-            raise DataError("data.partition = clusters needs a model to take features from, and this caller has none")
+            raise DataError("data.partition = clusters needs a feature model: call prepare() with load_features")
         model = self._load_features(Path(self.config.feature_model).expanduser())
         path = self.folder / CLUSTERS
         if not path.exists():
@@ -165,17 +164,17 @@ class Preparation:
             # A stream may have no end.
             bounded = passages if passages.size_bytes is not None else islice(passages, STREAM_SAMPLE_PASSAGES)
 
-            def told(done: int, total: int) -> None:
+            def report(done: int, total: int) -> None:
                 self._progress("finding clusters", done, total)
 
-            find_clusters(bounded, model, self.config.shards, told).save(path)
+            find_clusters(bounded, model, self.config.shards, report).save(path)
         return ClusterPartition(model, Clusters.load(path))
 
-    # The bulk
+    # Tokenising
 
     def _write(self, partition: Partition) -> None:
         passages = Passages(self.source, self.config, self.state.walk)
-        passages.seen = self._seen()
+        passages.seen = self._load_digests()
         last = time.monotonic()
         for batch in batches(passages):
             for passage, shard, tokens in self.writer.write(batch, partition):
@@ -189,14 +188,14 @@ class Preparation:
         done, total = passages.progress()
         self._progress("tokenising", total or done, total or done)
 
-    def _seen(self) -> set[bytes]:
+    def _load_digests(self) -> set[bytes]:
         path = self.folder / DIGESTS
         content = path.read_bytes()[: self.state.digests * DIGEST_BYTES] if path.exists() else b""
         write_file(path, content, durable=True)
         return {content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES)}
 
     def _commit(self, passages: Passages) -> None:
-        """A durable point: the files first, then the state that speaks of them."""
+        """Write the files first, then the state that describes them."""
         self.writer.commit()
         append_file(self.folder / DIGESTS, b"".join(passages.new_digests))
         self.state.digests += len(passages.new_digests)
@@ -205,7 +204,7 @@ class Preparation:
         self.state.save(self.folder)
 
     def _count_label(self, passage: Passage, shard: int, tokens: int) -> None:
-        # Shards of one kind hold a share of every label; that is counted only where someone asks for it.
+        # With i.i.d. shards labels are counted only if data.label_field asks for it.
         if passage.label is None or (self.config.partition == "iid" and self.config.label_field is None):
             return
         counts = self.state.label_tokens
@@ -218,12 +217,12 @@ class Preparation:
             counts[passage.label] = [0] * self.config.shards
         counts[passage.label][shard] += tokens
 
-    # The end
+    # Counts and metadata
 
     def _finish(self) -> None:
         walk = self.state.walk
-        skipped = self._account_for(walk)
-        counts, digest, files = self._read_back()
+        skipped = self._check_split(walk)
+        counts, digest, files = self._count_and_hash()
         tokenizer_bytes = (self.folder / TOKENIZER).stat().st_size
         meta = CorpusMeta(
             vocab_size=self.tokenizer.vocab_size,
@@ -244,8 +243,8 @@ class Preparation:
         )
         write_file(self.folder / META, meta.to_json(), durable=True)
 
-    def _account_for(self, walk: Walk) -> dict[str, int]:
-        """Refuse a corpus without a training and a validation part; say and return what was left out of it."""
+    def _check_split(self, walk: Walk) -> dict[str, int]:
+        """Refuse a corpus without a training and a validation part; log and return the counts of what was skipped."""
         if not walk.validation_bytes:
             raise DataError(
                 f"data.source {self.config.source!r} has {walk.train_bytes} bytes of text in {walk.documents} "
@@ -257,15 +256,14 @@ class Preparation:
             logger.warning("data.source %r: files left out: %s", self.config.source, counts)
         return {**skipped, **walk.left_out}
 
-    def _read_back(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
-        """How often each token occurs, the digest of tokenizer and tokens, and of each file, from the files as they
-        are."""
+    def _count_and_hash(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
+        """From the finished files: the count of each token, the digest of the corpus, and that of each file."""
         size = self.tokenizer.vocab_size
         counts = {"train": np.zeros(size, np.int64), "validation": np.zeros(size, np.int64)}
         dtype = token_dtype(size)
         files = {}
         for number, name in enumerate(self.writer.names):
-            self._progress("reading back", number, len(self.writer.names))
+            self._progress("counting tokens", number, len(self.writer.names))
             part = hashlib.sha256()
             with (self.folder / name).open("rb") as file:
                 while content := file.read(1 << 24):
@@ -277,7 +275,7 @@ class Preparation:
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
-    """A BPE of the training passages of a source."""
+    """A BPE trained on the training passages of a source."""
     tokenizer = Tokenizer.train(_tokenizer_sample(Passages(source, config)), config.vocab_size)
     if tokenizer.vocab_size < config.vocab_size:
         logger.warning(
@@ -288,7 +286,7 @@ def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
 
 
 def _tokenizer_sample(passages: Passages) -> Iterator[str]:
-    """Training passages, about TOKENIZER_SAMPLE_BYTES of them, spread evenly over a source whose size is known."""
+    """Training passages of about TOKENIZER_SAMPLE_BYTES in all, spread evenly over a source of known size."""
     known = passages.size_bytes
     share = 1.0 if known is None else min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, known))
     taken = 0
@@ -303,7 +301,7 @@ def _tokenizer_sample(passages: Passages) -> Iterator[str]:
 
 
 def batches(passages: Passages) -> Iterator[list[Passage]]:
-    """Groups of passages that are big enough to keep all cores of the tokenizer busy."""
+    """Groups of passages, large enough to keep all cores busy tokenising."""
     batch: list[Passage] = []
     size = 0
     for passage in passages:

@@ -1,8 +1,8 @@
-"""Shards of different kind: k-means on a pre-trained model's features, one cluster a shard.
+"""Non-i.i.d. shards: k-means on a pre-trained model's features, one cluster per shard.
 
 Paper (DiLoCo, section 3, non-i.i.d. data): the shards are clusters of documents by the features of a pre-trained
 model's last layer. Clusters are found on a bounded sample, then every training passage goes to the nearest. Their
-sizes differ; they become the workers' weights. The model comes from above as a function, since this layer knows none.
+sizes differ; they become the workers' weights. The model is passed in as a function, since data does not import models.
 Needs scikit-learn (extra `lab`) to find clusters, not to use them.
 """
 
@@ -29,15 +29,16 @@ Float32 = NDArray[np.float32]
 SAMPLE_PASSAGES = 4096
 AT_ONCE = 64
 CHARACTERS_PER_TOKEN = 16
-"""More than any text has on average: so many characters hold as many tokens as are looked at."""
+"""More than any text has on average, so `length` tokens never need more characters than this."""
 
-Told = Callable[[int, int], None]
+Report = Callable[[int, int], None]
+"""Called with (done, total)."""
 
 
 @final
 @dataclass(frozen=True)
 class FeatureModel:
-    """A model as this layer sees it. It has a tokenizer of its own, and looks at the first `length` tokens."""
+    """A model that gives features: its own tokenizer, and a function of the first `length` tokens of a text."""
 
     tokenizer: Tokenizer
     length: int
@@ -60,7 +61,7 @@ LoadFeatures = Callable[[Path], FeatureModel]
 @final
 @dataclass(frozen=True)
 class Clusters:
-    """Where the clusters are, in features scaled to have mean 0 and variance 1 over the sample."""
+    """Cluster centres, in features scaled to mean 0 and variance 1 over the sample."""
 
     mean: Float32
     scale: Float32
@@ -70,8 +71,8 @@ class Clusters:
     def fit(cls, features: Float32, sizes: Int64, clusters: int) -> "Clusters":
         """k-means on [n, D] features. The same features give the same clusters.
 
-        A passage counts by its size: otherwise a few kinds of short documents would take all the clusters, and long
-        ones share what is left.
+        Passages are weighted by size: otherwise short documents would take most clusters, and long ones share the
+        rest.
         """
         try:
             from sklearn.cluster import KMeans
@@ -89,7 +90,7 @@ class Clusters:
         return cls(mean, scale, found.cluster_centers_.astype(np.float32))
 
     def assign(self, features: Float32) -> Int64:
-        """[n]: the nearest cluster of each row."""
+        """[n]: the index of the nearest centre of each row."""
         scaled = (features - self.mean) / self.scale
         # |x − c|² without |x|², which is the same for all c
         distances = (self.centres**2).sum(1) - 2 * scaled @ self.centres.T
@@ -122,7 +123,7 @@ class ClusterPartition(Partition):
 def sample(passages: Iterable[Passage], length: int) -> list[tuple[str, int]]:
     """The beginnings of at most SAMPLE_PASSAGES training passages, and the sizes of these passages in bytes.
 
-    Those with the smallest hashes: every passage has the same chance wherever it stands and however many there are.
+    The passages with the smallest hashes: each has the same chance, whatever its position and their number.
     """
     kept: list[tuple[int, str, int]] = []  # a heap: the largest hash first
     for passage in passages:
@@ -137,22 +138,22 @@ def sample(passages: Iterable[Passage], length: int) -> list[tuple[str, int]]:
     return [(text, size) for _, text, size in sorted(kept, reverse=True)]
 
 
-def find_clusters(passages: Iterable[Passage], model: FeatureModel, clusters: int, told: Told) -> Clusters:
-    """The clusters of a source; `told` hears how many of the sampled passages have been looked at."""
+def find_clusters(passages: Iterable[Passage], model: FeatureModel, clusters: int, report: Report) -> Clusters:
+    """The clusters of a source; `report` is called with the passages processed and all."""
     chosen = sample(passages, model.length)
     if not chosen:
         raise DataError("data.partition = clusters: the source has no text to group; give more text")
     parts = []
     for start in range(0, len(chosen), AT_ONCE):
-        told(start, len(chosen))
+        report(start, len(chosen))
         parts.append(model.of([text for text, _ in chosen[start : start + AT_ONCE]]))
-    told(len(chosen), len(chosen))
+    report(len(chosen), len(chosen))
     sizes = np.array([size for _, size in chosen], np.int64)
     return Clusters.fit(np.concatenate(parts), sizes, clusters)
 
 
 def model_identity(folder: str) -> list[tuple[str, int, int]]:
-    """What the cache knows a feature model by: its files."""
+    """Identifies a feature model in the cache: path, size and time of its files."""
     path = Path(folder).expanduser().resolve()
     if not path.is_dir():
         raise DataError(f"data.feature_model {folder!r} is not a folder: give the folder of a saved model")

@@ -1,9 +1,9 @@
-"""prepare(): a source becomes a corpus of token shards, once; afterwards the cached one is opened.
+"""prepare(): builds the corpus of a source once, and opens the cached one afterwards.
 
-The cache folder's name is a hash of everything that decides its content. The corpus grows in a hidden folder beside it
-and is renamed when complete, so an interrupted preparation is never taken for a corpus; the next one goes on from its
-last durable point (builder.py). A lock lets one process prepare while others wait for its result, and falls with its
-holder. A cached corpus that does not fit its own meta.json is rebuilt with a warning.
+The cache folder's name contains a hash of everything that determines its content. The corpus is built in a hidden
+folder beside it and renamed when complete, so an interrupted preparation is never mistaken for a corpus; the next one
+continues from its last commit (builder.py). A lock lets one process prepare while others wait for its result;
+the system releases it when its holder dies. A cached corpus that does not match its meta.json is rebuilt.
 
 Paper (DiLoCo, Algorithm 1, "data shards D_1..D_k"): a worker reads one or more of the shards.
 """
@@ -37,22 +37,22 @@ LOCK_POLL_SECONDS = 0.2
 
 
 def prepare(config: DataConfig, progress: Progress | None = None, load_features: LoadFeatures | None = None) -> Corpus:
-    """The corpus that `config` describes: opened if it is in the cache, made otherwise.
+    """The corpus that `config` describes: opened if it is in the cache, built otherwise.
 
-    `progress` is not called when it is in the cache; `load_features` is needed where data.partition = clusters.
+    `progress` is not called if it is in the cache; `load_features` is needed where data.partition = clusters.
     """
     source = open_source(config)
     folder = cache_root(config) / _cache_name(config, source)
     cached = _cached(folder)
     if cached is not None:
         return cached
-    tell = progress or _no_progress
+    report = progress or _no_progress
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        with _locked(folder, tell):
+        with _locked(folder, report):
             return _cached(folder) or _prepared(
-                Preparation(config, source, _working(folder), tell, load_features), folder
+                Preparation(config, source, _working(folder), report, load_features), folder
             )
     except OSError as error:
         raise DataError(
@@ -62,15 +62,15 @@ def prepare(config: DataConfig, progress: Progress | None = None, load_features:
 
 
 def _prepared(preparation: Preparation, folder: Path) -> Corpus:
-    """Do the work, or the rest of it, and give the result its name."""
+    """Run the preparation, or the rest of it, and move the result into the cache."""
     try:
         preparation.run()
     except SourceUnavailable:
-        raise  # what is there stays: the same command goes on with it
+        raise  # keep what is there: the same command continues with it
     except DataError:
         shutil.rmtree(preparation.folder, ignore_errors=True)
         raise
-    move_folder(preparation.folder, folder)  # in place of a damaged one
+    move_folder(preparation.folder, folder)  # replaces a damaged one
     return Corpus.open(folder)
 
 
@@ -85,7 +85,7 @@ def _cached(folder: Path) -> Corpus | None:
 
 
 def cache_root(config: DataConfig) -> Path:
-    """Where prepared corpora are kept."""
+    """The folder of prepared corpora."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser()
     given = os.environ.get("XDG_CACHE_HOME", "")
@@ -99,15 +99,15 @@ def _no_progress(stage: str, done: int, total: int | None) -> None:
 
 
 def _cache_name(config: DataConfig, source: Source) -> str:
-    """A readable part and a hash of all that decides the content. The sequence length is not part of it."""
+    """A readable part, and a hash of everything that determines the content (not the sequence length)."""
     tokenizer: object = config.vocab_size
     if config.tokenizer is not None:
-        # The content, not the path: an edited tokenizer must not meet shards made with its former self.
+        # The content, not the path: an edited tokenizer must not be used with shards of the earlier one.
         found = find_tokenizer(config.tokenizer)
         tokenizer = [hashlib.sha256(found.content.encode()).hexdigest(), found.end_of_text]
     features = None if config.feature_model is None else model_identity(config.feature_model)
     bounds = [config.max_documents, config.max_bytes]
-    decisive = [
+    determining = [
         FORMAT_VERSION,
         source.identity(),
         bounds,
@@ -116,13 +116,13 @@ def _cache_name(config: DataConfig, source: Source) -> str:
         config.validation_fraction,
         features,
     ]
-    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(determining).encode()).hexdigest()
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(config.source).stem)[:40].strip("-") or "text"
     return f"{label}-{digest[:16]}"
 
 
 def _working(folder: Path) -> Path:
-    """Where the corpus grows: beside its place, so that the rename is atomic."""
+    """The folder in which the corpus is built: beside its final place, so that the rename is atomic."""
     return folder.parent / f".{folder.name}.preparing"
 
 
@@ -132,11 +132,11 @@ def _lock_path(folder: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Alone with this corpus. The system opens the lock when its holder dies, however it dies."""
+    """Exclusive access to this corpus. The system releases the lock when its holder dies."""
     path = _lock_path(folder)
     started = time.monotonic()
     while (lock := _try_lock(path)) is None:
-        progress("waiting for another process that prepares the same", int(time.monotonic() - started), None)
+        progress("waiting for another process that prepares the same corpus", int(time.monotonic() - started), None)
         time.sleep(LOCK_POLL_SECONDS)
     try:
         yield
@@ -146,22 +146,22 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> int | None:
-    """An open, locked file, or None while another holds it."""
+    """An open, locked file; None while another process holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(lock).st_ino == path.stat().st_ino:
             return lock
     except (BlockingIOError, FileNotFoundError):
-        pass  # held, or its last holder removed it between our two steps
+        pass  # held, or removed by its last holder between the two calls
     os.close(lock)
     return None
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete interrupted preparations of other corpora that nobody has come back to."""
+    """Delete interrupted preparations of other corpora that were not continued for a week."""
     for leftover in set(folder.parent.glob(".*.preparing")) - {_working(folder)}:
-        with suppress(FileNotFoundError):  # its owner has just finished
+        with suppress(FileNotFoundError):  # it has just been finished
             last_write = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
             if time.time() - last_write > ABANDONED_AFTER_SECONDS:
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -1,13 +1,12 @@
-"""Documents cut into passages, and each passage sent to training or validation.
+"""Documents cut into passages, and each passage assigned to training or validation.
 
 A passage is a whole document, or a part of a long one cut at a line end. The cut exists so that one big file
-can still be dealt over many shards and have a validation part. The split is a function of the source, its bounds and
+can be spread over many shards and have a validation part. The split is a function of the source, its bounds and
 the fraction only: not of workers, seed, shards or tokenizer, so that validation losses of different runs compare.
-A passage goes to validation whenever validation has fallen behind its fraction of the text seen so far; this
-hits the fraction to within one passage, where a coin for each passage could leave a small corpus without any.
+A passage goes to validation whenever validation has less than its fraction of the text so far; this meets the
+fraction to within one passage, while a random choice could leave a small corpus without validation.
 
-A walk can be taken up again: `Walk` is all that a later walk must know of an earlier one, besides the digests of the
-documents already seen.
+A walk over the source can be resumed: `Walk` and the digests of the documents seen are its whole state.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from diloco.data.sources.base import Document, Source
 SHORTEST_LIMIT = 1 << 10
 LONGEST_LIMIT = 1 << 16
 PASSAGES_AT_LEAST = 256
-"""Long documents are cut so that a source has about this many passages; the two limits are in characters."""
+"""Documents are cut so that a source has about this many passages; the two limits are in characters."""
 
 DIGEST_BYTES = 16
 
@@ -36,13 +35,13 @@ class Passage(NamedTuple):
 @final
 @dataclass
 class Walk:
-    """How far a walk has come, exact after every passage."""
+    """The position of a walk over a source, exact after every passage."""
 
     taken: int = 0
-    """Documents of the source that are done with, whether they were used or not."""
+    """Documents of the source that are finished, used or not."""
     taken_bytes: int = 0
     inside: int = 0
-    """Passages already given of the document after those."""
+    """Passages of the next document that were already yielded."""
     documents: int = 0
     characters: int = 0
     train_bytes: int = 0
@@ -55,17 +54,17 @@ class Walk:
 
 @final
 class Passages:
-    """One walk over a source, from its beginning or from where an earlier one has come to."""
+    """One walk over a source, from its beginning or from the position of an earlier walk."""
 
     def __init__(self, source: Source, config: DataConfig, walk: Walk | None = None) -> None:
         self.source, self.config = source, config
         self.walk = walk or Walk()
         self.seen: set[bytes] = set()
         self.new_digests: list[bytes] = []
-        """Of the documents that this walk has used; whoever keeps them empties the list."""
+        """Digests of the documents used since the caller last saved and cleared this list."""
         known = [size for size in (source.size_bytes, config.max_bytes) if size is not None]
         self.size_bytes = min(known) if known else None
-        """About how much text there is, if anyone knows."""
+        """Approximate size of the text; None if unknown."""
         share = LONGEST_LIMIT if self.size_bytes is None else self.size_bytes // PASSAGES_AT_LEAST
         self._source_before, self._share = 0, 0.0
         self._limit = max(SHORTEST_LIMIT, min(share, LONGEST_LIMIT))
@@ -87,15 +86,15 @@ class Passages:
             walk.inside = 0
 
     def progress(self) -> tuple[int, int | None]:
-        """How far, of how far: by whichever bound is nearest to being reached."""
+        """(done, total) of the bound that is nearest to being reached."""
         now, end = self.source.progress()
-        # The source has given the whole of a document that may be a big one, of which we are at some passage.
-        told = [(self._source_before + round(self._share * (now - self._source_before)), end)]
+        # The source counts a document as soon as it yields it; this walk may still be inside that document.
+        bounds = [(self._source_before + round(self._share * (now - self._source_before)), end)]
         if self.config.max_documents is not None:
-            told.append((self.walk.taken, self.config.max_documents))
+            bounds.append((self.walk.taken, self.config.max_documents))
         if self.config.max_bytes is not None:
-            told.append((self.walk.train_bytes + self.walk.validation_bytes, self.config.max_bytes))
-        known = [(done, total) for done, total in told if total]
+            bounds.append((self.walk.train_bytes + self.walk.validation_bytes, self.config.max_bytes))
+        known = [(done, total) for done, total in bounds if total]
         return max(known, key=lambda pair: pair[0] / pair[1]) if known else (self.walk.taken, None)
 
     def _bounded_documents(self) -> Iterator[Document]:
@@ -119,7 +118,7 @@ class Passages:
             self.walk.leave_out("empty")
             return False
         digest = hashlib.blake2b(document.text.encode(), digest_size=DIGEST_BYTES).digest()
-        if digest in self.seen:  # a copy could land on the other side of the split
+        if digest in self.seen:  # a copy could be in the other part of the split
             self.walk.leave_out("duplicate")
             return False
         self.seen.add(digest)
@@ -140,7 +139,7 @@ class Passages:
 
 
 def cut(document: str, limit: int) -> Iterator[str]:
-    """Parts of at most `limit` characters, joined the document; cut after a line end where there is one."""
+    """The document in pieces of at most `limit` characters, cut after a line end if possible."""
     start = 0
     while len(document) - start > limit:
         line_end = document.rfind("\n", start, start + limit)

@@ -1,7 +1,7 @@
-"""A corpus that comes from elsewhere, file by file: what may be in it, and whether each file is what it should be.
+"""A corpus received file by file from other workers, each file checked against the corpus digest.
 
-Everything hangs on one digest (corpus.py): of the tokenizer and of the other files' sha256. A description that does not
-have it is refused, and so is a file that the description does not know. Files are data: nothing here runs any of it.
+The digest (corpus.py) covers the tokenizer and the SHA-256 of the other files. Metadata that does not match the digest
+is refused, and so is a file that does not match the metadata. Files are data: nothing is executed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,14 @@ from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import DataError
 
 METADATA_FILES = (META, TOKENIZER, TOKENIZER_CONFIG_FILES[0])
-"""What must be there before anything else can be judged."""
+"""Received first: the other files are checked against them."""
 
 Fetch = Callable[[str, Path], None]
-"""A file by its name, to a path; raises DiLoCoError or OSError, and leaves nothing half written."""
+"""Fetches the named file to a path; raises DiLoCoError or OSError, and leaves no partial file."""
 
 
 class FetchVerified(Protocol):
-    """Of at most that size and with that sha256; from another one if the first does not have it so."""
+    """Fetches a file of at most `most_bytes` with SHA-256 `digest`, from another worker if one sends other bytes."""
 
     def __call__(self, name: str, path: Path, most_bytes: int, digest: str) -> None: ...
 
@@ -33,18 +33,18 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def corpus_files(corpus: Corpus) -> dict[str, Path]:
-    """What a worker that has this corpus can give to others; of one that is here in part, also what is yet to come."""
+    """The files of a corpus that a worker serves to others, including shards that it has not received yet."""
     names = [*METADATA_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
     return {name: corpus.folder / name for name in names}
 
 
 def received_corpus_folder(config: DataConfig, digest: str) -> Path:
-    """Where a corpus with that digest is put."""
+    """The cache folder of a received corpus with that digest."""
     return cache_root(config) / f"received-{digest[:32]}"
 
 
 def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
-    """The corpus with that digest, if it is on this machine: prepared here, or received earlier and maybe in part."""
+    """The corpus with that digest on this machine, prepared or (perhaps partly) received; None if there is none."""
     folder = received_corpus_folder(config, digest)
     for path in sorted(folder.parent.glob(f"[!.]*/{META}"), key=lambda path: path.parent == folder):
         try:
@@ -57,7 +57,7 @@ def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
 
 
 def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
-    """meta.json and the tokenizer of the corpus with that digest; DataError if they are not that."""
+    """Receive meta.json and the tokenizer of the corpus with that digest; DataError if they do not match it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in METADATA_FILES:
         if not (folder / name).is_file():
@@ -70,14 +70,14 @@ def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
         for name in METADATA_FILES:
             (folder / name).unlink(missing_ok=True)
         reason = str(error) if isinstance(error, DataError) else repr(error)
-        raise DataError(f"what was received is not a description of the corpus {digest[:16]}: {reason}") from error
+        raise DataError(f"the received metadata does not match the corpus {digest[:16]}: {reason}") from error
     return meta
 
 
 def receive_files(
     folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchVerified, progress: Progress
 ) -> Corpus:
-    """The validation text and these shards, as far as they are not here; every byte is checked."""
+    """Receive the validation text and these shards, except files already here; every file is checked."""
     names, sizes = [VALIDATION, *map(shard_name, shards)], Corpus(folder, meta).file_sizes()
     for number, name in enumerate(names):
         progress("receiving the data", number, len(names))
@@ -95,10 +95,10 @@ def bytes_to_receive(folder: Path, meta: CorpusMeta, shards: Sequence[int]) -> i
 
 
 def check_file(meta: CorpusMeta, path: Path) -> None:
-    """Remove a file that is not what the corpus says it is, and say so."""
+    """Remove a file whose SHA-256 differs from the corpus metadata, and raise DataError."""
     if digest_file(path).sha256 != meta.files.get(path.name):
         path.unlink()
-        raise DataError(f"{path.name}, as it was received, is not a file of the corpus {meta.digest[:16]}")
+        raise DataError(f"the received {path.name} does not match the corpus {meta.digest[:16]}")
 
 
 def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
@@ -106,16 +106,16 @@ def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
     if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
         raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
     if meta.digest != digest or corpus_digest(tokenizer, meta.files) != digest:
-        raise DataError("its tokenizer and files do not have that digest")
+        raise DataError("the digest of its tokenizer and files differs")
     counts = (*meta.shard_tokens, meta.validation_tokens)
     if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):
-        raise DataError("its counts of tokens make no sense")
+        raise DataError("its token counts are out of range")
     if not (isinstance(meta.vocab_size, int) and 0 <= meta.end_of_text < meta.vocab_size <= LARGEST_VOCAB_SIZE):
-        raise DataError(f"its vocabulary of {meta.vocab_size} tokens makes no sense")
+        raise DataError(f"its vocabulary of {meta.vocab_size} tokens is out of range")
 
 
 def _check_tokenizer(folder: Path, meta: CorpusMeta) -> None:
-    """The file beside the tokenizer is not in the digest: it says what ends a text, and nothing else."""
+    """Check tokenizer_config.json, which the digest does not cover: it may name the end-of-text token only."""
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if (tokenizer.end_of_text, tokenizer.vocab_size) != (meta.end_of_text, meta.vocab_size):
         raise DataError(f"its tokenizer has {tokenizer.vocab_size} tokens, its description {meta.vocab_size}")

@@ -1,8 +1,8 @@
-"""Tokens into the files of a corpus, from one durable point to the next.
+"""Writes tokens into the files of a corpus, from one commit to the next.
 
-What has been added since the last durable point is in memory; `commit` appends it to the files and makes the disk keep
-it. A preparation that was killed leaves files that are as long as at its last durable point or longer; the next writer
-cuts them back and goes on. Dealing passages to shards is a strategy of its own, since it may need a model.
+Tokens added since the last commit are in memory; `commit` appends them to the files and flushes the disk. A preparation
+that was killed leaves files at least as long as at its last commit; the next writer truncates them and continues. A
+`Partition` assigns passages to shards; one of them needs a model.
 """
 
 import heapq
@@ -22,16 +22,16 @@ from diloco.data.tokenizer import Tokenizer
 
 
 class Partition(ABC):
-    """Decides which shard a training passage goes to."""
+    """Assigns training passages to shards."""
 
     @abstractmethod
     def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
-        """The shard of each passage; with it comes its number of tokens."""
+        """The shard of each (passage, number of tokens)."""
 
 
 @final
 class IidPartition(Partition):
-    """The i.i.d. partition: always the shard with the fewest tokens so far, so that they end up equal to a passage."""
+    """Always the shard with the fewest tokens so far, so the sizes differ by at most a passage."""
 
     def __init__(self, loads: Sequence[int]) -> None:
         self._lightest = [(load, shard) for shard, load in enumerate(loads)]
@@ -51,16 +51,16 @@ class ShardWriter:
     """Encodes passages and appends them to the files of their shards."""
 
     def __init__(self, folder: Path, shards: int, tokenizer: Tokenizer, tokens: Mapping[str, int]) -> None:
-        """`tokens`: what each file holds already. Raises ValueError if a file holds less."""
+        """`tokens`: the tokens of each file at the last commit. Raises ValueError if a file is shorter."""
         self._folder, self._tokenizer = folder, tokenizer
         self._dtype = token_dtype(tokenizer.vocab_size)
         self.names = [VALIDATION, *(shard_name(shard) for shard in range(shards))]
         self.tokens = {name: tokens.get(name, 0) for name in self.names}
         self.pending_bytes = 0
         self._pending: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
-        self._cut_back()
+        self._truncate()
 
-    def _cut_back(self) -> None:
+    def _truncate(self) -> None:
         for name, tokens in self.tokens.items():
             with (self._folder / name).open("ab") as file:
                 expected = tokens * self._dtype.itemsize
@@ -77,7 +77,7 @@ class ShardWriter:
         return self.tokens[VALIDATION]
 
     def write(self, passages: Sequence[Passage], partition: Partition) -> list[tuple[Passage, int, int]]:
-        """Encode and keep for the next commit; returns (passage, its shard, its tokens) of the training passages."""
+        """Encode for the next commit; returns (passage, shard, number of tokens) of the training passages."""
         encoded = self._tokenizer.encode_batch([passage.text for passage in passages])
         pieces = [np.array([*tokens, self._tokenizer.end_of_text], self._dtype) for tokens in encoded]
         training = [i for i, passage in enumerate(passages) if not passage.is_validation]
@@ -91,7 +91,7 @@ class ShardWriter:
         return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, shards, strict=True)]
 
     def commit(self) -> None:
-        """Put what is pending into the files, for good."""
+        """Append the pending tokens to the files, and flush."""
         for name, pieces in self._pending.items():
             append_file(self._folder / name, np.concatenate(pieces).tobytes())
         self._pending.clear()

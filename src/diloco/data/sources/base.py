@@ -1,8 +1,8 @@
-"""The contract of a source: whole documents, always in the same order, and who it is.
+"""The contract of a source: whole documents, always in the same order, and an identity for the cache.
 
-A source decides nothing about tokens, splits or shards. It must be able to begin at any document, so that an
-interrupted preparation goes on where it was; the documents before it are passed over, not decoded where that can be
-helped. What cannot be used is an error that names it, or counted in `skipped`: never repaired.
+A source decides nothing about tokens, splits or shards. It can start at any document, so that an interrupted
+preparation can continue; earlier documents are skipped, without decoding them if possible. Unusable input is an error
+that names it, or is counted in `skipped`; it is never repaired.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from diloco.errors import DataError
 class Document(NamedTuple):
     text: str
     label: str | None = None
-    """Where it comes from, if the source knows: shows how well a partition separates."""
+    """The origin of the document, if the source knows it; used to measure a partition."""
 
 
 class Fields(NamedTuple):
-    """Which fields of a row are its text and its label."""
+    """The names of the text and label fields of a row."""
 
     text: str = "text"
     label: str | None = None
@@ -37,7 +37,7 @@ class Fields(NamedTuple):
     def document(self, row: object, where: str) -> Document:
         """The document of one row; `where` names the row in messages."""
         if not isinstance(row, dict):
-            raise DataError(f"{where} is not an object with fields, but {_abridged(row)}")
+            raise DataError(f"{where} is not an object with fields, but {_shortened(row)}")
         text = self._value(row, self.text, "data.text_field", where)
         try:
             text.encode()
@@ -55,12 +55,12 @@ class Fields(NamedTuple):
         if option == "data.label_field" and isinstance(value, int):
             return str(value)
         if not isinstance(value, str):
-            raise DataError(f"{where}: field {name!r} is {_abridged(value)}, not a text; repair or remove the row")
+            raise DataError(f"{where}: field {name!r} is {_shortened(value)}, not a text; repair or remove the row")
         return value
 
 
 class Source(ABC):
-    """Documents in a fixed order. `skipped` counts by reason what the last walk over them left out."""
+    """Documents in a fixed order. `skipped` counts, by reason, what the last walk left out."""
 
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
@@ -68,33 +68,33 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def open(cls, config: DataConfig) -> "Source | None":
-        """The source that `config.source` names, or None where this is not the kind that it means.
+        """The source that `config.source` names; None if it names another kind of source.
 
-        DataError where it is the kind, but there is nothing to be had.
+        DataError if it names this kind, but there is nothing to read.
         """
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """JSON that changes whenever the documents may have changed. Runs at every start: read nothing."""
+        """JSON that changes whenever the documents may have changed. Called at every start: must not read the files."""
 
     @property
     @abstractmethod
     def size_bytes(self) -> int | None:
-        """About how much text there is, for the size of passages and samples; None where nobody knows."""
+        """Approximate size of the text, for the size of passages and samples; None if unknown."""
 
     @abstractmethod
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """All documents but the first `start`. May be walked several times and gives the same each time."""
+        """All documents but the first `start`; the same ones at every call."""
 
     @abstractmethod
     def progress(self) -> tuple[int, int | None]:
-        """How far the walk has come and how far it goes, in a unit of its own; None where nobody knows."""
+        """(done, total) of the current walk, in a unit of the source's choice; total is None if unknown."""
 
     def fingerprint(self) -> str:
-        """What `identity` cannot know without a network: if it changes, a preparation starts again."""
+        """A revision that `identity` cannot know without a network; if it changes, a preparation starts again."""
         return ""
 
 
-def _abridged(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

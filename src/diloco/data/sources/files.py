@@ -1,8 +1,7 @@
-"""Files that hold documents: plain text (one document), JSON lines and Parquet (a document a row).
+"""File formats: plain text (one document), JSON lines and Parquet (one document per row).
 
 Text and JSON lines may be compressed: .gz, .xz, .bz2, .zst. A broken line or row is an error that names the file and
-the line, since training on what happens to be readable would hide the loss. Parquet needs pyarrow and .zst zstandard
-(the extra `data`); they are imported where they are used.
+the line; skipping it would hide lost data. Parquet needs pyarrow and .zst zstandard (the extra `data`).
 """
 
 import bz2
@@ -28,10 +27,10 @@ TEXT_SUFFIXES: tuple[str, ...] = (
     *(".js", ".ts", ".jsx", ".tsx", ".rb", ".pl", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".el"),
     *(".sh", ".bash", ".sql", ".swift", ".lisp", ".cmake"),
 )
-"""A file is text by its suffix alone, so that which files are used can be known without opening them."""
+"""Text files are recognised by suffix alone, without opening them."""
 
 EXPANSION = 3
-"""About how much text there is in a byte of a compressed file."""
+"""Approximate bytes of text per byte of a compressed file."""
 
 
 class NotText(Exception):
@@ -39,7 +38,7 @@ class NotText(Exception):
 
 
 class DocumentFile(ABC):
-    """One file. `count`: documents passed over or given so far; `position`: about how many of its bytes that took."""
+    """One file. `count`: documents skipped or yielded so far; `position`: approximate bytes read."""
 
     has_fields: ClassVar[bool] = True
 
@@ -50,7 +49,7 @@ class DocumentFile(ABC):
 
     @abstractmethod
     def documents(self, start: int) -> Iterator[Document]:
-        """All documents but the first `start`; if there are fewer, none, and `count` says how many."""
+        """All documents but the first `start`. Afterwards `count` is the number of documents in the file."""
 
 
 @final
@@ -58,7 +57,7 @@ class TextFile(DocumentFile):
     has_fields = False
 
     def documents(self, start: int) -> Iterator[Document]:
-        with _opened(self.path) as (stream, raw):
+        with _open_decompressed(self.path) as (stream, raw):
             content = stream.read()
             self.position = raw.tell()
         if b"\0" in content:
@@ -75,7 +74,7 @@ class TextFile(DocumentFile):
 @final
 class JsonLines(DocumentFile):
     def documents(self, start: int) -> Iterator[Document]:
-        with _opened(self.path) as (stream, raw):
+        with _open_decompressed(self.path) as (stream, raw):
             for number, line in enumerate(stream, 1):
                 if not line.strip():
                     continue
@@ -102,7 +101,7 @@ class Parquet(DocumentFile):
         size = self.path.stat().st_size
         try:
             with parquet.ParquetFile(self.path) as file:
-                self.fields.document(dict.fromkeys(file.schema_arrow.names, ""), str(self.path))  # are they there?
+                self.fields.document(dict.fromkeys(file.schema_arrow.names, ""), str(self.path))  # do they exist?
                 for row in self._rows(file, start):
                     self.position = size * self.count // file.metadata.num_rows
                     yield self.fields.document(row, f"{self.path}, row {self.count}")
@@ -114,7 +113,7 @@ class Parquet(DocumentFile):
     def _rows(self, file: Any, start: int) -> Iterator[object]:
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if self.count + rows <= start:  # passed over unread
+            if self.count + rows <= start:  # skipped without reading
                 self.count += rows
                 continue
             for batch in file.iter_batches(self.BATCH_ROWS, row_groups=[group], columns=self.fields.names):
@@ -138,12 +137,12 @@ FORMATS: dict[str, type[DocumentFile]] = {
     ".parquet": Parquet,
     **dict.fromkeys(TEXT_SUFFIXES, TextFile),
 }
-"""By suffix. Only text and JSON lines may be compressed: Parquet is, inside."""
+"""By suffix. Only text and JSON lines may be compressed; Parquet has its own compression."""
 
 
 @final
 class _ZstdStream(io.RawIOBase):
-    """One .zst frame after the other. zstandard's own reader takes a file that is cut short for a shorter one."""
+    """Reads consecutive .zst frames. zstandard's own reader does not notice that a file is cut short."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         try:
@@ -187,11 +186,11 @@ COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 
 def format_of(path: Path) -> type[DocumentFile] | None:
-    """How to read a file, by its name; None for a name that says nothing we know."""
+    """The format of a file, by its suffix; None if unknown."""
     suffix = path.suffix.lower()
     if suffix not in COMPRESSIONS:
         return FORMATS.get(suffix)
-    # x.gz could be anything, but README, of all names without a suffix, is text.
+    # README without a suffix is text, but the content of x.gz is unknown.
     inner = FORMATS.get(Path(path.stem).suffix.lower()) if Path(path.stem).suffix else None
     return inner if inner in (TextFile, JsonLines) else None
 
@@ -201,18 +200,18 @@ def is_compressed(path: Path) -> bool:
 
 
 def stem_of(path: Path) -> str:
-    """The name without what says how to read it."""
+    """The name without the suffixes of format and compression."""
     return Path(path.stem).stem if path.suffix.lower() in COMPRESSIONS else path.stem
 
 
 def known_suffixes() -> str:
-    """For messages."""
+    """The suffixes that can be read, for messages."""
     return f"{' '.join(suffix or '(none)' for suffix in FORMATS)}, and text or .jsonl with {' '.join(COMPRESSIONS)}"
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The content of a file, decompressed, and the file itself, whose position is the progress."""
+def _open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The decompressed content of a file, and the raw file, whose position is the progress."""
     try:
         with path.open("rb") as raw:
             decompress = COMPRESSIONS.get(path.suffix.lower())

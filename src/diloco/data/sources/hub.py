@@ -1,10 +1,10 @@
 """Hugging Face datasets: `hf:NAME[:CONFIG][@SPLIT]`, streamed; NAME is one on the hub, or a folder of the same format.
 
 A folder may be what a dataset repository holds (data files, a README with configurations) or what `save_to_disk`
-wrote. Nothing is downloaded as a whole. Before anything else the hub is asked once, with a bound, so that a missing
-network, an unknown name or a gated dataset is said within seconds. A hub dataset is known by name, configuration and
-split: a corpus that was prepared from it is found again without a network. Its revision is pinned while it is read,
-and a preparation that was interrupted starts again if the revision has changed since.
+wrote. Nothing is downloaded as a whole. The hub is first asked once, with a time limit, so that a missing network, an
+unknown name or a gated dataset is reported within seconds. The cache identifies a hub dataset by name, configuration
+and split, so a prepared corpus is found without a network. The revision is pinned while it is read; an interrupted
+preparation starts again if the revision has changed.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from diloco.errors import DataError, SourceUnavailable, install_hint
 PREFIX = "hf:"
 HUB_SECONDS = 15.0
 DISK_FILES = ("dataset_dict.json", "state.json")
-"""What `save_to_disk` writes for several splits, and for one."""
+"""The files that `save_to_disk` writes for several splits, and for one."""
 
 
 @final
@@ -33,7 +33,7 @@ class HuggingFaceDataset(Source):
         if self._on_disk and config_name is not None:
             raise DataError(f"{self}: what save_to_disk wrote has no configurations: leave out ':{config_name}'")
         self._revision: str | None = None
-        self._given = 0
+        self._yielded = 0
         self._total: int | None = None
 
     @classmethod
@@ -43,7 +43,7 @@ class HuggingFaceDataset(Source):
         return cls(*parse(config.source), Fields.of(config))
 
     def __str__(self) -> str:
-        """What the user calls it, for messages."""
+        """The source as the user names it, for messages."""
         config_name = f":{self.config_name}" if self.config_name else ""
         return f"data.source '{PREFIX}{self.name}{config_name}{f'@{self.split}' if self.split else ''}'"
 
@@ -58,11 +58,11 @@ class HuggingFaceDataset(Source):
 
     @property
     def size_bytes(self) -> None:
-        """Never told, though some datasets know: a folder and its original on the hub give the same corpus."""
+        """Always unknown, so that a folder and its original on the hub give the same corpus."""
         return None
 
     def progress(self) -> tuple[int, int | None]:
-        return self._given, self._total
+        return self._yielded, self._total
 
     def fingerprint(self) -> str:
         if self.folder is not None:
@@ -73,7 +73,7 @@ class HuggingFaceDataset(Source):
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         self.skipped = Counter()
-        self._given = start
+        self._yielded = start
         rows = self._rows(start)
         while True:
             try:
@@ -82,8 +82,8 @@ class HuggingFaceDataset(Source):
                 return
             except Exception as error:  # datasets raises whatever its readers and transports raise
                 raise hub_error(str(self), error, "; configuration and split go into hf:NAME:CONFIG@SPLIT") from error
-            self._given += 1
-            yield self.fields.document(row, f"{self}, row {self._given}")
+            self._yielded += 1
+            yield self.fields.document(row, f"{self}, row {self._yielded}")
 
     def _rows(self, start: int) -> Iterator[Any]:
         dataset = self._saved() if self._on_disk else self._streamed()
@@ -122,7 +122,7 @@ class HuggingFaceDataset(Source):
 
 
 def parse(spec: str) -> tuple[str, str | None, str | None]:
-    """(name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may have those signs in it."""
+    """(name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may contain : and @."""
     rest = spec.removeprefix(PREFIX)
     if _folder(rest) is not None:
         return rest, None, None
@@ -149,18 +149,18 @@ def _import_datasets() -> Any:
 
 
 def _revision(name: str, what: str) -> str:
-    """The commit that is the dataset now; at the same time the quick question whether it can be had at all."""
+    """The current commit of the dataset; also the quick check whether it can be reached at all."""
     _import_datasets()
     from huggingface_hub import HfApi
 
     try:
         return str(HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
-    except Exception as error:  # of the transport below, which is not ours to name
+    except Exception as error:  # any error of the HTTP library below
         raise hub_error(what, error) from error
 
 
 def hub_error(what: str, error: Exception, hint: str = "") -> DataError:
-    """An error of the hub's libraries as one sentence with a remedy. They have no common root, so names decide."""
+    """An error of the hub's libraries as one sentence with a remedy. They share no base class: matched by name."""
     if isinstance(error, DataError):
         return error
     names = {kind.__name__ for kind in type(error).__mro__}

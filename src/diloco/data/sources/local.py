@@ -1,8 +1,7 @@
 """Text on this machine: the Python library, or files and folders in the formats of files.py.
 
-A text file in a folder that is no UTF-8 text is skipped and counted: half-decoded text is worse than none. A file that
-the system refuses to read is an error, because a worker that silently lacks a part of the data would differ from the
-others.
+A text file in a folder that is not UTF-8 is skipped and counted. A file that cannot be read is an error, because a
+worker that silently lacks part of the data would differ from the others.
 """
 
 import ast
@@ -30,15 +29,15 @@ from diloco.data.sources.files import (
 from diloco.errors import DataError
 
 MAX_LABELS = 256
-"""In a folder of more files than this a file is no domain, and its name no label."""
+"""In a folder with more files than this, file names are not used as labels."""
 
 
 @final
 class StandardLibrary(Source):
     """The running interpreter's library and the prose of `pydoc_data`: text that is on every machine.
 
-    Left out are the tests (the bulk of it, deliberately broken files among them, and Debian ships none) and
-    the character tables of `encodings`, which are data rather than text.
+    Without the tests (most of the library, with deliberately broken files, and absent on Debian) and without the
+    character tables of `encodings`.
     """
 
     EXCLUDED_FOLDERS: ClassVar[frozenset[str]] = frozenset(
@@ -68,7 +67,7 @@ class StandardLibrary(Source):
         return cls()
 
     def identity(self) -> dict[str, object]:
-        # Sizes but no times: reinstalling the same interpreter gives the same text.
+        # Sizes without times: reinstalling the same interpreter gives the same text.
         version = f"{platform.python_implementation()} {platform.python_version()}"
         files = [(name, status.st_size) for name, status in self._files.items()]
         return {"kind": "stdlib", "version": version, "root": str(self.root), "files": files}
@@ -97,7 +96,7 @@ class StandardLibrary(Source):
 
     @staticmethod
     def _topics(text: str) -> Iterator[Document]:
-        """The prose itself: as source it would be escaped strings, one page to a line in older versions."""
+        """The help texts themselves; as Python source they would be escaped strings."""
         for statement in ast.parse(text).body:
             if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
                 topics: dict[str, str] = ast.literal_eval(statement.value)
@@ -108,7 +107,7 @@ class StandardLibrary(Source):
 class LocalFiles(Source):
     """A file in one of the formats of files.py, or all such files of a folder and its subfolders but hidden ones.
 
-    A document's label is its field `data.label_field`, or else the name of its file if there are several.
+    A document's label is its field `data.label_field`, or the name of its file if there are several files.
     """
 
     def __init__(self, path: Path, fields: Fields | None = None) -> None:
@@ -148,7 +147,7 @@ class LocalFiles(Source):
         try:
             usable = path.is_file() or path.is_dir()
         except OSError as error:
-            raise DataError(f"data.source {config.source!r} cannot be looked at: {error}; make it readable") from error
+            raise DataError(f"data.source {config.source!r} cannot be read: {error}; make it readable") from error
         if not usable:
             raise DataError(
                 f"data.source {config.source!r}: there is no such file or folder (looked for {path.absolute()}); give "
@@ -176,7 +175,7 @@ class LocalFiles(Source):
         for path, status in self._files.items():
             self._open_file = _file(path, self.fields)
             try:
-                yield from self._labelled(self._open_file, start)
+                yield from self._documents_of(self._open_file, start)
             except NotText as error:
                 if not self._is_folder:
                     raise DataError(
@@ -187,7 +186,7 @@ class LocalFiles(Source):
             self._done_bytes += status.st_size
             self._open_file = None
 
-    def _labelled(self, file: DocumentFile, start: int) -> Iterator[Document]:
+    def _documents_of(self, file: DocumentFile, start: int) -> Iterator[Document]:
         if self.fields.label is not None:
             if not file.has_fields:
                 raise DataError(
@@ -211,7 +210,7 @@ def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_res
     """Files below `root` by relative path, sorted: file systems list them in different orders."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot look at {error.filename}: {error.strerror}; make it readable") from error
+        raise DataError(f"cannot read {error.filename}: {error.strerror}; make it readable") from error
 
     files: dict[str, os.stat_result] = {}
     for folder, subfolders, names in os.walk(root, onerror=refuse):

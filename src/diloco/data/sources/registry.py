@@ -8,7 +8,7 @@ from diloco.data.sources.local import LocalFiles, StandardLibrary
 SOURCES: tuple[type[Source], ...] = (
     StandardLibrary,
     HuggingFaceDataset,
-    LocalFiles,  # takes every name for a path, so it stays last
+    LocalFiles,  # accepts every name as a path, so it must be last
 )
 
 
@@ -18,4 +18,4 @@ def open_source(config: DataConfig) -> Source:
         source = kind.open(config)
         if source is not None:
             return source
-    raise AssertionError(f"no source took {config.source!r}, though the last in SOURCES takes all")
+    raise AssertionError(f"no source accepted {config.source!r}, though the last one in SOURCES accepts every name")
