@@ -78,13 +78,13 @@ class Worker:
 
     def log(self) -> str:
         """The end of its sidecar's log."""
-        path = self.folder / "logs" / f"{self.settings.seat}-swarm.log"
+        path = self.folder / "logs" / f"{self.settings.name}-swarm.log"
         return path.read_text(errors="replace")[-4000:] if path.exists() else "(none)"
 
     def addresses(self) -> list[str]:
         """Its own, as its sidecar has last written them."""
         peers = read_peers(Path(self.settings.folder) / "peers.json")
-        return [address for peer in peers if peer.seat == self.settings.seat for address in peer.addresses]
+        return [address for peer in peers if peer.local_name == self.settings.name for address in peer.addresses]
 
     # Violence: on the trainer, its sidecar and its p2pd at once, as if the machine was lost
 

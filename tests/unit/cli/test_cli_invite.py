@@ -162,18 +162,18 @@ def test_without_the_swarms_packages_the_remedy_is_named(tmp_path: Path) -> None
 
 
 def test_public_addresses_come_first_and_the_machines_own_loopback_only_alone() -> None:
-    own = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("10.0.0.1", OWN), at("2001:4860::8", OWN)), seat="worker-0")
+    own = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("10.0.0.1", OWN), at("2001:4860::8", OWN)), local_name="worker-0")
     assert choose([own]) == [at("2001:4860::8", OWN), at("10.0.0.1", OWN)]
-    near = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("fe80::1", OWN), at("10.0.0.1", OWN)), seat="worker-0")
+    near = KnownPeer(OWN, 0, (at("127.0.0.1", OWN), at("fe80::1", OWN), at("10.0.0.1", OWN)), local_name="worker-0")
     assert choose([near]) == [at("10.0.0.1", OWN)]
-    alone = KnownPeer(OWN, 0, (at("127.0.0.1", OWN),), seat="worker-0")
+    alone = KnownPeer(OWN, 0, (at("127.0.0.1", OWN),), local_name="worker-0")
     assert choose([alone]) == [at("127.0.0.1", OWN)]
     assert choose([]) == choose([KnownPeer(BOB, 1, ())]) == []
 
 
 def test_addresses_lead_to_different_machines() -> None:
-    second = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seat="worker-1")
-    own = KnownPeer(OWN, 0, (at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("10.0.0.2", OWN)), seat="worker-0")
+    second = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), local_name="worker-1")
+    own = KnownPeer(OWN, 0, (at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("10.0.0.2", OWN)), local_name="worker-0")
     home = KnownPeer(BOB, 2, (at("192.168.7.7", BOB),))
     relayed = KnownPeer("carol", 3, (f"/ip4/10.3.3.3/tcp/1/p2p/{BOB}/p2p-circuit/p2p/carol", at("10.3.3.3", "carol")))
     assert choose([own, second, home, relayed]) == [
@@ -183,8 +183,8 @@ def test_addresses_lead_to_different_machines() -> None:
 
 
 def test_who_is_dead_or_never_became_a_member_is_in_no_invitation() -> None:
-    own = KnownPeer(OWN, 0, (at("10.0.0.1", OWN),), seen=1000.0, seat="worker-0")
-    before = KnownPeer("earlier", 7, (at("10.0.0.1", "earlier"),), seen=100.0, seat="worker-1")
+    own = KnownPeer(OWN, 0, (at("10.0.0.1", OWN),), seen=1000.0, local_name="worker-0")
+    before = KnownPeer("earlier", 7, (at("10.0.0.1", "earlier"),), seen=100.0, local_name="worker-1")
     dead = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seen=900.0)
     knocking = KnownPeer("mallory", None, (at("9.9.9.9", "mallory"),), seen=1000.0)
     live = KnownPeer(BOB, 3, (at("10.1.1.1", BOB),), seen=950.0)

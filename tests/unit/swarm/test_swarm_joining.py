@@ -141,8 +141,9 @@ def test_a_worker_that_is_started_again_keeps_its_number_and_finds_the_swarm_by_
         workers = await founded(swarm, 3)
         await rounds(workers, 1)
         victim = workers[1]
-        await asyncio.sleep(1.2)  # notes are taken every second
-        known = read_peers(Path(victim.node.settings.folder) / PEERS_FILE)
+        async with asyncio.timeout(20.0):
+            while len(known := read_peers(Path(victim.node.settings.folder) / PEERS_FILE)) < 3:
+                await asyncio.sleep(0.2)
         stop(swarm, victim)
         await asyncio.sleep(0.3)
         (Path(victim.node.settings.folder) / INVITATION_FILE).write_text(swarm.invitation().with_addresses([]).text())

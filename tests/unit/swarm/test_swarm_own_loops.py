@@ -35,9 +35,9 @@ def test_the_first_call_begins_a_swarm_and_the_next_goes_back_to_it(tmp_path: Pa
 
 def test_with_an_invitation_somebody_must_be_there(tmp_path: Path, started: list[Settings]) -> None:
     word = invite(RunKey.create(), [], 60.0, time.time()).text()
-    diloco.join_swarm(tmp_path, word, seat="worker-3", port=4001, host="127.0.0.1")
+    diloco.join_swarm(tmp_path, word, name="worker-3", port=4001, host="127.0.0.1")
     assert not started[0].founder and not (tmp_path / "swarm" / "run.key").exists()
-    assert (started[0].seat, started[0].port, started[0].host) == ("worker-3", 4001, "127.0.0.1")
+    assert (started[0].name, started[0].port, started[0].host) == ("worker-3", 4001, "127.0.0.1")
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path, started: list[Settings]) -> None:

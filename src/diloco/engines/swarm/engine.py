@@ -58,7 +58,7 @@ class SwarmEngine(Engine):
         if command is None:
             check_swarm()
         self.settings = settings
-        self.log = Path(settings.folder).parent / "logs" / f"{settings.seat}-swarm.log"
+        self.log = Path(settings.folder).parent / "logs" / f"{settings.name}-swarm.log"
         self._on_event = on_event
         self._status: dict[str, Any] = {}
         self._workers = 1

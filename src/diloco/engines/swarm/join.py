@@ -30,7 +30,7 @@ def join_swarm(
     folder: str | Path,
     invitation: str | None = None,
     *,
-    seat: str = "worker-0",
+    name: str = "worker-0",
     host: str | None = None,
     port: int | None = None,
     announce: Sequence[str] = (),
@@ -40,7 +40,7 @@ def join_swarm(
     """This process's worker in a swarm; call `close()` at the end, and the others are told.
 
     `folder` keeps the worker's name, its invitation and the others' addresses: with the same folder it comes back as
-    the same worker. Several workers of a machine share one folder, each with a `seat` of its own. Without an
+    the same worker. Several workers of a machine share one folder, each with a `name` of its own. Without an
     invitation the first call begins a swarm, and later ones go back to it. `on_event` hears of joins, leaves and
     losses, in another thread. The schedule may jump: let a learning rate follow `optimizer.loop.inner_steps`.
     """
@@ -56,10 +56,10 @@ def join_swarm(
         write_private(swarm / INVITATION_FILE, invite(key, (), _DAYS * _DAY_SECONDS, time.time()).text() + "\n")
     (swarm.parent / "logs").mkdir(exist_ok=True)
     if port is None and not announce:
-        port = choose_port(swarm, seat, host)
+        port = choose_port(swarm, name, host)
     settings = Settings(
         folder=str(swarm),
-        seat=seat,
+        name=name,
         founder=invitation is None,
         host=host,
         port=port,

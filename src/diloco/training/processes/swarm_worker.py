@@ -70,12 +70,11 @@ def settings_of(config: RunConfig, chair: Chair) -> Settings:
         port = choose_port(folder, chair.seat, config.host)
     return Settings(
         folder=str(folder),
-        seat=chair.seat,
+        name=chair.seat,
         founder=chair.founder,
         host=config.host,
         port=port,
         announce=announce,
-        min_workers=swarm.min_workers,
         patience=swarm.patience,
         lost_seconds=swarm.lost_seconds,
         timeout_seconds=config.sync.timeout_seconds,

@@ -1,17 +1,26 @@
-"""RUN/swarm/peers.json: whom this machine's workers have met and where, so that a restarted one finds the swarm again.
+"""RUN/swarm/peers.json: the peers that this machine's workers have met, and their addresses.
 
-Not trusted for more than that: whoever answers at such an address still shows its credential.
+A restarted worker finds the swarm again by it. It is trusted for no more than that: a peer at such an address must
+still show its credential.
 """
 
+import asyncio
 import json
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from diloco.engines.swarm.run_files import write_private
 
+logger = logging.getLogger(__name__)
+
 MAX_PEERS = 512
-"""Those not seen for longest are forgotten."""
+"""The file keeps those that were seen last."""
+_CHANGED_SECONDS = 2.0
+_UNCHANGED_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,11 @@ class KnownPeer:
     addresses: tuple[str, ...]
     """Multiaddrs that end in /p2p/PEER, the best first."""
     invitation: str | None = None
-    """The id of the invitation it came with, as Trust.invitation_of tells it; None: not known."""
+    """The id of the invitation it came with, as Permissions.invitation_of tells it; None: not known."""
     seen: float = 0.0
     """When it was last heard of, Unix time."""
-    seat: str | None = None
-    """Which of this machine's own workers it is; None: it is on another machine, as far as is known."""
+    local_name: str | None = None
+    """Settings.name, if it is one of this machine's own workers."""
 
 
 def read_peers(path: Path) -> list[KnownPeer]:
@@ -40,11 +49,49 @@ def read_peers(path: Path) -> list[KnownPeer]:
 
 
 def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
-    """Beside those that are in the file already; what is told of a peer here replaces what is told there."""
+    """Adds these to the peers in the file, or replaces them there."""
     merged = {peer.peer: peer for peer in read_peers(path)}
     for peer in peers:
         old = merged.get(peer.peer, peer)
-        invitation, seat = peer.invitation or old.invitation, peer.seat or old.seat
-        merged[peer.peer] = replace(peer, invitation=invitation, seat=seat)
+        invitation, local_name = peer.invitation or old.invitation, peer.local_name or old.local_name
+        merged[peer.peer] = replace(peer, invitation=invitation, local_name=local_name)
     newest = sorted(merged.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
     write_private(path, json.dumps({"version": 1, "peers": [asdict(peer) for peer in newest]}, indent=1) + "\n")
+
+
+class PeersFile:
+    """Keeps peers.json up to date from an event loop. A thread writes it: a stalled disk never stops the loop."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "diloco-peers")
+        self._saving: asyncio.Future[None] | None = None
+        self._saved: list[KnownPeer] = []
+        self._saved_at = -math.inf
+
+    def save_if_due(self, peers: Sequence[KnownPeer]) -> None:
+        """To be called every second: writes a change within 2 seconds, new times of `seen` within 20."""
+        changed = _without_times(peers) != _without_times(self._saved)
+        due = self._saved_at + (_CHANGED_SECONDS if changed else _UNCHANGED_SECONDS)
+        if (self._saving is None or self._saving.done()) and asyncio.get_running_loop().time() >= due:
+            self._save(peers)
+
+    async def save(self, peers: Sequence[KnownPeer], seconds: float) -> None:
+        """Write it now; waits for the disk no longer than `seconds`."""
+        await asyncio.wait([self._save(peers)], timeout=seconds)
+
+    def _save(self, peers: Sequence[KnownPeer]) -> "asyncio.Future[None]":
+        loop = asyncio.get_running_loop()
+        self._saved, self._saved_at = list(peers), loop.time()
+        self._saving = loop.run_in_executor(self._thread, self._write, self._saved)
+        return self._saving
+
+    def _write(self, peers: list[KnownPeer]) -> None:
+        try:
+            write_peers(self._path, peers)
+        except OSError as problem:
+            logger.warning("the addresses of the other workers cannot be saved: %s", problem)
+
+
+def _without_times(peers: Iterable[KnownPeer]) -> list[KnownPeer]:
+    return [replace(peer, seen=0.0) for peer in peers]

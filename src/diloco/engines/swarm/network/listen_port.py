@@ -15,9 +15,9 @@ _FIRST, _LAST = 20_000, 32_000  # below what operating systems give to outgoing 
 _TRIES = 20
 
 
-def choose_port(folder: Path, seat: str, host: str | None) -> int | None:
+def choose_port(folder: Path, name: str, host: str | None) -> int | None:
     """Of RUN/swarm and a worker of this machine; None (any) if no free one is found. Another if it is taken now."""
-    path = folder / f"{seat}.port"
+    path = folder / f"{name}.port"
     try:
         candidates = [int(path.read_text())]
     except (OSError, ValueError):

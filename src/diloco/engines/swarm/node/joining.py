@@ -54,7 +54,7 @@ async def join(membership: Membership, settings: Settings) -> None:
 def remember(membership: Membership, settings: Settings) -> None:
     """For this worker's next start: its number, and whom it has banned."""
     values = {"number": membership.status.number, "banned": membership.permissions.bans()}
-    write_private(settings.path(f"{settings.seat}.json"), json.dumps(values) + "\n")
+    write_private(settings.path(f"{settings.name}.json"), json.dumps(values) + "\n")
 
 
 def _former_number(settings: Settings) -> int:
@@ -63,7 +63,7 @@ def _former_number(settings: Settings) -> int:
 
 def _remembered(settings: Settings) -> dict[str, Any]:
     try:
-        values = json.loads(settings.path(f"{settings.seat}.json").read_text())
+        values = json.loads(settings.path(f"{settings.name}.json").read_text())
         return {"number": int(values["number"]), "banned": dict(values["banned"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
+from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.engines.swarm.node.joining import join, remember
@@ -41,6 +41,7 @@ _CARE_SECONDS = 1.0
 _LONGEST_HELLO = 8192
 _MOST_MEASURED = 512 << 10
 _FAREWELL_SECONDS = 2.0
+_SAVE_SECONDS = 1.0
 
 
 class Node:
@@ -55,6 +56,7 @@ class Node:
         self.taking_part.lead = self.leading
         self.states = States(self.membership, self.taking_part, trainer)
         self.files = SharedFiles()
+        self._peers_file = PeersFile(settings.path(PEERS_FILE))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._alone = False
         self._astray_since: float | None = None
@@ -73,7 +75,7 @@ class Node:
         await join(self.membership, self.settings)
         self._keep(self.membership.keep_beating())
         self._keep(self._take_care())
-        self._save_peers()
+        await self._peers_file.save(self._known_peers(), self.settings.lost_seconds)
 
     async def post(self, posting: PostedRound) -> RoundOutcome:
         return await self.taking_part.post(posting)
@@ -102,8 +104,8 @@ class Node:
         await self.membership.say_goodbye(_FAREWELL_SECONDS)
         for task in self._tasks:
             task.cancel()
-        self._save_peers()
         await self.transport.close()
+        await self._peers_file.save(self._known_peers(), _SAVE_SECONDS)
 
     def members(self) -> tuple[int, ...]:
         return self.membership.roster()
@@ -156,7 +158,7 @@ class Node:
             self._notice_rounds_missed()
             self._notice_being_astray()
             self._notice_being_alone()
-            self._save_peers()
+            self._peers_file.save_if_due(self._known_peers())
 
     def _notice_rounds_missed(self) -> None:
         """Others have ended a round that this worker has not even posted: it must hurry, fail, and catch up."""
@@ -190,7 +192,7 @@ class Node:
             logger.warning("nobody else is here: this worker trains alone until somebody comes (back)")
         self._alone = alone
 
-    def _save_peers(self) -> None:
+    def _known_peers(self) -> list[KnownPeer]:
         now, monotonic = time.time(), time.monotonic()
         known = [
             KnownPeer(
@@ -209,12 +211,9 @@ class Node:
             tuple(self.membership.addresses),
             self.permissions.invitation_of(self.transport.peer),
             now,
-            self.settings.seat,
+            self.settings.name,
         )
-        try:
-            write_peers(self.settings.path(PEERS_FILE), [me, *known])
-        except OSError as problem:
-            logger.warning("the addresses of other workers cannot be saved: %s", problem)
+        return [me, *known]
 
     def _happened(self, type_: str, fields: dict[str, object]) -> None:
         logger.info("%s %s", type_, fields)

@@ -28,7 +28,7 @@ async def build(settings: Settings, trainer: Trainer, next_round: int | None) ->
     network = ListenConfig(settings.host, settings.port, settings.announce)
     seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]
     transport = await P2pdTransport.create(
-        settings.path(f"{settings.seat}.key"), protocol_of(invitation.run_id), network, seeds
+        settings.path(f"{settings.name}.key"), protocol_of(invitation.run_id), network, seeds
     )
     credential = invitation.credential(transport.peer)
     permissions = Permissions(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)

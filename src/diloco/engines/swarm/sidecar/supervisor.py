@@ -95,7 +95,7 @@ class SidecarSupervisor:
         except TimeoutError:
             self.close()
             raise EngineError(
-                f"the swarm's process ({self._settings.seat}) was not ready within {seconds:g} s: see {self._log}"
+                f"the swarm's process ({self._settings.name}) was not ready within {seconds:g} s: see {self._log}"
             ) from None
         except DiLoCoError:
             self.close()

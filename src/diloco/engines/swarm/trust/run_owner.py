@@ -88,9 +88,9 @@ def revoke(folder: Path, who: str, now: float) -> Revoked:
     peers = read_peers(folder / PEERS_FILE)
     peer = _find(peers, who)
     own = _own_peers(folder)
-    if peer.seat is not None or peer.peer in own:
-        seat = peer.seat or own[peer.peer]
-        raise ConfigError(f"{peer.peer} is this machine's own {seat}: stop it instead")
+    if peer.local_name is not None or peer.peer in own:
+        name = peer.local_name or own[peer.peer]
+        raise ConfigError(f"{peer.peer} is this machine's own {name}: stop it instead")
     before = [
         record
         for record in revocations(folder, key.public)
@@ -122,7 +122,7 @@ def _run_key(folder: Path, what: str) -> RunKey:
 
 
 def _own_peers(folder: Path) -> dict[str, str]:
-    """This machine's own workers: peer id -> seat. By their keys, since peers.json is a cache and may lack them."""
+    """This machine's own workers: peer id -> name. By their keys, since peers.json is a cache and may lack them."""
     keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
     return {identity.ensure(path): path.stem for path in keys}
 
@@ -181,8 +181,8 @@ def choose(peers: Iterable[KnownPeer]) -> list[str]:
     known = list(peers)
     latest = max((peer.seen for peer in known), default=0.0)
     known = [peer for peer in known if peer.addresses and latest - peer.seen <= _LIVE_SECONDS]
-    own = [peer for peer in known if peer.seat is not None]
-    others = [(peer.worker, peer) for peer in known if peer.seat is None and peer.worker is not None]
+    own = [peer for peer in known if peer.local_name is not None]
+    others = [(peer.worker, peer) for peer in known if peer.local_name is None and peer.worker is not None]
     ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]
     chosen = _best(own[0])[:2] if own else []
     chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
