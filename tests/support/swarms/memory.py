@@ -1,8 +1,8 @@
 """A network in memory, with peers that can be killed and cut off, and nodes on it with scripted trainers."""
 
 import asyncio
+import contextlib
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome, Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
@@ -23,6 +24,15 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
 from diloco.engines.swarm.trust.permissions import Permissions
+
+
+def date() -> float:
+    """Seconds since 1970 on the virtual clock, for invitations."""
+    return 1_800_000_000.0 + clock.now()
+
+
+LATENCY_SECONDS = 0.001
+"""One way. Not 0: two peers that ask each other again and again must not stop the virtual clock."""
 
 
 class MemoryNetwork:
@@ -71,9 +81,9 @@ class _Pipe:
         self.news.set()
 
     async def put(self, data: bytes | memoryview, seconds: float) -> None:
-        end = time.monotonic() + seconds
+        end = clock.now() + seconds
         while len(self.data) > 1 << 18 or self.network.silent(*self.ends):
-            if self.closed or time.monotonic() > end:
+            if self.closed or clock.now() > end:
                 raise Unreachable("no progress in writing", gone=self.closed)
             await asyncio.sleep(0.005)
         if self.closed:
@@ -83,17 +93,16 @@ class _Pipe:
         await asyncio.sleep(0)
 
     async def take(self, size: int, seconds: float) -> bytes:
-        end = time.monotonic() + seconds
+        end = clock.now() + seconds
         while len(self.data) < size or self.network.silent(*self.ends):
             if self.closed:
                 raise Unreachable("stream reset", gone=True)
-            if time.monotonic() > end:
+            if clock.now() > end:
                 raise Unreachable("no progress in reading")
             self.news.clear()
-            try:
-                await asyncio.wait_for(self.news.wait(), 0.05)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await self.news.wait()
         taken = bytes(self.data[:size])
         del self.data[:size]
         return taken
@@ -144,14 +153,14 @@ class MemoryTransport(Transport):
         await self._reach(peer, seconds)
 
     async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
-        await asyncio.sleep(0)
+        await asyncio.sleep(LATENCY_SECONDS)
         self.network.way(self.peer, peer)
         other = self.network.peers.get(peer)
         if other is None or other.on_call is None:
             raise Unreachable("connection refused", gone=True)
-        end = time.monotonic() + seconds
+        end = clock.now() + seconds
         while self.network.silent(self.peer, peer):
-            if time.monotonic() > end:
+            if clock.now() > end:
                 raise Unreachable("no answer")
             await asyncio.sleep(0.02)
         return other
@@ -160,7 +169,8 @@ class MemoryTransport(Transport):
         other = await self._reach(peer, seconds)
         assert other.on_call is not None
         try:
-            answer = await asyncio.wait_for(other.on_call(self.peer, request), seconds)
+            async with asyncio.timeout(seconds):
+                answer = await other.on_call(self.peer, request)
         except TimeoutError:
             raise Unreachable("no answer") from None
         except (Unreachable, AssertionError):
@@ -288,7 +298,7 @@ class MemorySwarm:
 
     def invitation(self) -> Invitation:
         known = [f"/ip4/127.0.0.1/tcp/1/p2p/{worker.name}" for worker in self.workers]
-        return invite(self.run_key, known, 3600.0, time.time())
+        return invite(self.run_key, known, 3600.0, date())
 
     async def start(self, *, name: str | None = None, credential_of: RunKey | None = None, **more: Any) -> MemoryWorker:
         index = len(self.workers)
@@ -300,11 +310,11 @@ class MemorySwarm:
             write_private(folder / INVITATION_FILE, invitation.text())
         options: dict[str, Any] = {"lost_seconds": 1.0, "beat_seconds": 0.2, **self.settings, **more}
         settings = Settings(str(folder), "worker-0", founder=index == 0, **options)
-        mine = invitation if credential_of is None else invite(credential_of, [], 3600.0, time.time())
+        mine = invitation if credential_of is None else invite(credential_of, [], 3600.0, date())
         trainer = ScriptedTrainer()
         credential = mine.credential(name)
         public = self.run_key.public if credential_of is None else credential_of.public
-        permissions = Permissions(public, name, credential, settings.refusals_to_ban)
+        permissions = Permissions(public, name, credential, settings.refusals_to_ban, date)
         if credential_of is not None:
             permissions.run_public = self.run_key.public
         node = Node(MemoryTransport(self.network, name), permissions, settings, trainer)

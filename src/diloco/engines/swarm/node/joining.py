@@ -7,12 +7,12 @@ founder founds the swarm if nobody of it answers; everyone else must find somebo
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.wire import Malformed, Message, pack
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
@@ -83,7 +83,7 @@ def _where(membership: Membership, settings: Settings) -> dict[str, list[str]]:
 
 async def _find_somebody(membership: Membership, settings: Settings) -> bool:
     """Everyone that is known is tried at once, again and again for a while."""
-    end = time.monotonic() + (_FOUNDER_SEARCH_SECONDS if settings.founder else _SEARCH_SECONDS)
+    end = clock.now() + (_FOUNDER_SEARCH_SECONDS if settings.founder else _SEARCH_SECONDS)
     refusal: Exception | None = None
     while True:
         where = _where(membership, settings)
@@ -96,7 +96,7 @@ async def _find_somebody(membership: Membership, settings: Settings) -> bool:
         refusal = refused[0] if refused else None
         if refusal is not None:
             raise Excluded(f"the swarm does not take this worker in: {refusal}")
-        if time.monotonic() > end or (settings.founder and not where):
+        if clock.now() > end or (settings.founder and not where):
             return False
         await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -119,8 +119,8 @@ async def _greet_all(membership: Membership) -> None:
 
 async def _ask_for_number(membership: Membership, wished: int) -> int:
     """Of the leader; views of who that is settle within some beats."""
-    end, problem = time.monotonic() + _SEARCH_SECONDS, "nobody leads it: none of those known has the state of the run"
-    while time.monotonic() < end:
+    end, problem = clock.now() + _SEARCH_SECONDS, "nobody leads it: none of those known has the state of the run"
+    while clock.now() < end:
         leader = membership.leader()
         if leader is not None and leader != membership.me:
             try:

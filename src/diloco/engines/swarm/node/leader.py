@@ -13,7 +13,6 @@ A leader that finds a higher authority at work, or the round ended, steps down. 
 import asyncio
 import logging
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.participant import TakingPart
 from diloco.engines.swarm.node.plan import MAX_NOTE_BYTES, Authority, Entry, Plan, authority_from, parse_header
@@ -57,7 +57,7 @@ class Leading:
         self.settings = membership.settings
         self._leads: dict[int, _Lead] = {}
         self._usual: deque[float] = deque(maxlen=5)  # seconds between the end of a round and half being ready again
-        self._began = time.monotonic()
+        self._began = clock.now()
         self._last_end: float | None = None  # of a round, led here or elsewhere
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,7 +108,7 @@ class Leading:
         self._leads.pop(lead.key.sequence, None)
         if half_ready_at is not None and self._last_end is not None:
             self._usual.append(half_ready_at - self._last_end)
-        self._last_end = time.monotonic()
+        self._last_end = clock.now()
         self.membership.changed()
 
     def noticed(self, sequence: int) -> None:
@@ -118,7 +118,7 @@ class Leading:
             return
         if self._last_end is not None:
             self._usual.append(max(0.0, own.started - self._last_end))
-        self._last_end = time.monotonic()
+        self._last_end = clock.now()
 
     def leads(self, sequence: int) -> bool:
         return sequence in self._leads
@@ -129,7 +129,7 @@ class Leading:
 
     @property
     def patience_seconds(self) -> float:
-        usual = statistics.median(self._usual) if self._usual else time.monotonic() - (self._last_end or self._began)
+        usual = statistics.median(self._usual) if self._usual else clock.now() - (self._last_end or self._began)
         return max(_LEAST_PATIENCE * self.settings.lost_seconds, self.settings.patience * usual)
 
     async def earlier_round(self, sequence: int) -> None:
@@ -243,7 +243,7 @@ class _Lead:
     async def _gather(self) -> None:
         called_at: float | None = None
         while missing := self._missing():
-            now = time.monotonic()
+            now = clock.now()
             if self._half_ready_at is None and len(self._ready_members()) >= len(missing):
                 self._half_ready_at = now
             for name in missing:
@@ -258,7 +258,7 @@ class _Lead:
             if called_at is not None and now - called_at > self._grace(missing):
                 break
             await self.membership.wait_for_change(_POLL_SECONDS)
-        self._half_ready_at = self._half_ready_at or time.monotonic()
+        self._half_ready_at = self._half_ready_at or clock.now()
 
     def _grace(self, missing: list[str]) -> float:
         """How long those who were called may take: the inner step that they are in."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from diloco.engines.swarm.network.transport import CallRefused, Transport, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.peer import MAX_ADDRESSES, Peer
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
@@ -94,7 +95,7 @@ class Membership:
         Whoever is known to be dead does not count. With half of them silent the others wait a little, with most of
         them silent a minute or so; a swarm that has really lost them goes on then.
         """
-        now = time.monotonic()
+        now = clock.now()
         silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.holds]
         here = 1 + sum(peer.status.holds for peer in self.live())
         for share, wait in ((1, _HALF_SILENT), (0, _MOST_SILENT)):
@@ -114,7 +115,8 @@ class Membership:
         waiter = asyncio.Event()
         self._waiters.add(waiter)
         try:
-            await asyncio.wait_for(waiter.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await waiter.wait()
         except TimeoutError:
             pass
         finally:
@@ -234,9 +236,9 @@ class Membership:
 
     async def keep_beating(self) -> None:
         """Until cancelled."""
-        last = time.monotonic()
+        last = clock.now()
         while True:
-            now = time.monotonic()
+            now = clock.now()
             if now - last > _FROZEN_SECONDS:  # this process was: the others were not silent, it was deaf
                 for peer in self.peers.values():
                     peer.heard += now - last
@@ -270,7 +272,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _beat(self, peer: Peer) -> None:
-        peer.asked = time.monotonic()
+        peer.asked = clock.now()
         try:
             if not peer.live:
                 await self.transport.connect(peer.name, peer.addresses, self.settings.lost_seconds)
@@ -278,7 +280,7 @@ class Membership:
                 return
             beat = pack("beat", **self._beat_fields(), **self._news_for(peer))
             data = await self._call(peer.name, beat, self.settings.lost_seconds)
-            peer.latency_seconds = time.monotonic() - peer.asked
+            peer.latency_seconds = clock.now() - peer.asked
             news = self.beaten(peer.name, Message.unpack(data))
             if not {"roster", "revocations"}.isdisjoint(news):  # what the other one does not know
                 await self._call(peer.name, pack("beat", **news), self.settings.lost_seconds)
@@ -291,7 +293,7 @@ class Membership:
         if isinstance(problem, CallRefused):
             self._turned_away(peer, str(problem))
         elif not peer.live:
-            peer.lost_at = peer.lost_at or time.monotonic()
+            peer.lost_at = peer.lost_at or clock.now()
             peer.gone = peer.gone or (isinstance(problem, Unreachable) and problem.gone)  # silent first, and dead now
         elif isinstance(problem, Unreachable) and problem.gone:
             try:
@@ -300,7 +302,7 @@ class Membership:
                 if isinstance(again, Unreachable) and again.gone:
                     self._lose(peer, str(again), gone=True)
             else:
-                peer.heard = time.monotonic()
+                peer.heard = clock.now()
 
     def _turned_away(self, peer: Peer, reason: str) -> None:
         """It is there, but does not know this node (it was started again: hello again), or will not have it.
@@ -309,7 +311,7 @@ class Membership:
         """
         unwelcome = reason.startswith(("banned", "revoked"))
         peer.rejects = unwelcome
-        peer.lost_at = time.monotonic() if unwelcome else peer.lost_at
+        peer.lost_at = clock.now() if unwelcome else peer.lost_at
         peer.live, peer.asked = False, peer.asked if unwelcome or not peer.live else 0.0
         rejecting = sum(other.rejects for other in self.peers.values())
         if unwelcome and rejecting > sum(other.live for other in self.peers.values()):
@@ -348,7 +350,7 @@ class Membership:
         return answer
 
     def _heard(self, peer: Peer, status: Status) -> None:
-        peer.heard = time.monotonic()
+        peer.heard = clock.now()
         number = peer.status.number
         peer.status = status
         if status.number < 0:
@@ -369,7 +371,7 @@ class Membership:
     def _lose(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:
             return
-        peer.live, peer.lost_at, peer.gone = False, time.monotonic(), gone
+        peer.live, peer.lost_at, peer.gone = False, clock.now(), gone
         self._tell("member_lost", peer, reason=reason)
         self.changed()
 
@@ -382,7 +384,7 @@ class Membership:
         """Somebody has said goodbye."""
         peer = self.peers.get(name)
         if peer is not None and not peer.left:
-            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, time.monotonic()
+            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, clock.now()
             self._tell("member_left", peer)
             self.changed()
 

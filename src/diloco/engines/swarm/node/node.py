@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.engines.swarm.node.joining import join, remember
 from diloco.engines.swarm.node.leader import Leading
@@ -112,7 +113,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """For the display and for `diloco status`."""
-        now = time.monotonic()
+        now = clock.now()
         others = [
             {
                 **peer.status.to_wire(),
@@ -179,8 +180,8 @@ class Node:
         if not self.own.holds or 2 * len(others) <= 1 + len(known):
             self._astray_since = None
             return
-        self._astray_since = self._astray_since or time.monotonic()
-        if time.monotonic() - self._astray_since > self.settings.lost_seconds:
+        self._astray_since = self._astray_since or clock.now()
+        if clock.now() - self._astray_since > self.settings.lost_seconds:
             self.own.holds, self.own.ended, self.taking_part.kept.held = False, others[0].status.ended, None
             self._happened("astray", {"number": self.number})
             self._trainer.post_now(self.own.next)
@@ -193,14 +194,14 @@ class Node:
         self._alone = alone
 
     def _known_peers(self) -> list[KnownPeer]:
-        now, monotonic = time.time(), time.monotonic()
+        now, heard_now = time.time(), clock.now()
         known = [
             KnownPeer(
                 peer.name,
                 peer.status.number if peer.status.number >= 0 else None,
                 tuple(peer.addresses),
                 self.permissions.invitation_of(peer.name),
-                now - (monotonic - peer.heard),
+                now - (heard_now - peer.heard),
             )
             for peer in self.membership.peers.values()
             if peer.heard

@@ -12,13 +12,13 @@ A word of a leader counts only if no higher authority (plan.py) has spoken in th
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.plan import Authority, Plan, authority_from
 from diloco.engines.swarm.node.recent_rounds import KeptRounds
@@ -41,7 +41,7 @@ class Round:
     """What this worker knows of a round that it has posted."""
 
     posting: PostedRound
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=clock.now)
     authority: Authority = _NOBODY
     leader: str | None = None
     plan: Plan | None = None
@@ -162,15 +162,15 @@ class TakingPart:
     async def _watch(self, round_: Round) -> None:
         """Until the round has ended, or its leader is no more."""
         others_ended: float | None = None
-        again = time.monotonic() + _AGAIN_SECONDS
-        while not round_.ended.done() and round_.leader is not None and time.monotonic() < again:
+        again = clock.now() + _AGAIN_SECONDS
+        while not round_.ended.done() and round_.leader is not None and clock.now() < again:
             await asyncio.wait({round_.ended}, timeout=_POLL_SECONDS)
             if round_.leader is not None and not self.membership.is_live(round_.leader):
                 round_.leader = None
             ahead = self._who_ended(round_.sequence)
             if ahead is not None and not round_.ended.done():
-                others_ended = others_ended or time.monotonic()
-                if time.monotonic() - others_ended > _SETTLE * self.settings.lost_seconds:
+                others_ended = others_ended or clock.now()
+                if clock.now() - others_ended > _SETTLE * self.settings.lost_seconds:
                     await self.missed(round_, ahead)
 
     def _who_ended(self, sequence: int) -> str | None:
@@ -297,7 +297,7 @@ class TakingPart:
                 roster=plan.roster,
                 bytes_sent=round_.bytes_sent,
                 bytes_received=round_.bytes_received,
-                seconds=time.monotonic() - round_.started,
+                seconds=clock.now() - round_.started,
             )
         )
         self.membership.changed()
@@ -363,8 +363,8 @@ class TakingPart:
     async def serve_parts(self, stream: Stream, message: Message) -> None:
         """Parts may come before the plan they belong to."""
         authority, sequence = authority_from(message.items("authority")), message.number("sequence")
-        end = time.monotonic() + self.settings.lost_seconds
-        while time.monotonic() < end:
+        end = clock.now() + self.settings.lost_seconds
+        while clock.now() < end:
             round_ = self.rounds.get(sequence)
             if round_ is not None and round_.transfer is not None and round_.authority == authority:
                 if round_.plan is not None and round_.plan.entry(stream.peer) is not None:
@@ -374,7 +374,8 @@ class TakingPart:
                 return
             round_.planned.clear()
             try:
-                await asyncio.wait_for(round_.planned.wait(), _POLL_SECONDS)
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await round_.planned.wait()
             except TimeoutError:
                 continue
 
@@ -388,5 +389,5 @@ def _failed(round_: Round, reason: str, *, resync: bool = False, fatal: bool = F
         fatal=fatal,
         bytes_sent=round_.bytes_sent,
         bytes_received=round_.bytes_received,
-        seconds=time.monotonic() - round_.started,
+        seconds=clock.now() - round_.started,
     )

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import random
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.participant import TakingPart
 from diloco.engines.swarm.node.peer import Peer
@@ -48,6 +48,7 @@ class States:
         self.kept: KeptRounds = taking_part.kept
         self._serving = asyncio.Semaphore(_AT_ONCE)
         self._snapshot: asyncio.Task[Snapshot | None] | None = None
+        self._random = random.Random(membership.me)  # each node asks in an order of its own
 
     @property
     def _stall(self) -> float:
@@ -100,12 +101,12 @@ class States:
     async def fetch(self) -> FetchedState | None:
         """The others' state; None if this worker has it, or nobody else has a later one. Raises EngineError."""
         status = self.membership.status
-        nobody_since = time.monotonic()
+        nobody_since = clock.now()
         while not status.holds:
             sources = self._sources()
             if sources:
-                nobody_since = time.monotonic()
-            elif time.monotonic() - nobody_since > (4 * self._stall if self.kept.held is None else self._stall / 4):
+                nobody_since = clock.now()
+            elif clock.now() - nobody_since > (4 * self._stall if self.kept.held is None else self._stall / 4):
                 if self.kept.held is None:
                     raise EngineError(
                         "nobody who has the state of this run answers: the other workers have ended or cannot be "
@@ -124,7 +125,7 @@ class States:
     def _sources(self) -> list[Peer]:
         """Those who have the state, the furthest first; not always the same one among equals."""
         holders = [peer for peer in self.membership.live() if peer.status.holds]
-        random.shuffle(holders)
+        self._random.shuffle(holders)
         return sorted(holders, key=lambda peer: -peer.status.ended)
 
     async def _from(self, source: Peer) -> FetchedState | None:

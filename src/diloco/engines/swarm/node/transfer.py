@@ -185,13 +185,12 @@ class Transfer:
 
     async def _until(self, met: Callable[[], bool], seconds: float) -> None:
         """Returns when it is met, or after so long all the same."""
-        end = asyncio.get_running_loop().time() + seconds
-        while not met() and (left := end - asyncio.get_running_loop().time()) > 0:
-            news = self._news
-            try:
-                await asyncio.wait_for(news.wait(), left)
-            except TimeoutError:
-                return
+        try:
+            async with asyncio.timeout(seconds):
+                while not met():
+                    await self._news.wait()
+        except TimeoutError:
+            return
 
     # Arithmetic, in the reducing thread
 

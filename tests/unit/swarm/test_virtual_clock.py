@@ -1,0 +1,50 @@
+"""The event loop that the swarm's protocol tests run on."""
+
+import asyncio
+import time
+
+import pytest
+import virtual_clock
+
+
+def test_hours_pass_at_once_and_in_order() -> None:
+    async def work() -> list[tuple[str, float]]:
+        seen: list[tuple[str, float]] = []
+        loop = asyncio.get_running_loop()
+
+        async def note(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            seen.append((name, loop.time() - virtual_clock.START))
+
+        await asyncio.gather(note("late", 7200.0), note("early", 3600.0), note("now", 0.0))
+        return seen
+
+    assert virtual_clock.run(work()) == [("now", 0.0), ("early", 3600.0), ("late", 7200.0)]
+
+
+def test_time_stands_still_while_work_is_done_however_long_it_takes() -> None:
+    async def work() -> float:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(0.001):
+            await asyncio.to_thread(time.sleep, 0.01)
+            time.sleep(0.01)  # as slow code or a busy machine does
+            await asyncio.sleep(0)
+        return loop.time()
+
+    assert virtual_clock.run(work()) == virtual_clock.START
+
+
+def test_what_an_executor_raises_is_raised_where_it_is_awaited() -> None:
+    async def work() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, int, "x")
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        virtual_clock.run(work())
+
+
+def test_a_wait_that_nothing_can_end_is_an_error() -> None:
+    async def work() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(virtual_clock.Stuck):
+        virtual_clock.run(work())
