@@ -15,7 +15,8 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, pack, write_frame
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.version import __version__
 
 _SECONDS = 5.0

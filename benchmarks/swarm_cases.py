@@ -18,7 +18,8 @@ from diloco.engines.rounds import Contribution, GlobalState, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import RoundFailed
 from measuring import Spread
 from swarm_hivemind import Exchange, average_raw

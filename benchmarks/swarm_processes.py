@@ -18,7 +18,8 @@ from typing import Any
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(

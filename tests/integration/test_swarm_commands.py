@@ -12,7 +12,8 @@ from launched.train import Run, start, write_text
 
 from diloco.cli.main import run as command
 from diloco.engines.swarm.run_files import SWARM_FOLDER
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.models.native.saving import load_model
 
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=20")

@@ -18,8 +18,9 @@ from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.run_key import RunKey
 
 KEY = RunKey.create()
 

@@ -21,7 +21,8 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 
 _MISSING = networks.missing()
 pytestmark = [

@@ -1,4 +1,4 @@
-"""`diloco invite RUN` and `diloco revoke RUN PEER`: who may come into a swarm, and who must go."""
+"""`diloco invite RUN` and `diloco revoke RUN PEER`: let a machine into a swarm, and exclude one."""
 
 import time
 from pathlib import Path
@@ -8,15 +8,16 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
 from diloco.training.processes.run_lock import trains
 
 
 def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """Print an invitation to a run: whoever has it can join, until it expires.
+    """Print an invitation to a run: any machine that has it can join, until it expires.
 
-    On the machine where the run began it is a new one; elsewhere it is the one
-    that this machine came with. Either way with the addresses known now.
+    On the machine where the run began it is a new invitation; elsewhere it is
+    the one that this machine came with. It has the addresses known now.
     Example:  diloco invite runs/mine --days 7
 
     Parameters
@@ -24,36 +25,37 @@ def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Pa
     run
         A run folder of a swarm.
     days
-        How long it is good for; 30 if left out. Only where the run began.
+        How long a new invitation is valid; 30 if left out.
     fresh
-        A new one or none: fails where the run did not begin.
+        Fail if this machine cannot make a new invitation.
     """
-    from diloco.engines.swarm.trust import run_owner as inviting
+    check_swarm()
+    from diloco.engines.swarm.trust import run_owner
 
-    folder = inviting.swarm_folder(run)
-    if inviting.may_invite(folder):
-        made = inviting.new_invitation(folder, inviting.DAYS if days is None else days, time.time())
+    folder = run_owner.swarm_folder(run)
+    if run_owner.may_invite(folder):
+        made = run_owner.new_invitation(folder, run_owner.DAYS if days is None else days, time.time())
         _say(f"a new invitation to the run {made.run_id}, valid until {made.until}")
     elif days is not None or fresh:
         option = "--days" if days is not None else "--fresh"
         raise ConfigError(
-            f"{option}: new invitations are made only on the machine where the run began, and {folder} has no run.key; "
-            "without it, this machine's own invitation is printed again"
+            f"{option}: only the machine where the run began makes new invitations, and {folder} has no run.key; "
+            f"without {option}, the invitation that this machine came with is printed"
         )
     else:
-        made = inviting.own_invitation(folder, time.time())
+        made = run_owner.own_invitation(folder, time.time())
         _say(f"the invitation that this machine came with, to the run {made.run_id}, valid until {made.until}")
     if not trains(run):
-        _say("no worker of it runs here now: the addresses in it are those last known")
+        _say("no worker of this run is running here: the invitation has the addresses last known")
     _say("on another machine:  diloco join INVITATION")
     print(made.text())
 
 
 def revoke(run: Path, peer: str, /) -> None:
-    """Take a peer out of a run, and its invitation with it. For ever.
+    """Exclude a peer from a run for ever, and its invitation with it.
 
-    Others who came with that invitation stay; nobody else can use it any more.
-    Only on the machine where the run began.
+    Other peers that came with that invitation stay; no new peer can use it.
+    Works only on the machine where the run began.
     Example:  diloco revoke runs/mine 3
 
     Parameters
@@ -61,26 +63,27 @@ def revoke(run: Path, peer: str, /) -> None:
     run
         A run folder of a swarm.
     peer
-        A worker's number, or its peer id, or the beginning or end of it.
+        A worker's number, its peer id, or a beginning or end of the id.
     """
-    from diloco.engines.swarm.trust import run_owner as inviting
+    check_swarm()
+    from diloco.engines.swarm.trust import run_owner
 
-    done = inviting.revoke(inviting.swarm_folder(run), peer, time.time())
+    done = run_owner.revoke(run_owner.swarm_folder(run), peer, time.time())
     record = done.record
-    _say(f"{done.peer} is revoked" if done.news else f"{done.peer} was revoked already")
+    _say(f"{done.peer} is revoked" if done.is_new else f"{done.peer} was revoked already")
     if record.invitation is None:
-        _say("with which invitation it came is not known here: while that is valid, it can come under another name")
+        _say("its invitation is not known here: until that expires, the peer can come back under a new id")
     else:
-        _say(f"so is the invitation {record.invitation}; of those who came with it, {len(record.kept)} stay")
+        _say(f"so is the invitation {record.invitation}; of the peers that came with it, {len(record.kept)} stay")
         _say(f"for new workers:  diloco invite {run}")
     if done.renewed is not None:
-        _say("this machine's own workers came with it too: the next ones come with a new one")
+        _say("this machine's own workers came with it too: those that start later use a new one")
     if trains(run):
-        _say("the worker here passes it on to the others")
+        _say("the worker that runs here passes it on to the others")
     else:
-        _say("no worker runs here now: the others learn of it when one is started (diloco train --resume)")
+        _say("no worker runs here: start one to tell the others (diloco train --resume)")
 
 
 def _say(line: str) -> None:
-    """Beside the result, which alone goes to standard output."""
+    """On standard error: only the result goes to standard output."""
     Console(stderr=True).print(Text(line), soft_wrap=True)

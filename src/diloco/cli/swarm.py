@@ -161,7 +161,8 @@ def check_text(config: RunConfig, text: Prepared) -> None:
 
 def found(folder: Path, config: RunConfig, corpus_digest: str) -> None:
     """The run's key, its first invitation, and what joiners are told of it."""
-    from diloco.engines.swarm.trust.invitation import RunKey, invite
+    from diloco.engines.swarm.trust.invitation import invite
+    from diloco.engines.swarm.trust.run_key import RunKey
 
     swarm = folder / SWARM_FOLDER
     key = RunKey.create()

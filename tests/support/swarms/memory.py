@@ -22,8 +22,9 @@ from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome, Snapsho
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.run_key import RunKey
 
 
 def date() -> float:

@@ -23,7 +23,8 @@ from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import RunKey, invite
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from worlds.problem import Story, train
 
 T, W = TypeVar("T"), TypeVar("W")

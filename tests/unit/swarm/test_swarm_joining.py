@@ -15,7 +15,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.wire import Message, pack, read_frame, write_frame
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
-from diloco.engines.swarm.trust.invitation import RunKey
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, RendezvousError
 
 Story = Callable[[MemorySwarm], Awaitable[Any]]

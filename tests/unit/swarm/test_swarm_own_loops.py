@@ -8,7 +8,8 @@ import pytest
 import diloco
 from diloco.engines.swarm import engine as swarm_engine
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 
 

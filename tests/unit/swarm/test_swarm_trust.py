@@ -11,8 +11,10 @@ from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers, writ
 from diloco.engines.swarm.network.limits import LruCache, TokenBucket
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE, append_line
 from diloco.engines.swarm.trust import permissions as module
-from diloco.engines.swarm.trust.invitation import Credential, PeerRefused, RunKey, invite
+from diloco.engines.swarm.trust.credential import Credential, PeerRefused
+from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.run_key import RunKey
 
 START = 1_800_000_000.0
 RUN = RunKey(bytes(range(32)))
@@ -83,7 +85,7 @@ def test_who_has_not_said_hello_is_unknown(permissions: Permissions) -> None:
 
 def test_strangers_with_no_credential_or_a_stolen_or_a_forged_one_stay_strangers(permissions: Permissions) -> None:
     foreign = invite(RunKey.create(), [], 3600, START).credential("mallory").data()
-    for credential in (b"", b"x" * 165, b"x" * 100_000, shown("bob"), foreign):
+    for credential in (b"", b"x" * 173, b"x" * 100_000, shown("bob"), foreign):
         assert turned_away(permissions, "mallory", credential) == "forged"
     assert turned_away(permissions, "mallory") == "unknown"
     assert permissions.refusals == {"forged": 5, "unknown": 1}
@@ -191,12 +193,12 @@ def test_a_rare_fault_is_forgiven_and_a_frequent_one_is_not(permissions: Permiss
     permissions.admit("flaky", shown("flaky"))
     for _ in range(20):
         assert not permissions.record_offence("flaky", "NaN")
-        for _ in range(module.FORGIVING):
+        for _ in range(module.POINTS_PER_OFFENCE):
             permissions.record_accepted("flaky")
     permissions.admit("sly", shown("sly"))
     for _ in range(4):
         permissions.record_offence("sly", "NaN")
-        for _ in range(module.FORGIVING // 2):
+        for _ in range(module.POINTS_PER_OFFENCE // 2):
             permissions.record_accepted("sly")
     assert "sly" in permissions.bans() and "flaky" not in permissions.bans()
 
@@ -214,7 +216,7 @@ def test_good_contributions_give_no_credit_for_later(permissions: Permissions) -
 def test_outsiders_are_not_counted(permissions: Permissions) -> None:
     assert [permissions.record_offence("mallory", "noise") for _ in range(10)] == [False] * 10
     permissions.record_accepted("mallory")
-    assert permissions.bans() == {} and len(permissions._offences) == 0
+    assert permissions.bans() == {} and len(permissions._offence_points) == 0
 
 
 def test_bans_can_be_brought_back(permissions: Permissions, clock: Clock) -> None:
@@ -258,7 +260,7 @@ def test_memory_does_not_grow_with_those_who_come(
         permissions._known,
         permissions._vouched,
         permissions._bans,
-        permissions._offences,
+        permissions._offence_points,
         permissions._hellos,
     ):
         table._most = 50  # type: ignore[attr-defined]
@@ -276,7 +278,7 @@ def test_memory_does_not_grow_with_those_who_come(
             permissions._known,
             permissions._vouched,
             permissions._bans,
-            permissions._offences,
+            permissions._offence_points,
             permissions._hellos,
         )
     ]

@@ -16,7 +16,8 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, RunKey, invite
+from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:

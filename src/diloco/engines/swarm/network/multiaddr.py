@@ -8,12 +8,9 @@ Only the parts that p2pd uses are known; any other part is refused by name. Noth
 
 import ipaddress
 
-from diloco.errors import ConfigError, install_hint
+import base58
 
-try:
-    import base58
-except ImportError as error:
-    raise ConfigError(f"the swarm needs the package base58: {install_hint('swarm')}") from error
+from diloco.errors import ConfigError
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 

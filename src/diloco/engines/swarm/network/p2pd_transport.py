@@ -54,7 +54,7 @@ class P2pdTransport(Transport):
     """Made by `create`. `ended` is done, with a reason, when p2pd has died: nothing works from then on."""
 
     def __init__(self, key: Path, protocol: str, network: ListenConfig) -> None:
-        self.peer = identity.ensure(key)
+        self.peer = identity.load_or_create(key)
         self.reach = reaching.first_guess(network)
         self._flags = [f"-id={key}", *_COMMON]
         self._protocol, self._network = protocol, network

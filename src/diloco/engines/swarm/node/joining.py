@@ -17,7 +17,8 @@ from diloco.engines.swarm.node.membership import Membership
 from diloco.engines.swarm.node.wire import Malformed, Message, pack
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, PeerRefused
+from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import Excluded, RendezvousError
 
 logger = logging.getLogger(__name__)

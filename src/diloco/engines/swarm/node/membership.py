@@ -20,7 +20,7 @@ from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import PeerRefused
+from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.version import __version__
 

@@ -30,7 +30,7 @@ from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOu
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, read_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import PeerRefused
+from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.version import __version__
 

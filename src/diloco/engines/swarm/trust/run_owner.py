@@ -1,6 +1,6 @@
-"""What a run folder allows its owner: invitations for others, and taking a peer out again. Torch-free.
+"""What the owner of a run folder can do: invite machines, and revoke a peer. Torch-free.
 
-Reads and writes RUN/swarm only. A worker that runs there sees a revocation by the file (Trust.load) and passes it on.
+Reads and writes RUN/swarm only. A worker that runs there finds the revocation in the file and passes it on.
 """
 
 import math
@@ -20,34 +20,36 @@ from diloco.engines.swarm.run_files import (
     append_line,
     write_private,
 )
-from diloco.engines.swarm.trust.invitation import Invitation, PeerRefused, Revocation, RunKey, invite
+from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.revocation import Revocation
+from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 
 DAYS = 30.0
-"""So long a new invitation is good for if nothing else is asked for."""
-MOST_DAYS = 3650.0
-_ADDRESSES = 4
+"""How long a new invitation is valid if the user does not say."""
+MAX_DAYS = 3650.0
+_MAX_ADDRESSES = 4
 _LIVE_SECONDS = 60.0
-"""Whoever was last heard of so long before the latest news is left out of invitations."""
+"""A peer that was silent for so long before the latest news of any peer is left out of invitations."""
 _DAY_SECONDS = 86_400.0
 _PEER_ID_LENGTH = 52
-_SHOWN = 5
-"""Names in a message."""
+_MAX_NAMES = 5
+"""Peers named in a message."""
 
 
 @dataclass(frozen=True)
-class Revoked:
-    """What became of it."""
-
+class RevokeResult:
     peer: str
     record: Revocation
-    news: bool
+    is_new: bool
+    """False: the peer had been revoked before."""
     renewed: Invitation | None
-    """This machine's own invitation was revoked with the peer's; this one has taken its place."""
+    """The new invitation of this machine, if its own was revoked together with the peer."""
 
 
 def swarm_folder(run: Path) -> Path:
-    """RUN/swarm of a run that has one."""
+    """RUN/swarm; ConfigError if the run is not of a swarm."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     folder = run / SWARM_FOLDER
@@ -57,20 +59,20 @@ def swarm_folder(run: Path) -> Path:
 
 
 def may_invite(folder: Path) -> bool:
-    """Whether this is the machine where the run began: only there are new invitations made."""
+    """Whether this is the machine where the run began: only it can make new invitations."""
     return (folder / RUN_KEY_FILE).exists()
 
 
 def new_invitation(folder: Path, days: float, now: float) -> Invitation:
     """Signed with the run's key."""
-    if not (math.isfinite(days) and 0 < days <= MOST_DAYS):
-        raise ConfigError(f"--days {days:g} must be above 0 and at most {MOST_DAYS:g}")
+    if not (math.isfinite(days) and 0 < days <= MAX_DAYS):
+        raise ConfigError(f"--days {days:g} must be above 0 and at most {MAX_DAYS:g}")
     key = _run_key(folder, "makes new invitations")
     return invite(key, _addresses(folder), max(1.0, days * _DAY_SECONDS), now)
 
 
 def own_invitation(folder: Path, now: float) -> Invitation:
-    """The one that this machine came with, with the addresses that are known now."""
+    """The invitation that this machine came with, with the addresses that are known now."""
     own = Invitation.parse((folder / INVITATION_FILE).read_text(), now)
     if any(record.invitation == own.id for record in revocations(folder, own.run_public)):
         raise ConfigError(
@@ -79,10 +81,10 @@ def own_invitation(folder: Path, now: float) -> Invitation:
     return own.with_addresses(_addresses(folder))
 
 
-def revoke(folder: Path, who: str, now: float) -> Revoked:
-    """Take out a peer (its id, a beginning or end of it that is no other's, or its worker number), and its invitation.
+def revoke(folder: Path, who: str, now: float) -> RevokeResult:
+    """Exclude a peer and its invitation. `who`: its worker number, its id, or a unique beginning or end of the id.
 
-    The others who came with that invitation are named in the record, and stay.
+    The record names the other peers that came with the same invitation: they stay.
     """
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
@@ -97,15 +99,15 @@ def revoke(folder: Path, who: str, now: float) -> Revoked:
         if peer.peer in record.peers and peer.invitation in (None, record.invitation)
     ]
     if before:
-        return Revoked(peer.peer, before[-1], False, None)
+        return RevokeResult(peer.peer, before[-1], False, None)
     kept = {p.peer for p in peers if p.invitation == peer.invitation} | own.keys() if peer.invitation else set()
     record = key.revoke([peer.peer], peer.invitation, kept - {peer.peer}, now)
     append_line(folder / REVOCATIONS_FILE, record.data.decode())
-    return Revoked(peer.peer, record, True, _renewed(folder, key, record, now))
+    return RevokeResult(peer.peer, record, True, _renew(folder, key, record, now))
 
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
-    """Those in the file that the run's key has signed."""
+    """The records in the file that the run's key has signed."""
     path, found = folder / REVOCATIONS_FILE, []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -115,20 +117,20 @@ def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
     return found
 
 
-def _run_key(folder: Path, what: str) -> RunKey:
+def _run_key(folder: Path, action: str) -> RunKey:
     if not may_invite(folder):
-        raise ConfigError(f"{folder} has no {RUN_KEY_FILE}: only the machine where the run began {what}")
+        raise ConfigError(f"{folder} has no {RUN_KEY_FILE}: only the machine where the run began {action}")
     return RunKey.load(folder / RUN_KEY_FILE)
 
 
 def _own_peers(folder: Path) -> dict[str, str]:
-    """This machine's own workers: peer id -> name. By their keys, since peers.json is a cache and may lack them."""
+    """This machine's own workers: peer id -> name. Read from their keys: peers.json is a cache and may lack them."""
     keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
-    return {identity.ensure(path): path.stem for path in keys}
+    return {identity.load_or_create(path): path.stem for path in keys}
 
 
-def _renewed(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitation | None:
-    """Workers that this machine starts later come with invitation.txt: it must not be a revoked one."""
+def _renew(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitation | None:
+    """Replace invitation.txt if it was revoked: the workers that this machine starts later come with it."""
     path = folder / INVITATION_FILE
     own = Invitation.parse(path.read_text(), None)
     if own.id != record.invitation:
@@ -148,9 +150,9 @@ def _find(peers: list[KnownPeer], who: str) -> KnownPeer:
             return KnownPeer(who, None, ())
     if len(found) == 1:
         return found[0]
-    names = ", ".join(_name(peer) for peer in (found or peers)[:_SHOWN]) or "none"
+    names = ", ".join(_name(peer) for peer in (found or peers)[:_MAX_NAMES]) or "none"
     if found:
-        raise ConfigError(f"{who!r} fits {len(found)} peers: {names}; write more of it")
+        raise ConfigError(f"{who!r} fits {len(found)} peers: {names}; write more of the id")
     raise ConfigError(f"{who!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id")
 
 
@@ -162,21 +164,21 @@ def _name(peer: KnownPeer) -> str:
 
 
 def _addresses(folder: Path) -> list[str]:
-    """Where a joiner should knock. What the machine's own invitation says only if nothing newer is known."""
+    """The addresses for an invitation: of peers met lately, else those of this machine's own invitation."""
     own = Invitation.parse((folder / INVITATION_FILE).read_text(), None)
-    out = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
-    found = choose(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in out)
+    revoked = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
+    found = choose_addresses(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked)
     found = found or list(own.addresses)
     if not found:
         raise ConfigError(f"no address of this run is known yet ({folder / PEERS_FILE}): start a worker first")
     return found
 
 
-def choose(peers: Iterable[KnownPeer]) -> list[str]:
-    """A few that lead to different machines: this one's two best, then one of each member elsewhere.
+def choose_addresses(peers: Iterable[KnownPeer]) -> list[str]:
+    """At most four, which lead to different machines: this one's two best, then the best of each other member.
 
-    Only of those heard of in the last minute of which anything is known, and elsewhere only of those that have a worker
-    number; who can be called from anywhere comes first, then who has been there for longest.
+    Peers that were silent in the last minute of which anything is known are left out, and so are peers of other
+    machines without a worker number. Public addresses come first, then the members with the lowest numbers.
     """
     known = list(peers)
     latest = max((peer.seen for peer in known), default=0.0)
@@ -186,17 +188,17 @@ def choose(peers: Iterable[KnownPeer]) -> list[str]:
     ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]
     chosen = _best(own[0])[:2] if own else []
     chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
-    return chosen[:_ADDRESSES]
+    return chosen[:_MAX_ADDRESSES]
 
 
 def _best(peer: KnownPeer) -> list[str]:
-    """Those that most machines can call come first; those that none but this one can, only if there is nothing else."""
+    """Addresses that most machines can call come first; loopback and link-local ones only if there are no others."""
     ranked = sorted(peer.addresses, key=_distance)
     return [address for address in ranked if _distance(address) < 2] or ranked
 
 
 def _distance(address: str) -> int:
-    """0: may be called from anywhere (names and relays too), 1: from the same network, 2: from the same machine."""
+    """0: callable from anywhere (names and relays too), 1: from the same network, 2: from the same machine."""
     if is_public(address):
         return 0
     ip = ip_of(address)
