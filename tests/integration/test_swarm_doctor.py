@@ -1,6 +1,8 @@
 """`diloco doctor` beside a real node on the loopback device."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -10,8 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import run
-from diloco.engines.swarm.doctor import local_checks as checks
-from diloco.engines.swarm.doctor import remote_checks as checks_outside
+from diloco.engines.swarm.doctor import machine_checks, network_checks, swarm_checks
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
@@ -53,7 +54,7 @@ async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) ->
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_outside, "_MAX_PIECES", 4)
+    monkeypatch.setattr(swarm_checks, "_MAX_PIECES", 4)
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +124,27 @@ def test_an_invitation_of_another_run_an_expired_and_a_damaged_one_fail(
 
 
 def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: {"torch": "2.3.1", "hivemind": "1.1.11"}.get(name))
-    found = {finding.name: finding for finding in checks.look_at_packages()}
+    monkeypatch.setattr(machine_checks, "_version", lambda name: {"torch": "2.3.1", "hivemind": "1.1.11"}.get(name))
+    found = {finding.name: finding for finding in machine_checks.check_packages()}
     assert {name: finding.state for name, finding in found.items()} == {
         "torch": "failed", "hivemind": "warning", "msgpack": "failed", "msgspec": "failed", "base58": "failed",
         "cryptography": "failed",
     }  # fmt: skip
     assert all(finding.remedy for finding in found.values())
-    monkeypatch.setattr(checks, "_NO_DISK", 1 << 62)
-    assert checks.look_at_disk(tmp_path / "not" / "there").state == "failed"
-    monkeypatch.setattr(checks, "own_addresses", list)
-    assert checks.look_at_addresses().state == "failed"
-    assert checks.look_at_port(ListenConfig(host="192.0.2.77", port=4000)).state == "failed"
-    assert checks.look_at_port(ListenConfig(announce=("example.org",))).state == "failed"
+    monkeypatch.setattr(machine_checks, "_NO_DISK", 1 << 62)
+    assert machine_checks.check_disk(tmp_path / "not" / "there").state == "failed"
+    monkeypatch.setattr(network_checks, "own_addresses", list)
+    assert network_checks.check_addresses().state == "failed"
+    assert network_checks.check_port(ListenConfig(host="192.0.2.77", port=4000)).state == "failed"
+    assert network_checks.check_port(ListenConfig(announce=("example.org",))).state == "failed"
+
+
+def test_missing_packages_are_reported_by_name() -> None:
+    program = (
+        "import sys; sys.modules['base58'] = sys.modules['msgspec'] = None; from diloco.cli.main import run; "
+        "sys.exit(run(['doctor']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert sum(line.startswith("failed") for line in ended.stdout.splitlines()) == 2
+    assert "disk" in ended.stdout and "2 of the checks failed" in ended.stderr

@@ -11,8 +11,7 @@ from rich.text import Text
 from diloco.errors import EngineError
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.doctor.local_checks import Finding
-    from diloco.engines.swarm.network.addresses import ListenConfig
+    from diloco.engines.swarm.doctor.machine_checks import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -28,9 +27,9 @@ def doctor(
 ) -> None:
     """Check whether this machine can be in a swarm, and how well.
 
-    With an invitation also whether the others can be reached, whether they
-    can reach this machine, the clocks, a relay, latency and bandwidth.
-    Every check that is not well says what to do; exit code 1 if one failed.
+    With an invitation also whether the swarm's workers can be reached, whether
+    they can reach this machine, clocks, relays, latency and bandwidth.
+    A check that finds a problem says what to do; exit code 1 if one failed.
     Example:  diloco doctor INVITATION --port 4000
 
     Parameters
@@ -42,50 +41,52 @@ def doctor(
     port
         The port that it would listen at; any if left out.
     announce
-        What others would be told instead of this machine's own addresses.
+        The address that others would call instead of this machine's own.
     folder
         Where runs are kept.
     """
-    from diloco.engines.swarm.network.addresses import ListenConfig
-
-    failed = asyncio.run(_print_all(_findings(invitation, ListenConfig(host, port, announce), folder)))
+    failed = asyncio.run(_print_all(_findings(invitation, host, port, announce, folder)))
     if failed:
-        raise EngineError(f"{failed} of the checks failed; what to do is said with each")
+        raise EngineError(f"{failed} of the checks failed; each one says what to do")
 
 
-async def _findings(invitation: str | None, network: "ListenConfig", folder: Path) -> "AsyncIterator[Finding]":
-    from diloco.engines.swarm.doctor import local_checks as checks
+async def _findings(
+    invitation: str | None, host: str | None, port: int | None, announce: tuple[str, ...], folder: Path
+) -> "AsyncIterator[Finding]":
+    from diloco.engines.swarm.doctor import machine_checks
 
     missing = False
-    for finding in checks.look_at_packages():
+    for finding in machine_checks.check_packages():
         missing |= finding.state == "failed"
         yield finding
-    yield checks.look_at_gpu()
-    yield checks.look_at_disk(folder)
-    yield checks.look_at_addresses()
-    port = checks.look_at_port(network)
-    yield port
+    yield machine_checks.check_gpu()
+    yield machine_checks.check_disk(folder)
     if missing:
-        return
-    daemon = await checks.look_at_daemon()
-    yield daemon
-    if invitation is None or "failed" in (daemon.state, port.state):
-        return
-    from diloco.engines.swarm.doctor import remote_checks as checks_outside
+        return  # the other checks import these packages
+    from diloco.engines.swarm.doctor import network_checks, swarm_checks
+    from diloco.engines.swarm.network.addresses import ListenConfig
 
-    finding, parsed = checks_outside.look_at_invitation(invitation)
+    config = ListenConfig(host, port, announce)
+    yield network_checks.check_addresses()
+    port_found = network_checks.check_port(config)
+    yield port_found
+    daemon = await network_checks.check_daemon()
+    yield daemon
+    if invitation is None or "failed" in (daemon.state, port_found.state):
+        return
+    finding, parsed = swarm_checks.check_invitation(invitation)
     yield finding
     if parsed is not None:
-        async for finding in checks_outside.look_outside(parsed, network):
+        async for finding in swarm_checks.check_swarm(parsed, config):
             yield finding
 
 
 async def _print_all(findings: "AsyncIterator[Finding]") -> int:
-    """Each as soon as it is known; returns how many failed."""
+    """Each as soon as it is known; returns the number of failed checks."""
     console, failed = Console(), 0
     async for finding in findings:
         failed += finding.state == "failed"
-        line = Text.assemble((f"{finding.state:8}", _STYLES[finding.state]), f"{finding.name:13}{finding.told}")
+        line = Text.assemble((f"{finding.state:8}", _STYLES[finding.state]), f"{finding.name:13}{finding.message}")
         console.print(line, soft_wrap=True)
         if finding.remedy is not None:
             console.print(Text(f"{'':21}→ {finding.remedy}", style="dim"), soft_wrap=True)

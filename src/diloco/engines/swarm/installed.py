@@ -5,7 +5,7 @@ import sys
 
 from diloco.errors import ConfigError, install_hint
 
-_PACKAGES = ("hivemind", "msgpack", "msgspec", "base58", "cryptography")
+PACKAGES = ("hivemind", "msgpack", "msgspec", "base58", "cryptography")
 
 
 def check_swarm() -> None:
@@ -14,6 +14,6 @@ def check_swarm() -> None:
         raise ConfigError(
             f"the swarm engine runs on Linux only, not on {sys.platform}: use WSL, Docker or another engine"
         )
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {install_hint('swarm')}")

@@ -111,7 +111,7 @@ class Standing:
         public = public_ones(self._transport.known())
         if kind == "unknown":
             return self._told or not public or await self.find_out(public)
-        there = await asyncio.gather(*(somebody_is_at(address, _ASK_SECONDS) for address in public))
+        there = await asyncio.gather(*(answers_libp2p(address, _ASK_SECONDS) for address in public))
         answering = [address for address, answers in zip(public, there, strict=True) if answers]
         return bool(answering) and await self._get_place(answering)
 
@@ -120,7 +120,7 @@ def public_ones(addresses: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(a for a in addresses if multiaddr.is_public(a) and multiaddr.CIRCUIT not in a))
 
 
-async def somebody_is_at(address: str, seconds: float) -> bool:
+async def answers_libp2p(address: str, seconds: float) -> bool:
     """Whether somebody speaks libp2p there; not who."""
     if multiaddr.CIRCUIT in address or "/tcp/" not in address:
         return True  # p2pd must find out

@@ -1,7 +1,7 @@
-"""How a swarm looks from this machine, with an invitation: who can be reached and how well, and whether they reach us.
+"""Checks of `diloco doctor` with an invitation: which workers can be reached, how fast, and whether they reach us.
 
-For `diloco doctor`. This machine is a guest for the time: it shows the invitation's credential under a name of its own,
-is no member, and leaves nothing behind.
+This machine is a guest of the swarm meanwhile: it shows the invitation's credential under a peer id of its own, is no
+member, and leaves nothing behind.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from diloco.engines.swarm.doctor.local_checks import Finding, State
+from diloco.engines.swarm.doctor.machine_checks import Finding, State
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.reachability import own_addresses
-from diloco.engines.swarm.network.relaying import somebody_is_at
+from diloco.engines.swarm.network.relaying import answers_libp2p
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
@@ -39,42 +39,41 @@ _NO_ANSWER = "is a worker running there, its port open, or behind a router with 
 Problem = (Unreachable, CallRefused, Malformed)
 
 
-def look_at_invitation(text: str) -> tuple[Finding, Invitation | None]:
+def check_invitation(text: str) -> tuple[Finding, Invitation | None]:
     try:
         invitation = Invitation.parse(text, time.time())
     except ConfigError as error:
         return Finding("invitation", "failed", str(error), "ask for a new one: diloco invite RUN"), None
-    told = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
+    message = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
     if not invitation.addresses:
-        return Finding("invitation", "failed", told, "ask for one with addresses, while a worker runs"), None
-    return Finding("invitation", "ok", told), invitation
+        return Finding("invitation", "failed", message, "ask for one with addresses, while a worker runs"), None
+    return Finding("invitation", "ok", message), invitation
 
 
-async def look_outside(invitation: Invitation, network: ListenConfig) -> AsyncIterator[Finding]:
-    """One after the other; stops where nothing more can be found out."""
+async def check_swarm(invitation: Invitation, config: ListenConfig) -> AsyncIterator[Finding]:
+    """One check after the other; ends early if no worker answers."""
     with TemporaryDirectory(prefix="diloco-doctor-") as folder:
         key = Path(folder) / "doctor.key"
         try:
-            transport = await P2pdTransport.create(key, protocol_of(invitation.run_id), replace(network, guest=True))
+            transport = await P2pdTransport.create(key, protocol_of(invitation.run_id), replace(config, guest=True))
         except DiLoCoError as error:
             yield Finding("p2pd", "failed", str(error), "see the lines above")
             return
         try:
-            await transport.serve(_nothing, _no_stream)
-            look = _Look(transport, invitation)
-            async for finding in look.all():
+            await transport.serve(_refuse_call, _refuse_stream)
+            async for finding in _SwarmChecks(transport, invitation).run():
                 yield finding
         finally:
             await transport.close()
 
 
-class _Look:
+class _SwarmChecks:
     def __init__(self, transport: P2pdTransport, invitation: Invitation) -> None:
         self._transport, self._invitation = transport, invitation
         self._hosts: list[str] = []
-        """Who has let us in, the first of them asked first."""
+        """Peers that have accepted our hello."""
 
-    async def all(self) -> AsyncIterator[Finding]:
+    async def run(self) -> AsyncIterator[Finding]:
         for finding in await self._addresses():
             yield finding
         if not self._hosts:
@@ -86,29 +85,27 @@ class _Look:
             yield finding
 
     async def _addresses(self) -> list[Finding]:
-        """Each alone, so that one that works does not hide one that does not."""
+        """Each address alone, so that one that works does not hide one that does not."""
         tried: list[tuple[str, str | None]] = []
         for address in self._invitation.addresses:
-            way, peer = multiaddr.split_peer(address)
+            route, peer = multiaddr.split_peer(address)
             problem: str | None = None
             try:
                 await self._transport.disconnect(peer)
                 started = time.monotonic()
-                if not await somebody_is_at(way, _SECONDS):  # p2pd alone would also try the peer's other addresses
-                    raise Unreachable("nobody there speaks libp2p")
+                if not await answers_libp2p(route, _SECONDS):  # p2pd alone would also try the peer's other addresses
+                    raise Unreachable("nothing there speaks libp2p")
                 await self._transport.connect(peer, [address], _SECONDS)
                 took = time.monotonic() - started
                 await self._hello(peer)
-                tried.append((f"{way} answers, connected in {took * 1000:.0f} ms", None))
+                tried.append((f"{route} answers, connected in {took * 1000:.0f} ms", None))
             except Problem as error:
                 problem = str(error)
-                tried.append((f"{way} does not: {problem}", problem))
-        every = all(problem is not None for _, problem in tried)
+                tried.append((f"{route} does not: {problem}", problem))
+        bad: State = "failed" if all(problem is not None for _, problem in tried) else "warning"
         return [
-            Finding("address", "ok", told)
-            if problem is None
-            else Finding("address", "failed" if every else "warning", told, _NO_ANSWER)
-            for told, problem in tried
+            Finding("address", "ok", message) if problem is None else Finding("address", bad, message, _NO_ANSWER)
+            for message, problem in tried
         ]
 
     async def _hello(self, peer: str) -> None:
@@ -126,13 +123,13 @@ class _Look:
             told = Message.unpack(await self._transport.call(self._hosts[0], pack("clock"), _SECONDS)).real("time")
             skew = (started + time.time()) / 2 - told
         except Problem as error:
-            return Finding("clock", "warning", f"cannot be compared: {error}", "run it again")
-        told_skew = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the swarm's"
+            return Finding("clock", "warning", f"cannot be compared: {error}", "run this again")
+        difference = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the swarm's"
         if abs(skew) > _MOST_SKEW:
             return Finding(
-                "clock", "failed", told_skew, "set this machine's clock (timedatectl set-ntp true), or theirs"
+                "clock", "failed", difference, "set this machine's clock (timedatectl set-ntp true), or theirs"
             )
-        return Finding("clock", "warning" if abs(skew) > _SOME_SKEW else "ok", told_skew)
+        return Finding("clock", "warning" if abs(skew) > _SOME_SKEW else "ok", difference)
 
     async def _reach(self) -> list[Finding]:
         for peer in self._hosts:
@@ -142,39 +139,42 @@ class _Look:
                     continue
                 relayed = await self._relay()
                 if seen.reachable:
-                    return [Finding("reachable", "ok", f"open: the swarm can call this machine at {seen.ip}"), relayed]
+                    return [
+                        Finding("reachable", "ok", f"public: the swarm can connect to this machine at {seen.ip}"),
+                        relayed,
+                    ]
                 own = seen.ip in map(str, own_addresses())
                 kind = "behind a firewall" if own else f"behind a router whose address is {seen.ip}"
                 remedy = (
                     "let the port (--port) in" if own else "forward a port to this machine and choose it with --port"
                 )
-                way = "others reach it through a relay" if relayed.state == "ok" else "and nobody relays for it"
+                how = "others reach it through a relay" if relayed.state == "ok" else "and no worker relays for it"
                 state: State = "warning" if relayed.state == "ok" else "failed"
-                return [Finding("reachable", state, f"{kind}: {way}", f"for direct connections {remedy}"), relayed]
-        told = "nobody could try: only reached through a relay themselves"
-        return [Finding("reachable", "warning", told, "ask somebody with an open port for an invitation")]
+                return [Finding("reachable", state, f"{kind}: {how}", f"for direct connections {remedy}"), relayed]
+        message = "not known: no worker that answers could try to connect to this machine"
+        return [Finding("reachable", "warning", message, "use an invitation with the address of a public worker")]
 
     async def _relay(self) -> Finding:
         for peer in self._hosts:
             with contextlib.suppress(*Problem):
                 if await self._transport.relay_limit(peer) >= _LITTLE_RELAY:
-                    return Finding("relay", "ok", f"{peer[-8:]} passes on what is for machines behind routers")
+                    return Finding("relay", "ok", f"{peer[-8:]} relays for machines behind routers")
         remedy = "machines behind routers need one worker with a public address or a forwarded port (--announce)"
-        return Finding("relay", "warning", "none of those who answered is one", remedy)
+        return Finding("relay", "warning", "no worker that answers is one", remedy)
 
     async def _peers(self) -> AsyncIterator[Finding]:
-        """All live members, not only those of the invitation."""
+        """All live members, not only those in the invitation."""
         try:
             status = Message.unpack(await self._transport.call(self._hosts[0], pack("status"), _SECONDS))
             members = [member for member in status.maps("members") if member.flag("live")]
         except Problem as error:
-            yield Finding("workers", "failed", f"the swarm does not tell who is there: {error}", "run it again")
+            yield Finding("workers", "failed", f"the swarm does not list its workers: {error}", "run this again")
             return
         yield Finding("workers", "ok", f"{len(members)} in the swarm")
         for member in members[:_MAX_PEERS]:
-            yield await self._measured(member)
+            yield await self._measure(member)
 
-    async def _measured(self, member: Message) -> Finding:
+    async def _measure(self, member: Message) -> Finding:
         peer, name = member.text("peer"), f"worker {member.number('number', low=-1)}"
         try:
             if peer not in self._hosts:
@@ -186,8 +186,8 @@ class _Look:
         except (*Problem, ConfigError) as error:
             return Finding(name, "warning", f"{peer[-8:]} does not answer here: {error}", _NO_ANSWER)
         how = "through a relay" if ways and all(multiaddr.CIRCUIT in way for way in ways) else "directly"
-        told = f"{peer[-8:]} {how}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
-        return Finding(name, "ok", told)
+        message = f"{peer[-8:]} {how}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
+        return Finding(name, "ok", message)
 
     async def _latency(self, peer: str) -> float:
         taken = []
@@ -198,7 +198,7 @@ class _Look:
         return statistics.median(taken)
 
     async def _speed(self, peer: str, *, up: bool) -> float:
-        """MB/s, as far as calls get it: a floor, not a ceiling."""
+        """MB/s with calls of 512 KiB: the line may be faster, not slower."""
         request = pack("measure", bytes=0 if up else _PIECE, padding=bytes(_PIECE if up else 0))
         started, done = time.monotonic(), 0
 
@@ -212,10 +212,10 @@ class _Look:
         return done * _PIECE / 1e6 / (time.monotonic() - started)
 
 
-async def _nothing(peer: str, request: bytes) -> bytes:
+async def _refuse_call(peer: str, request: bytes) -> bytes:
     del peer, request
-    raise CallRefused("a guest answers nothing")
+    raise CallRefused("a guest answers no calls")
 
 
-async def _no_stream(stream: Stream) -> None:
+async def _refuse_stream(stream: Stream) -> None:
     stream.close()
