@@ -5,7 +5,7 @@ On two machines, at each of them (N is 0 or 1):
     torchrun --nnodes 2 --node-rank N --nproc-per-node 1 --master-addr ADDRESS --master-port 29500 \\
         examples/existing_loop.py
 
-Each worker trains on its own data. Every 20 steps they average what they have learned, and that is all they send.
+Each worker trains on its own data. Every 20 steps the workers average their parameters; they send nothing else.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""DiLoCo between workers, FSDP2 inside each: a worker is two ranks, which hold half of everything each.
+"""DiLoCo between workers, FSDP2 inside each worker: two ranks per worker, each with half of the parameters.
 
     torchrun --nproc-per-node 4 examples/fsdp_loop.py        two workers of two ranks (CPU, or a CUDA device for each)
 
@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def batch(worker: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a worker sees at a step; its ranks share out the rows."""
+    """The batch of a worker at a step; its ranks divide the rows."""
     generator = torch.Generator().manual_seed(worker * 100_000 + step)
     x = torch.rand(32, 4, generator=generator) * 4 - 2
     return x, (x.square().sum(-1, keepdim=True) * 0.3).sin() + x[:, :1] * x[:, 1:2]
@@ -30,7 +30,7 @@ def main(steps: int = 200) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     engine = diloco.connect(ranks_per_worker=RANKS)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    fully_shard(model, mesh=engine.ranks.mesh(device.type))  # as always, over this worker's ranks; then DiLoCo
+    fully_shard(model, mesh=engine.ranks.mesh(device.type))  # over this worker's ranks; before DiLoCo is built
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=20))
 

@@ -1,7 +1,7 @@
 """Accelerate as a DiLoCo worker: torchrun --nproc-per-node 2 examples/hf_accelerate.py
 
-`island=True`: under torchrun `prepare` would wrap the model in DDP and share out the data, and `gather` would wait for
-all workers. It must see a single process; the engine keeps the connection to the other workers.
+`island=True`: under torchrun `prepare` would wrap the model in DDP and divide the data, and `gather` would wait for all
+workers. Accelerate must see a single process; the engine keeps the connection to the other workers.
 """
 
 import torch
@@ -23,7 +23,7 @@ def points(worker: int, count: int) -> TensorDataset:
 
 def main(steps: int = 200, accumulation: int = 2) -> None:
     torch.set_num_threads(1)
-    engine = diloco.connect(island=True)  # first: Accelerator looks at the environment
+    engine = diloco.connect(island=True)  # first: Accelerator reads the environment
     accelerator = Accelerator(gradient_accumulation_steps=accumulation, cpu=not torch.cuda.is_available())
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     model.to(accelerator.device)  # before DiLoCo is built
@@ -35,7 +35,7 @@ def main(steps: int = 200, accumulation: int = 2) -> None:
 
     first = None
     for x, y in data:
-        with accelerator.accumulate(model):  # the optimizer and the schedule step with the last batch of each two
+        with accelerator.accumulate(model):  # the optimizer and the schedule step at every second batch
             loss = F.mse_loss(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -45,7 +45,7 @@ def main(steps: int = 200, accumulation: int = 2) -> None:
             optimizer.zero_grad()
         first = loss.item() if first is None else first
 
-    diloco_optimizer.finish()  # the last round: all workers then hold the same parameters
+    diloco_optimizer.finish()  # the last round: all workers then have the same parameters
     x, y = (tensor.to(accelerator.device) for tensor in points(1000, 256).tensors)
     final, digest = F.mse_loss(model(x), y).item(), diloco_optimizer.anchor_digest()
     print(f"worker {engine.worker}  first loss {first:.4f}  final loss {final:.4f}  parameters {digest}", flush=True)

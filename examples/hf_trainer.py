@@ -1,6 +1,6 @@
 """Hugging Face Trainer as a DiLoCo worker: torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-`island=True`: under torchrun the Trainer would wrap the model in DDP, share out the data and save on rank 0 only. It
+`island=True`: under torchrun the Trainer would wrap the model in DDP, divide the data and save on rank 0 only. It
 must see a single process; the engine keeps the connection to the other workers. Everything else is the Trainer's.
 """
 
@@ -13,7 +13,7 @@ from diloco.integrations.transformers import DiLoCoCallback
 
 
 def texts(worker: int, count: int) -> list[dict[str, Tensor]]:
-    """A worker's own share of the data: sequences that count upwards from anywhere, by ones or by twos."""
+    """A worker's own share of the data: sequences that count upwards by 1 or 2 from a random start."""
     generator = torch.Generator().manual_seed(worker)
     start = torch.randint(64, (count, 1), generator=generator)
     tokens = (start + torch.arange(32) * torch.randint(1, 3, (count, 1), generator=generator)) % 64
@@ -22,9 +22,9 @@ def texts(worker: int, count: int) -> list[dict[str, Tensor]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    engine = diloco.connect(island=True)  # first: TrainingArguments looks at the environment
+    engine = diloco.connect(island=True)  # first: TrainingArguments reads the environment
     args = TrainingArguments(
-        output_dir=f"runs/hf_trainer/worker-{engine.worker}",  # a worker is an island: each has its own checkpoints
+        output_dir=f"runs/hf_trainer/worker-{engine.worker}",  # each worker has its own checkpoints
         max_steps=120,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
@@ -44,7 +44,7 @@ def main() -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=20), outer=diloco.SGD(1.0))
     data = texts(engine.worker, 2000)
-    callbacks = [DiLoCoCallback(optimizer)]  # the last round, at the end of training
+    callbacks = [DiLoCoCallback(optimizer)]  # runs the last round at the end of training
     trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
     trainer.train()
     first, final = trainer.state.log_history[0]["loss"], trainer.evaluate(texts(1000, 64))["eval_loss"]

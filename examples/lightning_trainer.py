@@ -1,6 +1,6 @@
 """Lightning as a DiLoCo worker: torchrun --nproc-per-node 2 examples/lightning_trainer.py
 
-`island=True`: under torchrun the Trainer would take DDP as its strategy, share out the data and log on rank 0 only. It
+`island=True`: under torchrun the Trainer would take DDP as its strategy, divide the data and log on rank 0 only. It
 must see a single process; the engine keeps the connection to the other workers. Everything else is the Trainer's.
 """
 
@@ -34,7 +34,7 @@ class Regression(pl.LightningModule):  # type: ignore[misc]
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> Any:  # the model is on its device by now
+    def configure_optimizers(self) -> Any:  # the model is on its device
         inner = torch.optim.AdamW(self.parameters(), lr=1e-2)
         optimizer = diloco.DiLoCo(self, inner, self.engine, sync=diloco.SyncConfig(num_inner_steps=20))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
@@ -43,11 +43,11 @@ class Regression(pl.LightningModule):  # type: ignore[misc]
 
 def main() -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*treespec, LeafSpec")  # Lightning's own, where torch is newer than it
-    model = Regression(diloco.connect(island=True))  # before the Trainer looks at the environment
+    warnings.filterwarnings("ignore", ".*treespec, LeafSpec")  # a warning of Lightning with a newer torch
+    model = Regression(diloco.connect(island=True))  # before the Trainer reads the environment
     options: dict[str, Any] = {"devices": 1, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "max_epochs": 1}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(callbacks=[DiLoCoCallback()], **options, **quiet)  # the callback makes the last round
+    trainer = pl.Trainer(callbacks=[DiLoCoCallback()], **options, **quiet)  # the callback runs the last round
     trainer.fit(model, DataLoader(points(model.engine.worker, 32 * 400), batch_size=32))
     x, y = points(1000, 256).tensors
     place, final, digest = model.engine.worker, F.mse_loss(model.net(x), y), trainer.optimizers[0].anchor_digest()

@@ -47,7 +47,7 @@ def test_i5_after_ctrl_c_a_run_goes_on_bit_for_bit_and_meanwhile_nobody_else_tra
         assert other.code() == 2 and "another process trains in" in other.errors
     with resume(tmp_path / "stopped") as resumed:
         assert resumed.code() == 0, resumed.errors
-        assert "going on from step" in resumed.output
+        assert "continuing from step" in resumed.output
     assert resumed.summary["anchor_digests"] == whole.summary["anchor_digests"]
     assert resumed.summary["validation_loss"] == whole.summary["validation_loss"]
     assert resumed.summary["tokens"] == whole.summary["tokens"] and resumed.summary["resumes"] == 1

@@ -1,8 +1,8 @@
-"""What the rest of the program needs of a model, whoever wrote it.
+"""The interface of a model for training, evaluation and generation.
 
-`NativeModel` (our own transformer) and `HuggingFaceModel` (any causal language model of `transformers`) are such
-models; the training loop, the evaluation and the command line know nothing else of either. A model is an `nn.Module`
-with fp32 weights, in training mode when it is built. It knows nothing of optimizers, workers or data.
+`NativeModel` (our own transformer) and `HuggingFaceModel` (any causal language model of `transformers`)
+implement it; the training loop, the evaluation and the command line use nothing else of them. A model is an
+`nn.Module` with fp32 weights, in training mode when it is built. It does not know optimizers, workers or data.
 """
 
 from abc import ABC, abstractmethod
@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 
 class Reader(Protocol):
-    """A text that a model has read so far, kept so that the next tokens cost only themselves (a key/value cache)."""
+    """The context of a generation: the tokens read so far, with a key/value cache."""
 
     @property
     def length(self) -> int:
-        """How many tokens have been read."""
+        """The number of tokens read so far."""
         ...
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Read on; returns the logits (V,) of what follows the last token."""
+        """Append tokens to the context; returns the logits (V,) of the next token."""
         ...
 
     def reset(self) -> None:
-        """Start again from an empty text."""
+        """Empty the context."""
         ...
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal language model that can be trained, saved and made to write."""
+    """A causal language model that can be trained, saved and used to generate text."""
 
     @property
     @abstractmethod
@@ -46,12 +46,12 @@ class LanguageModel(nn.Module, ABC):
     @property
     @abstractmethod
     def body(self) -> nn.Module:
-        """What computes all but the loss: the part that is compiled as one."""
+        """The module that computes everything but the loss; it is compiled as a whole."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Everything but the weights that decides what it computes. Workers that train together have the same."""
+        """Everything but the weights that determines the computation; must be equal on all workers."""
 
     @abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def reader(self, length: int) -> Reader:
-        """For generation: reads texts of up to `length` tokens at a time."""
+        """A new context of up to `length` tokens, for generation."""
 
     @abstractmethod
     def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:
-        """Write a folder that `transformers` loads, fp32. `end_of_text`: the tokenizer's token that ends a text."""
+        """Write a folder that `transformers` loads, in fp32. `end_of_text`: the tokenizer's end-of-text token."""

@@ -1,7 +1,7 @@
-"""A model folder as one to give away: any float type, shards of a wanted size, every file that `transformers` likes.
+"""Exports a model folder: any float type, shards of a given size, all files that `transformers` expects.
 
-Works on files, tensor by tensor, whatever the model: nothing is computed, and no more than a shard is in memory. The
-new folder appears whole or not at all, and never in the place of something else.
+Works on files, tensor by tensor, for every kind of model: nothing is computed, and at most one shard is in memory. The
+new folder appears complete or not at all, and never replaces anything.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +29,13 @@ def export_model(
     card: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the model folder `source` anew as `target`, with `card` as its README.md."""
+    """Write the model folder `source` to the new folder `target`, with `card` as its README.md."""
     target = target.expanduser().resolve()
     check_unused(target)
     config = read_json(source / CONFIG_FILE)
     with StoredWeights(source) as stored, replace_model_folder(target) as new:
         write_weights(stored, new, getattr(torch, dtype), max_shard_bytes, progress)
-        # Versions 5 and 4 of transformers look for the type under different names.
+        # transformers 5 reads dtype, transformers 4 torch_dtype.
         write_json(new / CONFIG_FILE, {**config, "dtype": dtype, "torch_dtype": dtype})
         copy_tokenizer(source, new)
         if not (new / GENERATION_FILE).exists():

@@ -1,7 +1,7 @@
 """A model of the Hugging Face hub as a folder on this machine: downloaded once, afterwards found without a network.
 
-Imports no torch. Takes safetensors and text files only: never pickled weights, never code. Every problem (no network,
-no such model, a gated one) is one ConfigError.
+Imports no torch. Downloads safetensors and text files only: never pickled weights, never code. Every problem (no
+network, no such model, a gated one) is one ConfigError.
 """
 
 from pathlib import Path
@@ -9,17 +9,17 @@ from pathlib import Path
 from diloco.errors import ConfigError
 
 _SMALL = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
-_WEIGHTS = ["model*.safetensors"]  # not the second copy that some keep for another program
+_WEIGHTS = ["model*.safetensors"]  # not the copies that some repositories keep for other programs
 _NO_ANSWER_SECONDS = 10.0
 
 
 def cached_folder(name: str) -> Path | None:
-    """What of `owner/name` was downloaded before, if anything: perhaps only a part. Asks no network."""
+    """The cached folder of `owner/name`, perhaps incomplete; None if there is none. Uses no network."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
-    except (OSError, ValueError):  # not there, or not a name that the hub could have
+    except (OSError, ValueError):  # not there, or not a valid name
         return None
 
 
@@ -40,7 +40,7 @@ def hub_folder(name: str, *, weights: bool) -> Path:
             f"model 'hf:{name}': the Hugging Face hub has no such model, or it is private, and there is no such "
             f"folder; check the name, or log in (huggingface-cli login)"
         ) from error
-    except Exception as error:  # the hub's library lets through whatever its HTTP library raises
+    except Exception as error:  # the hub's library passes on any error of its HTTP library
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"model 'hf:{name}' cannot be fetched from the Hugging Face hub ({reason}), and it is neither a folder nor "

@@ -1,11 +1,11 @@
 """Any causal language model of `transformers` (the extra `hf`) as a model of a run.
 
-Weights are loaded in fp32 from safetensors; code that comes with a model is never run. Dropout is what the model's
-config.json says: it acts in training and not in evaluation. Training asks for no cache and computes the loss from the
-logits itself, in fp32, so that it is the same quantity for every model.
+Weights are loaded in fp32 from safetensors; code that comes with a model is never run. Dropout follows the model's
+config.json, in training only. The loss is computed here from the logits, in fp32, so that it is the same quantity for
+every model.
 
-What it refuses: a folder that `transformers` cannot load whole, quantised weights, a model that sees the tokens it is
-to predict, and a mixture of experts that asks for a balancing loss, which would not be part of this loss.
+Refused: a folder that `transformers` cannot load completely, quantised weights, a model that is not causal, and a
+mixture of experts with a balancing loss, which would not be part of this loss.
 """
 
 import inspect
@@ -25,15 +25,15 @@ from diloco.models.folders import replace_model_folder
 from diloco.models.pretrained import TOKENIZER_FILE, Pretrained, weight_files
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 
-# Of a config, what says where it came from and not what is computed.
+# Keys of a config that do not affect the computation.
 _NOT_COMPUTED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
-_ROUNDING = 1e-4  # of two passes over the same text, as a part of the largest logit
+_ROUNDING = 1e-4  # allowed difference of two passes over the same text, relative to the largest logit
 
 
 @final
 class HuggingFaceModel(LanguageModel):
-    """A causal language model that `transformers` computes. Its weights are those of `inner`."""
+    """A causal language model that `transformers` computes; `inner` holds the weights."""
 
     def __init__(self, inner: Any, origin: Pretrained) -> None:
         """`inner`: a PreTrainedModel in fp32; `origin`: the folder that it was loaded from."""
@@ -105,14 +105,14 @@ class HuggingFaceModel(LanguageModel):
         if tokenizer_path is not None:
             eos_token_id = check_tokenizer(tokenizer_path, self.vocab_size, end_of_text)
             own = is_same_tokenizer(tokenizer_path, self.origin.folder / TOKENIZER_FILE)
-            if not own:  # the numbers of the former special tokens mean something else now
+            if not own:  # the ids of the former special tokens have another meaning now
                 config.bos_token_id, config.eos_token_id, config.pad_token_id = None, eos_token_id, None
         if hasattr(self.inner, "generation_config"):
-            # transformers refuses to save what some published models have in theirs; the file itself is kept below.
+            # transformers refuses to save some published generation configs; the original file is copied below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
         with replace_model_folder(folder) as new, _no_progress_bars(), _saving_here(self.inner):
             self.inner.save_pretrained(new)
-            weight_files(new)  # whatever else transformers may have decided: a folder without weights is never left
+            weight_files(new)  # raises if transformers wrote no weights
             if own:
                 copy_tokenizer(self.origin.folder, new)
             elif tokenizer_path is not None:
@@ -121,9 +121,9 @@ class HuggingFaceModel(LanguageModel):
 
 @contextmanager
 def _saving_here(inner: Any) -> Iterator[None]:
-    """transformers writes on rank 0 of torch.distributed alone, and says nothing on the others.
+    """Let transformers save on this process: by default it saves on rank 0 of torch.distributed only.
 
-    Here a rank is a worker: the first of each machine saves, and after a loss whoever is left.
+    The first worker of each machine saves and, after a loss, a surviving one.
     """
     inner.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
@@ -134,7 +134,7 @@ def _saving_here(inner: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """They would be written into a worker's log, and leave semaphores behind in a process that ends at once."""
+    """Progress bars would fill a worker's log, and leak semaphores in a process that exits at once."""
     from transformers.utils import logging
 
     bars: Any = logging  # not typed
@@ -148,7 +148,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> None:
-    """transformers makes up weights that are missing; here that is an error."""
+    """Refuse missing weights, which transformers would initialise at random, and models that cannot be trained here."""
     problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
     problems += [f"{name} has another shape" for name in sorted(map(str, report.get("mismatched_keys", ())))]
     if problems:
@@ -171,7 +171,7 @@ def _check_loaded(inner: Any, report: dict[str, Any], origin: Pretrained) -> Non
 
 
 def _check_causal(inner: Any, origin: Pretrained) -> None:
-    """transformers loads some models as causal that are not, a BERT for one: their loss falls and means nothing."""
+    """Refuse a model whose logits depend on later tokens: transformers loads a BERT as causal, for example."""
     inner.eval()
     rows = int(inner.get_input_embeddings().weight.shape[0])
     text = torch.arange(min(4, origin.max_sequence_length or 4))[None] % rows
@@ -188,7 +188,7 @@ def _check_causal(inner: Any, origin: Pretrained) -> None:
 
 @final
 class _Reader:
-    """Reads on with the model's own cache; a model without one reads the whole text at each token."""
+    """A context with the model's own cache; a model without a cache reads the whole text at each token."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,12 +1,12 @@
-"""What `--model` may name, and what can be known of a pre-trained model without loading it. Imports no torch.
+"""Names that `--model` accepts, and the facts about a pre-trained model that need no loading. Imports no torch.
 
     tiny                  a preset: our transformer, random weights
     models/my-llama       a folder of the Llama family: our transformer, its weights
     hf:models/my-gpt2     a folder of any causal language model of `transformers`, computed by `transformers`
     hf:openai/gpt2        the same from the Hugging Face hub, downloaded once
 
-A folder is one that `save_pretrained` of transformers writes: config.json, safetensors, tokenizer.json. Refuses pickled
-weights, a vocabulary that is too small for the tokenizer, and sequences that are longer than the model's.
+A folder is what `save_pretrained` of transformers writes: config.json, safetensors, tokenizer.json. Refuses pickled
+weights, a vocabulary too small for the tokenizer, and sequences longer than the model's.
 """
 
 import json
@@ -26,12 +26,12 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
 _PREFIX = "hf:"
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # as different families call it
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # names in different families
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pre-trained model's folder and what its config.json says."""
+    """The folder of a pre-trained model, and the sizes in its config.json."""
 
     name: str
     """As the user gave it."""
@@ -64,12 +64,12 @@ def uses_transformers(model: str) -> bool:
 
 
 def is_pretrained(model: str) -> bool:
-    """Does it start from weights that someone has trained before?"""
+    """Does it start from trained weights?"""
     return uses_transformers(model) or (model not in PRESETS and ("/" in model or Path(model).is_dir()))
 
 
 def is_local(name: str) -> bool:
-    """Is it a path (or a word of our own), and not the name of something on the hub?"""
+    """Is it a path or a preset, and not a name on the hub?"""
     bare = name.removeprefix(_PREFIX)
     return not uses_transformers(name) or not _could_be_on_the_hub(bare) or Path(bare).expanduser().is_dir()
 
@@ -80,9 +80,9 @@ def short_name(model: str) -> str:
 
 
 def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
-    """Refuse a model that cannot be built, in milliseconds; the folder of a pre-trained one, None for a preset.
+    """Refuse a model that cannot be built, without loading it. Returns a pre-trained one; None for a preset.
 
-    With `weights` a model of the hub is downloaded whole, otherwise only its small files.
+    With `weights` a model of the hub is downloaded completely, otherwise only its small files.
     """
     if not is_pretrained(model):
         preset(model)
@@ -95,7 +95,7 @@ def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
         shape = ModelConfig.from_hf_config(config)
         found = Pretrained(model, folder, shape.vocab_size, shape.max_sequence_length)
     else:
-        found = Pretrained(model, folder, *_facts(config, folder / CONFIG_FILE))
+        found = Pretrained(model, folder, *_sizes(config, folder / CONFIG_FILE))
     if weights:
         weight_files(folder)
     return found
@@ -117,14 +117,14 @@ def _folder(model: str, weights: bool) -> Path:
 
 
 def _from_hub(name: str, weights: bool) -> Path:
-    """Downloaded once: what is here is used as it is, so that all workers of a machine load the same files."""
+    """Download once: a cached model is used unchanged, so that all workers of a machine load the same files."""
     cached = cached_folder(name)
     if cached is not None and (cached / CONFIG_FILE).is_file():
         try:
             if weights:
                 weight_files(cached)
         except ConfigError:
-            return hub_folder(name, weights=True)  # only the small files were fetched, or an interrupted download
+            return hub_folder(name, weights=True)  # only the small files are here, or the download was interrupted
         return cached
     return hub_folder(name, weights=weights)
 
@@ -135,12 +135,12 @@ def _could_be_on_the_hub(name: str) -> bool:
     return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
-def _facts(config: Mapping[str, Any], path: Path) -> tuple[int, int | None]:
-    """Vocabulary and longest sequence; models of text and images keep those of the text in a part of their own."""
+def _sizes(config: Mapping[str, Any], path: Path) -> tuple[int, int | None]:
+    """Vocabulary and longest sequence; models of text and images have them under text_config."""
     text = config.get("text_config") or config
     vocab_size = text.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ConfigError(f"{path} has vocab_size {vocab_size!r}: it must be a whole number; is it a language model's?")
+        raise ConfigError(f"{path} has vocab_size {vocab_size!r}: it must be a whole number; is it a language model?")
     lengths = [text[key] for key in _LENGTHS if isinstance(text.get(key), int) and text[key] > 0]
     return vocab_size, lengths[0] if lengths else None
 
@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a model folder, one or several; each is there."""
+    """The safetensors files of a model folder; raises if one is missing."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
@@ -174,7 +174,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(set(names.values()))
     for name in files:
         if Path(name).name != name:
-            raise ConfigError(f"{index} names the file {name!r}: the files of a model lie beside it; restore the file")
+            raise ConfigError(f"{index} names the file {name!r}: a model's files must be in its folder; restore it")
         if not (folder / name).is_file():
             raise ConfigError(f"{folder / name} does not exist, but {INDEX_FILE} names it: copy the whole model folder")
     return [folder / name for name in files]

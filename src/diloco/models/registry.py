@@ -1,4 +1,4 @@
-"""From what `--model` names to a model: the one place that knows which kinds there are."""
+"""Builds the model that `--model` names. To add a kind of model: a class on models/base.py, a line here."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_t
 def build_model(model: str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
     """The named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
 
-    A preset takes vocabulary and longest sequence as given and draws its weights from torch's global generator. A
-    pre-trained model keeps its own, which must suffice.
+    A preset takes vocabulary and sequence length as given and draws its weights from torch's global generator. A
+    pre-trained model keeps its own, which must be large enough.
     """
     found = check_model(model)
     if found is None:
@@ -26,13 +26,13 @@ def build_model(model: str, *, vocab_size: int, sequence_length: int) -> Languag
         if not bool(parameter.isfinite().all()):
             raise ConfigError(
                 f"model {model!r} has weights that are not finite (the first is {name.removeprefix('inner.')}): it can "
-                f"neither train nor write; restore {found.folder}"
+                f"be neither trained nor used; restore {found.folder}"
             )
     return loaded
 
 
 def open_model(folder: Path) -> LanguageModel:
-    """The model of a folder, to write with: by our own transformer if that computes it, otherwise by `transformers`."""
+    """The model of a folder, for generation: our own transformer if it computes this model, else `transformers`."""
     try:
         ModelConfig.from_hf_config(read_json(folder / CONFIG_FILE))
     except ConfigError:

@@ -1,8 +1,7 @@
 """The tokenizer in a model folder: tokenizer.json and the small files that tell `transformers` how to use it.
 
-A model that was fine-tuned with the tokenizer it came with keeps that tokenizer's files as they were (chat template and
-all); any other tokenizer gets a plain tokenizer_config.json. Refuses a tokenizer whose tokens the model has no vectors
-for.
+A model that was fine-tuned with its own tokenizer keeps that tokenizer's files unchanged (chat template included); any
+other tokenizer gets a plain tokenizer_config.json. Refuses a tokenizer with more tokens than the model has vectors.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-"""What goes with a tokenizer of `transformers` in a folder; a folder has some of them."""
+"""The files of a tokenizer of `transformers`; a folder has some of them."""
 
 
 def open_tokenizer(path: Path) -> Any:
@@ -40,7 +39,7 @@ def open_tokenizer(path: Path) -> Any:
 
 
 def is_same_tokenizer(path: Path, other: Path) -> bool:
-    """Whatever the layout of the two files."""
+    """Do two tokenizer.json files describe the same tokenizer, whatever their layout?"""
     return path.is_file() and other.is_file() and open_tokenizer(path).to_str() == open_tokenizer(other).to_str()
 
 
@@ -75,7 +74,7 @@ def write_tokenizer(folder: Path, path: Path, end_of_text: str | None, max_lengt
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """All tokenizer files of one model folder into another, as they are."""
+    """Copy all tokenizer files of one model folder into another, unchanged."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             write_file(folder / name, (source / name).read_bytes())

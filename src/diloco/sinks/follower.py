@@ -1,7 +1,7 @@
-"""Carries a run's events into one sink, while the run goes on or long after; goes on where it stopped.
+"""Copies a run's events into one sink, during the run or long after it; continues where it stopped.
 
-Each sink has a folder of its own in the run folder, `sinks/NAME/`, with a `state.json` that says how many events it has
-had and how many of them it could not write. Removing that folder starts it anew. Two at once are refused.
+Each sink has a folder in the run folder, `sinks/NAME/`. Its `state.json` counts the events processed and the events
+that could not be written; removing the folder starts from the beginning. A second process for the same sink is refused.
 """
 
 import fcntl
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SinkState:
-    """How far a sink has come."""
+    """The content of state.json."""
 
     events: int = 0
-    """Events that it has had."""
+    """Events processed."""
     lost: int = 0
-    """Events of these that it could not write."""
+    """Events of these that could not be written."""
     error: str | None = None
-    """The first reason."""
+    """The first error."""
 
 
 def sink_folder(run: Path, name: str) -> Path:
@@ -43,7 +43,7 @@ def sink_folder(run: Path, name: str) -> Path:
 
 
 def read_state(run: Path, name: str) -> SinkState:
-    """As last saved; nothing yet if it cannot be read."""
+    """The state as last saved; a new one if it cannot be read."""
     try:
         return SinkState(**json.loads((sink_folder(run, name) / STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -51,7 +51,7 @@ def read_state(run: Path, name: str) -> SinkState:
 
 
 class Follower:
-    """One sink of one run; use it as `with open_follower(...)`."""
+    """Copies the events of one run to one sink; use `with open_follower(...)`."""
 
     def __init__(self, run: Path, name: str, sink: Sink) -> None:
         self.run, self.name, self.sink = run, name, sink
@@ -59,25 +59,25 @@ class Follower:
         self._reader, self._points = EventReader(run), PointReader()
         self._seen = 0
         self._reached: dict[int | None, int] = {}
-        self._restarted: set[int | None] = set()  # whose steps may go back with their next point
+        self._restarted: set[int | None] = set()  # workers whose next point may go back
         self._started: set[int] = set()
 
     def start(self) -> None:
         self.sink.start(run_options(self.run), resumed=self.state.events > 0)
 
     def catch_up(self) -> int:
-        """Write what is new and return how many events that were; one that the sink refuses is counted and left out."""
+        """Write the new events and return their number; an event that the sink refuses is counted and skipped."""
         before = self.state.events
         for event in self._reader.new_events():
             self._seen += 1
-            self._take(event, write=self._seen > self.state.events)
+            self._process(event, write=self._seen > self.state.events)
         if self.state.events > before:
             self._attempt(self.sink.flush, 0)
             self._save()
         return self.state.events - before
 
     def finish(self) -> None:
-        """The rest, and the summary if the run has ended with one."""
+        """Write the rest, and the summary if the run has ended with one."""
         self.catch_up()
         path = self.run / SUMMARY_FILE
         if path.exists():
@@ -86,10 +86,10 @@ class Follower:
         self._attempt(self.sink.close, 1)
         self._save()
 
-    def _take(self, event: Mapping[str, Any], *, write: bool) -> None:
+    def _process(self, event: Mapping[str, Any], *, write: bool) -> None:
         try:
             points = self._points.points(dict(event))
-        except (KeyError, TypeError, AttributeError) as error:  # another version's event
+        except (KeyError, TypeError, AttributeError) as error:  # an event of another version
             points = []
             self._failed(error, 1 if write else 0)
         if event.get("type") == "worker_started":
@@ -106,7 +106,7 @@ class Follower:
                 self._attempt(lambda: self.sink.write(points), 1)
 
     def _note_start(self, worker: int) -> None:
-        """All go back together, when the first of them starts again; one that starts later does so alone."""
+        """A worker that starts a second time marks a new start of the run: all workers may go back."""
         again = worker in self._started
         self._started = {worker} if again else self._started | {worker}
         self._restarted |= set(self._reached) if again else {worker} & set(self._reached)
@@ -114,12 +114,12 @@ class Follower:
     def _attempt(self, work: Callable[[], None], events: int) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the next event may go through
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything; the next event may succeed
             self._failed(error, events)
 
     def _failed(self, error: Exception, events: int) -> None:
         if self.state.error is None:
-            logger.exception("the sink %s failed; it goes on with the next event", self.name, exc_info=error)
+            logger.exception("the sink %s failed; continuing with the next event", self.name, exc_info=error)
             self.state.error = f"{type(error).__name__}: {error}".splitlines()[0]
         self.state.lost += events
 
@@ -130,14 +130,14 @@ class Follower:
 
 @contextmanager
 def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
-    """A started follower, alone in its folder; finishes it at the end, whatever ends it."""
+    """A started follower with an exclusive lock; it is finished at the end of the block, also after an error."""
     folder = sink_folder(run, name)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process writes {run} to {name} at this moment: let it end first") from error
+            raise ConfigError(f"another process is writing {run} to {name}: wait until it ends") from error
         follower = Follower(run, name, kind(run, folder))
         follower.start()
         try:
@@ -147,7 +147,7 @@ def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
 
 
 def run_options(run: Path) -> dict[str, object]:
-    """The resolved options of a run by dotted key, as they are in its config.toml."""
+    """The resolved options of a run by dotted key, from its config.toml."""
     path = run / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""events.jsonl -> the numbers that a sink draws. No clock, no files."""
+"""Turns events into the numbers that a sink plots. No clock, no files."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +13,16 @@ _Number = tuple[str, Any, int, int | None]  # name, value, step, worker
 
 
 class PointReader:
-    """Knows what it has seen: who writes into this log, and which rounds have failed."""
+    """Remembers the local workers, the rounds already counted, and the failed rounds."""
 
     def __init__(self) -> None:
-        self._here: set[int] = set()  # the workers of this machine
-        self._told: set[tuple[int, bool]] = set()  # rounds, and whether they failed: every worker tells of each
+        self._local_workers: set[int] = set()
+        self._counted: set[tuple[int, bool]] = set()  # (round, failed): every worker reports each round
         self._failed: set[int] = set()
         self._refused = 0
 
     def points(self, event: Event) -> list[Point]:
-        """The numbers of one event; what is not a number (a loss that is NaN) is left out."""
+        """The numbers of one event; a value that is not a number (a NaN loss is null) is skipped."""
         handler = getattr(self, f"_of_{event['type']}", None)
         found = handler(event) if handler is not None else ()
         return [
@@ -32,8 +32,8 @@ class PointReader:
         ]
 
     def _of_worker_started(self, event: Event) -> Iterator[_Number]:
-        self._here.add(event["worker"])
-        self._told.clear()  # a resumed run may come to the same rounds again
+        self._local_workers.add(event["worker"])
+        self._counted.clear()  # a resumed run may repeat rounds
         return iter(())
 
     def _of_step(self, event: Event) -> Iterator[_Number]:
@@ -46,13 +46,13 @@ class PointReader:
     def _of_round(self, event: Event) -> Iterator[_Number]:
         step = event["step"]
         if event.get("mean_norm") is None and event.get("failure") is None:
-            return  # headers only, as at the end of a run: nobody had work
+            return  # a round without work, as at the end of a run
         for name in _OF_WORKER_IN_ROUND:
             yield f"round/{name}", event.get(name), step, event["worker"]
-        told = (event["sequence"], event.get("failure") is not None)
-        if told in self._told:
+        outcome = (event["sequence"], event.get("failure") is not None)
+        if outcome in self._counted:
             return
-        self._told.add(told)
+        self._counted.add(outcome)
         if event.get("failure") is not None:
             self._failed.add(event["sequence"])
         self._refused += len(event.get("refused") or ())
@@ -61,13 +61,13 @@ class PointReader:
         yield "round/contributors", len(event.get("contributors") or ()), step, None
         yield "round/failed", len(self._failed), step, None
         yield "round/refused", self._refused, step, None
-        yield from self._elsewhere(event)
+        yield from self._of_remote_workers(event)
 
-    def _elsewhere(self, event: Event) -> Iterator[_Number]:
-        """Workers of other machines write logs of their own; rounds say how they are doing."""
+    def _of_remote_workers(self, event: Event) -> Iterator[_Number]:
+        """Workers on other machines write their own logs; their reports come with the rounds."""
         for member in event.get("members") or ():
             report = member.get("report") or {}
-            if member.get("worker") not in self._here and "inner_steps" in report:
+            if member.get("worker") not in self._local_workers and "inner_steps" in report:
                 for name in ("loss", "tokens", "bytes_sent"):
                     yield f"train/{name}", report.get(name), report["inner_steps"], member["worker"]
 

@@ -1,7 +1,7 @@
-"""Sinks beside a run, each in a process of its own: one that is slow, hangs or dies cannot touch the training.
+"""Sinks beside a run, each in its own process: a sink that is slow, hangs or dies does not affect the training.
 
-The process follows the run folder until its standard input ends, which the run does by closing it, or by dying; then
-it writes the rest and ends. It has a session of its own, so that Ctrl-C in the terminal does not reach it.
+The process follows the run folder until its standard input ends, because the run closed it or died; then it writes the
+rest and exits. It has its own session, so that Ctrl-C in the terminal does not reach it.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from types import TracebackType
 from diloco.sinks.follower import open_follower, read_state
 from diloco.sinks.registry import SINKS
 
-_TURN_SECONDS = 1.0
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+_CHECK_SECONDS = 5.0
 GRACE_SECONDS = 30.0
 
 
 class SinkProcesses:
-    """The sinks of one run; use it as a context around the run and its summary. Never raises on their account."""
+    """The sinks of one run, as a context around the run and its summary. Their failures are reported, never raised."""
 
     def __init__(
         self, names: Sequence[str], run: Path, report: Callable[[str], None], grace_seconds: float = GRACE_SECONDS
@@ -34,14 +34,14 @@ class SinkProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lost_before: dict[str, int] = {}
         self._reported: set[str] = set()
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def __enter__(self) -> "SinkProcesses":
         for name in self.names:
             try:
                 self._start(name)
             except OSError as error:
-                self._complain(name, f"could not be started ({error})")
+                self._report_once(name, f"could not be started ({error})")
         return self
 
     def _start(self, name: str) -> None:
@@ -58,15 +58,15 @@ class SinkProcesses:
             )
 
     def poll(self) -> None:
-        """Report a sink that fails, once; cheap enough to be called several times a second."""
-        if time.monotonic() < self._next_look:
+        """Report a failing sink, once; cheap enough to call several times a second."""
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _CHECK_SECONDS
         for name, process in self._processes.items():
             if process.poll() is not None:
-                self._complain(name, f"has ended: {self._last_words(name)}")
+                self._report_once(name, f"has ended: {self._last_log_line(name)}")
             elif self._lost(name):
-                self._complain(name, f"cannot write: {read_state(self.run, name).error}")
+                self._report_once(name, f"cannot write: {read_state(self.run, name).error}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,14 +90,14 @@ class SinkProcesses:
             self.report(f"the sink {name} was not done {self.grace_seconds:g} s after the run, and was stopped; {rest}")
             return
         if code != 0:
-            self._complain(name, f"has ended: {self._last_words(name)}; {rest}")
+            self._report_once(name, f"has ended: {self._last_log_line(name)}; {rest}")
         elif lost := self._lost(name):
             self.report(f"the sink {name} could not write {lost} events: {read_state(self.run, name).error}")
 
     def _lost(self, name: str) -> int:
         return read_state(self.run, name).lost - self._lost_before[name]
 
-    def _complain(self, name: str, what: str) -> None:
+    def _report_once(self, name: str, what: str) -> None:
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"the sink {name} {what} (see {self._log(name)}); the training is not affected")
@@ -105,7 +105,7 @@ class SinkProcesses:
     def _log(self, name: str) -> Path:
         return self.run / "logs" / f"sink-{name}.log"
 
-    def _last_words(self, name: str) -> str:
+    def _last_log_line(self, name: str) -> str:
         with contextlib.suppress(OSError):
             lines = [line for line in self._log(name).read_text(errors="replace").splitlines() if line.strip()]
             return lines[-1] if lines else "it wrote nothing"
@@ -113,7 +113,7 @@ class SinkProcesses:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """With what it has started itself: wandb has a helper process."""
+    """Kill the process and its children: wandb starts a helper process."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -121,9 +121,9 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def follow(run: Path, name: str) -> None:
-    """Until standard input ends."""
+    """Follow the run until standard input ends."""
     with open_follower(run, name, SINKS[name]) as follower:
-        while not select.select([sys.stdin], [], [], _TURN_SECONDS)[0]:
+        while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
             follower.catch_up()
 
 

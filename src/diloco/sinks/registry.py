@@ -1,4 +1,4 @@
-"""The sinks by name. To add one: its class in a file of its own, a line here, its name in training/config.py."""
+"""The sinks by name. To add one: a class in its own file, a line here, its name in training/config/run.py."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -25,5 +25,5 @@ def check_installed(names: Iterable[str]) -> None:
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # a module without a spec, as tests put one in its place
+    except ValueError:  # a module without a spec, such as a test's stand-in
         return True

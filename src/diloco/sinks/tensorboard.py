@@ -1,6 +1,6 @@
 """TensorBoard: event files in the run folder, written with TensorBoard's own writer. Needs no torch.
 
-Each worker is a run of its own in there, so that the losses of all workers are one chart:
+Each worker is a separate run, so that the losses of all workers are in one chart:
     tensorboard --logdir runs
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.sinks.base import Point, Sink
 
-_FLUSH_SECONDS = 3600  # by hand, after each turn
+_FLUSH_SECONDS = 3600  # the follower calls flush()
 
 
 class TensorBoardSink(Sink):
@@ -40,7 +40,7 @@ class TensorBoardSink(Sink):
     def rewind(self, worker: int | None, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        # What TensorBoard shows from `step` on is then only what is written after this.
+        # TensorBoard then shows only later points from `step` on.
         self._writer(worker).add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def finish(self, summary: Mapping[str, object]) -> None:
@@ -70,7 +70,7 @@ class TensorBoardSink(Sink):
 
 
 def _table(tag: str, rows: Mapping[str, object]) -> Any:
-    """As text that TensorBoard draws as a table."""
+    """A Markdown table for TensorBoard's text view."""
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     lines = [f"| {key} | {str(value).replace('|', '&#124;')} |" for key, value in rows.items()]

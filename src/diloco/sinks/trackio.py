@@ -1,6 +1,6 @@
-"""trackio: a local experiment tracker with W&B's interface; `trackio show` opens it. TRACKIO_* variables count.
+"""trackio: a local experiment tracker with W&B's interface; `trackio show` opens it. TRACKIO_* variables are used.
 
-It has no summary of a run: the last numbers are logged as summary/... at the last step.
+It has no run summary: the final numbers are logged as summary/... at the last step.
 """
 
 import os
@@ -23,7 +23,7 @@ class TrackioSink(Sink):
             config=dict(config),
             resume="allow" if resumed else "never",
             embed=False,
-            auto_log_cpu=False,  # of this process, which says nothing about the training
+            auto_log_cpu=False,  # of this process, not of the training
             auto_log_gpu=False,
         )
 
@@ -35,10 +35,10 @@ class TrackioSink(Sink):
             self._session.log(row, step=step)
 
     def rewind(self, worker: int | None, step: int) -> None:
-        """Nothing: steps may go back, and both ways stay in the record."""
+        """Nothing: steps may go back; both passes stay in the record."""
 
     def flush(self) -> None:
-        """Nothing: it sends by itself."""
+        """Nothing: trackio sends by itself."""
 
     def finish(self, summary: Mapping[str, object]) -> None:
         steps = summary.get("inner_steps")

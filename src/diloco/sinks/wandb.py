@@ -1,7 +1,7 @@
-"""Weights & Biases. WANDB_MODE=offline needs no network; WANDB_PROJECT, WANDB_NAME and WANDB_ENTITY count as always.
+"""Weights & Biases. WANDB_MODE=offline needs no network; WANDB_PROJECT, WANDB_NAME and WANDB_ENTITY are used.
 
-Steps are an axis of ours ("step"), not W&B's own, which may only rise: the workers tell of theirs in turn, and a
-resumed run goes back. Both ways through a stretch that was trained twice stay in the record.
+The axis is our metric "step" instead of W&B's own step, which may only rise: workers report in turn, and a resumed run
+goes back. Steps that were trained twice stay in the record twice.
 """
 
 import os
@@ -20,7 +20,7 @@ class WandbSink(Sink):
     _session: Any = None
 
     def start(self, config: Mapping[str, object], *, resumed: bool) -> None:
-        del resumed  # the id says so
+        del resumed  # wandb knows it from the id
         import wandb
 
         self._session = wandb.init(
@@ -49,10 +49,10 @@ class WandbSink(Sink):
             self._session.log(row)
 
     def rewind(self, worker: int | None, step: int) -> None:
-        """Nothing: steps may go back, and the axis of steps is ours."""
+        """Nothing: our own step axis may go back."""
 
     def flush(self) -> None:
-        """Nothing: it sends by itself."""
+        """Nothing: wandb sends by itself."""
 
     def finish(self, summary: Mapping[str, object]) -> None:
         self._session.summary.update(dict(summary))

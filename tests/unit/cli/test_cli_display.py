@@ -293,14 +293,14 @@ def test_one_worker_is_not_each_of_several(tmp_path: Path) -> None:
 
 
 def test_a_run_that_did_not_end_well_says_how_to_go_on_if_it_has_a_checkpoint(tmp_path: Path) -> None:
-    line = f"to go on: diloco train --resume {tmp_path}\n"
-    assert "to go on" not in reported(tmp_path, summary_of(status="failed"))
+    line = f"to continue: diloco train --resume {tmp_path}\n"
+    assert "to continue" not in reported(tmp_path, summary_of(status="failed"))
     path = manifest_path(worker_folder(tmp_path, 10, 0), 0)
     path.parent.mkdir(parents=True)
     path.write_text(Manifest(Moment(1, 0, 1), 10, 0, 0, 1, {}, 0, {}, {}).text())
     assert reported(tmp_path, summary_of(status="failed")).endswith(line)
     assert reported(tmp_path, summary_of(status="stopped")).endswith(line)
-    assert "to go on" not in reported(tmp_path, summary_of())
+    assert "to continue" not in reported(tmp_path, summary_of())
 
 
 # The comparison

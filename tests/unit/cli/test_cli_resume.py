@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
     assert [start.checkpoint for start in agreed(ended, 2)] == [None, None]
 
 
-@pytest.mark.parametrize(("workers_before", "said"), [(2, ["going on from step 6", "a note"]), (None, ["a note"])])
+@pytest.mark.parametrize(("workers_before", "said"), [(2, ["continuing from step 6", "a note"]), (None, ["a note"])])
 def test_a_run_goes_on_or_begins_again_but_never_says_both(workers_before: int | None, said: list[str]) -> None:
     view = RunView(RunConfig())
     told = {"step": 6 if workers_before else 0, "rounds": 1, "workers": 2, "workers_before": workers_before}

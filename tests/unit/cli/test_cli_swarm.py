@@ -111,7 +111,7 @@ def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_
         event("member_lost", 4, **at, reason="silent for 5 s"),
     ]
     view = view_of(event("member_joined", **at, already=True), *lost)
-    assert view.notes == ["worker 5 (a) is lost (it cannot be reached); training goes on without it"]
+    assert view.notes == ["worker 5 (a) is lost (it cannot be reached); training continues without it"]
     for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
         view.update(one | {"time": 100.0})
     assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]

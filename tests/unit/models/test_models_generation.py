@@ -135,7 +135,7 @@ def test_a_model_that_computes_no_numbers_cannot_write(model: NativeModel, tempe
     broken = copy.deepcopy(model)
     with torch.no_grad():
         next(iter(broken.parameters())).fill_(float("nan"))
-    with pytest.raises(ConfigError, match="not finite: it cannot write"):
+    with pytest.raises(ConfigError, match="not finite: it cannot generate text"):
         generate(broken, [1, 2], max_new_tokens=2, sampling=Sampling(temperature))
 
 

@@ -105,5 +105,5 @@ def test_damaged_shards_and_indexes_are_refused_with_their_path(stored: Path, tm
     with pytest.raises(ConfigError, match="has no weight_map"):
         read_weights(folder)
     index.write_text(content.replace("model-00003-of-00003", "../model-00003-of-00003"))
-    with pytest.raises(ConfigError, match=r"'\.\./model-00003.*lie beside it"):
+    with pytest.raises(ConfigError, match=r"'\.\./model-00003.*must be in its folder"):
         read_weights(folder)

@@ -82,7 +82,7 @@ def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
     view = RunView(RunConfig(steps=40))
     for one in INTERRUPTED[:-2]:
         view.update(one)
-    assert view.step == 10 and view.validations == [(10, 2.7)] and view.notes == ["going on from step 10"]
+    assert view.step == 10 and view.validations == [(10, 2.7)] and view.notes == ["continuing from step 10"]
     view.update(event("checkpoint_failed", 102.0, 1, step=15, reason="full"))
     assert view.notes[-1] == "worker 1 could not write the checkpoint of step 15: full"
     view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 takes no further part"]))

@@ -1,4 +1,4 @@
-"""The live display of a run: what the events say, as a picture in a terminal or as plain lines elsewhere."""
+"""The live display of a run, from its events: tables in a terminal, plain lines without one."""
 
 import os
 import time
@@ -20,20 +20,20 @@ from diloco.training.records.events import EventReader
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
 _NOTES = 4
-_STOPPING = "stopping after a last round; once more ends at once"
-_LEAVING = "leaving the swarm, which goes on; once more ends at once"
+_STOPPING = "stopping after a last round; press Ctrl-C again to stop now"
+_LEAVING = "leaving the swarm, which continues; press Ctrl-C again to stop now"
 
 
 class PipeSafeConsole(Console):
-    """A console whose reader may go away (`| head`, a closed terminal): the run goes on without it."""
+    """A console whose output may be closed (`| head`, a closed terminal); the run continues without it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush at exit
 
 
 class Display:
-    """Shows a run from its preparation to its end; use it as a context."""
+    """Shows a run from the preparation of its data to its end; use it as a context."""
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         self.console = console
@@ -41,8 +41,8 @@ class Display:
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next = 0.0
         self._stage = ""
-        self._validations_told = 0
-        self._notes_told = 0
+        self._validations_shown = 0
+        self._notes_shown = 0
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -55,12 +55,12 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """What is printed from here on stays below."""
+        """Remove the live display; later output is printed normally."""
         if self._live is not None:
             self._live.stop()
 
     def show_preparation(self, stage: str, done: int, total: int | None) -> None:
-        """Progress of the data's preparation; `total` is None where nobody knows it."""
+        """Show the progress of the data preparation; `total` is None if unknown."""
         if self._live is not None:
             if self._due(_REFRESH_SECONDS) or done == total:
                 line = Table.grid(padding=(0, 1))
@@ -71,14 +71,14 @@ class Display:
             self.console.print(f"preparing the data: {stage}", highlight=False)
 
     def follow(self, folder: Path, *, resumed: bool = False) -> Callable[[], None]:
-        """What to call several times a second while the run goes on; of a resumed one the earlier part is known."""
+        """A function to call several times a second during the run. `resumed`: do not repeat earlier notes."""
         reader = EventReader(folder)
         self.view.folder = folder
         if resumed:
             for event in reader.new_events():
                 self.view.update(event)
             self.view.notes.clear()
-            self._validations_told = len(self.view.validations)
+            self._validations_shown = len(self.view.validations)
         if self._live is None:
             self.console.print(Text(f"run folder: {folder}"), soft_wrap=True)
 
@@ -90,7 +90,7 @@ class Display:
         return poll
 
     def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """`stop`, said on the screen the first time."""
+        """`stop`, with a message on the screen at its first call."""
 
         def announced() -> None:
             if not self.view.stopping:
@@ -113,13 +113,13 @@ class Display:
             if self._due(_REFRESH_SECONDS):
                 self._live.update(render(self.view), refresh=True)
             return
-        for note in self.view.notes[self._notes_told :]:
+        for note in self.view.notes[self._notes_shown :]:
             self.console.print(Text(note), soft_wrap=True)
-        self._notes_told = len(self.view.notes)
-        self._validations_told = min(self._validations_told, len(self.view.validations))
-        for step, perplexity in self.view.validations[self._validations_told :]:
+        self._notes_shown = len(self.view.notes)
+        self._validations_shown = min(self._validations_shown, len(self.view.validations))
+        for step, perplexity in self.view.validations[self._validations_shown :]:
             self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
-        self._validations_told = len(self.view.validations)
+        self._validations_shown = len(self.view.validations)
         if self.view.workers and self._due(_PLAIN_SECONDS):
             self.console.print(plain_line(self.view), highlight=False, soft_wrap=True)
 
@@ -184,15 +184,15 @@ def _workers(view: RunView) -> RenderableType:
 
 
 def _swarm(view: RunView) -> RenderableType:
-    """The members elsewhere: those here are in the table above."""
+    """The members on other machines; the local ones are in the table above."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("elsewhere", "where", "step", "behind", "loss", "last contribution", ""):
-        table.add_column(name, justify="left" if name in ("elsewhere", "where", "") else "right")
+    for name in ("member", "where", "step", "behind", "loss", "last contribution", ""):
+        table.add_column(name, justify="left" if name in ("member", "where", "") else "right")
     first = max((member.step for member in view.swarm.values()), default=0)
     for number, member in sorted(view.swarm.items()):
         if number not in view.workers:
             table.add_row(str(number), *_member_cells(member, first))
-    return table if table.row_count else Text("nobody else is here yet", style="dim")
+    return table if table.row_count else Text("no other members yet", style="dim")
 
 
 def _member_cells(member: MemberView, first: int) -> list[str]:

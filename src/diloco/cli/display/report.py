@@ -23,19 +23,19 @@ def megabytes(count: float | None) -> str:
 
 
 def print_report(console: Console, folder: Path, summary: Summary) -> None:
-    """What a person wants to know when a run has ended."""
+    """Print the results of a run that has ended."""
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
-    *_, latest = [[], *history.starts(read_events(folder))]  # an earlier start may have left a sample of its own
+    *_, latest = [[], *history.starts(read_events(folder))]  # an earlier start may have written a sample
     sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
     if sample is not None:
         text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
     if summary["status"] != "complete" and find_checkpoints(folder)[0]:
-        console.print(Text(f"to go on: {resume_command(folder)}"), soft_wrap=True)
+        console.print(Text(f"to continue: {resume_command(folder)}"), soft_wrap=True)
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ def _anchors(digests: list[str]) -> str:
 
 
 def comparison(runs: list[tuple[str, Summary]]) -> Table:
-    """Runs as columns; the first data-parallel run, or else the first run, is what the others are measured against."""
+    """Runs as columns; the reference is the first data-parallel run, or else the first run."""
     reference = next((s for _, s in runs if s["mode"] == "data-parallel"), runs[0][1])
     table = Table(title="runs side by side", title_justify="left")
     table.add_column("")

@@ -1,4 +1,4 @@
-"""What a run looks like at a moment, from its events: no terminal, no clock, no files."""
+"""The current state of a run, from its events: no terminal, no clock, no files."""
 
 import math
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ from pathlib import Path
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import Event
 
-_SAME_NEWS_SECONDS = 60.0
+_REPEAT_SECONDS = 60.0
 
 
 @dataclass
 class MemberView:
-    """A member of a swarm, here or elsewhere, as it was last heard of."""
+    """A member of a swarm, local or remote, as last reported."""
 
     where: str = ""
     step: int = 0
     loss: float | None = None
     contributed: int | None = None
-    """The last round that has its contribution."""
+    """The last round that contains its contribution."""
     state: str = ""
 
 
 @dataclass
 class WorkerView:
-    """A worker as its last events show it."""
+    """A local worker, from its last events."""
 
     step: int = 0
     loss: float | None = None
@@ -66,8 +66,8 @@ class RunView:
         self.round_in_progress: int | None = None
         self.last_round_seconds: float | None = None
         self.similarity: float | None = None
-        self._told: dict[tuple[str, int, str], tuple[int, float]] = {}
-        """Who told last what of which member, and when."""
+        self._reported: dict[tuple[str, int, str], tuple[int, float]] = {}
+        """(event type, member, peer) -> the local worker that reported it last, and when."""
 
     def update(self, event: Event) -> None:
         worker = self.workers.setdefault(event["worker"], WorkerView())
@@ -100,9 +100,9 @@ class RunView:
         if self.round_in_progress == event["sequence"]:
             self.round_in_progress = None
         if event["failure"] is not None:
-            self._failed.add(event["sequence"])  # every worker says so
+            self._failed.add(event["sequence"])  # every worker reports it
             return
-        if event["mean_norm"] is not None:  # a round in which nobody had work has no mean
+        if event["mean_norm"] is not None:  # a round without work has no mean
             self._merged.add(event["sequence"])
             self.rounds = len(self._merged)
         self.members = len(event["members"])
@@ -117,12 +117,12 @@ class RunView:
 
     def _on_validation(self, event: Event, worker: WorkerView) -> None:
         del worker
-        if event["perplexity"] is not None:  # it is not a number once training has diverged
+        if event["perplexity"] is not None:  # null once training has diverged
             self._forget_validations(event["step"] - 1)
             self.validations.append((event["step"], event["perplexity"]))
 
     def _forget_validations(self, after: int) -> None:
-        self.validations = [told for told in self.validations if told[0] <= after]
+        self.validations = [entry for entry in self.validations if entry[0] <= after]
 
     def _on_checkpoint(self, event: Event, worker: WorkerView) -> None:
         del worker
@@ -139,7 +139,7 @@ class RunView:
         self.notes.append(f"no sample: {event['reason']}")
 
     def _on_resumed(self, event: Event, worker: WorkerView) -> None:
-        """What was seen beyond this step is taken back; workers that take no further part are gone."""
+        """Forget everything after this step, and workers that are no longer part of the run."""
         worker.step = event["step"]
         if self.config.engine != "swarm":
             self.workers = {number: view for number, view in self.workers.items() if number < event["workers"]}
@@ -148,11 +148,11 @@ class RunView:
         self._failed = {sequence for sequence in self._failed if sequence < event["rounds"]}
         self.rounds, self.round_in_progress = len(self._merged), None
         first = event["worker"] == 0 or self.config.engine == "swarm"
-        if first and event["workers_before"] is not None:  # else a note says that it begins again
-            self.notes.append(f"going on from step {event['step']}")
+        if first and event["workers_before"] is not None:  # otherwise a note says that the run starts again
+            self.notes.append(f"continuing from step {event['step']}")
         self.notes += [note for note in event["notes"] if note not in self.notes]
 
-    # A swarm
+    # Events of a swarm
 
     def _on_members(self, event: Event, worker: WorkerView) -> None:
         del worker
@@ -161,66 +161,66 @@ class RunView:
 
     def _on_joined(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["step"], "joined"
-        self._note(f"worker {event['worker']} begins at step {event['step']}, where the others are")
+        self._note(f"worker {event['worker']} starts at step {event['step']}, the position of the swarm")
 
     def _on_member_joined(self, event: Event, worker: WorkerView) -> None:
         del worker
         if event["member"] not in self.workers and not event.get("already"):
-            self._news(event, f"{_who(event)} has joined")
+            self._note_member(event, f"{_member_name(event)} has joined")
 
     def _on_member_left(self, event: Event, worker: WorkerView) -> None:
         del worker
-        if event["member"] not in self.workers:  # those here are in the display, and in its end
-            self._news(event, f"{_who(event)} has left")
+        if event["member"] not in self.workers:  # local workers are shown in the table
+            self._note_member(event, f"{_member_name(event)} has left")
 
     def _on_member_lost(self, event: Event, worker: WorkerView) -> None:
-        """What exactly was tried is in the events."""
+        """The full reason is in events.jsonl."""
         del worker
         reason = event["reason"] if event["reason"].startswith("silent") else "it cannot be reached"
-        self._news(event, f"{_who(event)} is lost ({reason}); training goes on without it")
+        self._note_member(event, f"{_member_name(event)} is lost ({reason}); training continues without it")
 
     def _on_member_banned(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._news(event, f"{_who(event)} is banned: {event['reason']}")
+        self._note_member(event, f"{_member_name(event)} is banned: {event['reason']}")
 
     def _on_member_expelled(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._news(event, f"{_who(event)} is out: {event['reason']}")
+        self._note_member(event, f"{_member_name(event)} is excluded: {event['reason']}")
 
     def _on_alone(self, event: Event, worker: WorkerView) -> None:
         del event
         worker.state = "alone"
-        self._note("training alone at the moment: nobody else of the swarm answers")
+        self._note("training alone at the moment: no other member answers")
 
     def _on_waiting(self, event: Event, worker: WorkerView) -> None:
         worker.state = "waiting"
         self._note(
-            f"{event['present']} of {event['wanted']} workers are here (swarm.min_workers): waiting for the rest"
+            f"{event['present']} of {event['wanted']} workers are present (swarm.min_workers): waiting for the rest"
         )
 
     def _on_resync(self, event: Event, worker: WorkerView) -> None:
         worker.step = event["step"]
-        self._note(f"worker {event['worker']} has taken over the others' state: {event['reason']}")
+        self._note(f"worker {event['worker']} has fetched the others' state: {event['reason']}")
 
     def _on_sidecar_restarted(self, event: Event, worker: WorkerView) -> None:
         del worker
-        self._note(f"the network process of worker {event['worker']} has died and was started again")
+        self._note(f"the network process of worker {event['worker']} died and was restarted")
 
     def _on_shards_not_fetched(self, event: Event, worker: WorkerView) -> None:
         del worker
         shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
-        self._note(f"shards {shards} could not be fetched ({event['reason']}); they are asked for again later")
+        self._note(f"shards {shards} could not be fetched ({event['reason']}); trying again later")
 
-    def _news(self, event: Event, text: str) -> None:
-        """Of a member: not again when another worker of this machine sees the same a little later."""
+    def _note_member(self, event: Event, text: str) -> None:
+        """Add a note about a member, unless another local worker reported the same a little earlier."""
         what = (event["type"], event["member"], event["peer"])
-        teller, told_at = self._told.get(what, (event["worker"], -math.inf))
-        if teller == event["worker"] or event["time"] - told_at > _SAME_NEWS_SECONDS:
-            self._told[what] = (event["worker"], event["time"])
+        reporter, reported_at = self._reported.get(what, (event["worker"], -math.inf))
+        if reporter == event["worker"] or event["time"] - reported_at > _REPEAT_SECONDS:
+            self._reported[what] = (event["worker"], event["time"])
             self.notes.append(printable(text))
 
     def _note(self, text: str) -> None:
-        """Once, though several workers of this machine may tell of it."""
+        """Add a note once, though several local workers may report it."""
         text = printable(text)
         if text not in self.notes[-6:]:
             self.notes.append(text)
@@ -237,7 +237,7 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Of the slowest worker; in a swarm of the furthest one here, for the others are called or catch up."""
+        """The step of the slowest worker; in a swarm, of the furthest local one."""
         steps = [worker.step for worker in self.workers.values()]
         return (max if self.config.engine == "swarm" else min)(steps, default=0)
 
@@ -259,12 +259,12 @@ class RunView:
     def seconds_left(self) -> float | None:
         first = max(self.workers.values(), key=lambda worker: worker.elapsed_seconds, default=WorkerView())
         taken = self.step
-        if self.config.engine == "swarm":  # its position may have jumped: what counts is what it did itself
+        if self.config.engine == "swarm":  # the position may have jumped: count only its own steps
             taken = first.tokens // self.config.tokens_per_step
         return first.elapsed_seconds / taken * (self.config.steps - self.step) if taken else None
 
 
-def _who(event: Event) -> str:
+def _member_name(event: Event) -> str:
     where = f" ({event['label']})" if event.get("label") else ""
     return f"worker {event['member']}{where}"
 
@@ -283,7 +283,7 @@ def duration(seconds: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """A model, or another member, may write any character, also those that a terminal obeys."""
+    """The text without control characters, which a terminal would obey."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

@@ -1,11 +1,11 @@
-"""The shape of a model: every number that decides which tensors exist, and nothing about training.
+"""The shape of a model: the numbers that determine its tensors.
 
 The family is Llama's: RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases. `hf_config`
 writes the `config.json` with which `transformers` loads the same weights; `from_hf_config` reads one.
 
-What it refuses: a shape that `transformers` would not load, and a Llama variant (biases, another activation,
-scaled rotary positions) that `Transformer` does not compute. This file imports no torch, so that a command
-line can check a model's shape, or plan for its size, in milliseconds.
+Refused: a shape that `transformers` would not load, and a Llama variant (biases, another activation, scaled rotary
+positions) that `Transformer` does not compute. This file imports no torch, so that the command line can check a model
+in milliseconds.
 """
 
 import math
@@ -25,7 +25,7 @@ _SIZES = (
     "max_sequence_length",
 )
 
-# What `Transformer` computes. A key that is absent from a config.json has this value too.
+# The only values that `Transformer` computes; also the defaults of keys missing from a config.json.
 _FIXED_IN_HF: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -126,7 +126,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, object]) -> "ModelConfig":
-        """The shape that a Llama `config.json` describes; refuses whatever `Transformer` does not compute."""
+        """The shape in a Llama `config.json`; refuses a model that `Transformer` does not compute."""
         _check_family(hf)
         heads = _whole(hf, "num_attention_heads")
         hidden_size = _whole(hf, "hidden_size")

@@ -1,10 +1,10 @@
 """The output matrix and the loss together: mean cross entropy of next tokens, without keeping the logits.
 
-The logits are by far a language model's largest tensor (B · T · V). Taken apart, matrix, softmax and loss write and
-read them five times and hold them twice. Here, for bf16 on a GPU, they are made a few thousand rows at a time; a kernel
-turns each row into its loss and, in place, its gradient; and the gradients of hidden states and matrix follow while the
-chunk is still there. The numbers are those of F.cross_entropy in fp32 on bf16 logits. Everywhere else (CPU, fp32, fp16,
-whose range is too small for gradients before the loss scale, evaluation) it is F.cross_entropy itself.
+The logits are a language model's largest tensor (B · T · V). As separate operations, matrix, softmax and loss read and
+write them five times and hold them twice. Here, for bf16 on a GPU, they are computed a few thousand rows at a time; a
+kernel turns each row into its loss and, in place, its gradient; the gradients of hidden states and matrix follow while
+the chunk is in memory. The result is that of F.cross_entropy in fp32 on bf16 logits. In all other cases (CPU, fp32,
+evaluation, and fp16, whose range is too small for gradients before the loss scale) it is F.cross_entropy itself.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A row of logits becomes its cross entropy and, in place, its gradient: one read and one write of memory (Triton).
+"""Turns a row of logits into its cross entropy and, in place, its gradient, in one pass over memory (Triton).
 
 Imported only where there is a GPU, since Triton may be absent elsewhere.
 """
@@ -19,7 +19,7 @@ def _kernel(logits, targets, losses, scale, columns, row_stride, BLOCK: tl.const
     at = tl.arange(0, BLOCK)
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
-    for start in range(0, columns, BLOCK):  # the softmax's largest logit and its sum, in one go
+    for start in range(0, columns, BLOCK):  # maximum and sum of the softmax in one pass
         x = tl.load(base + start + at, start + at < columns, float("-inf")).to(tl.float32)
         larger = tl.maximum(top, tl.max(x))
         total = total * tl.exp(top - larger) + tl.sum(tl.exp(x - larger))

@@ -1,4 +1,4 @@
-"""Our transformer as a model of a run: random weights in a preset's shape, or those of a Llama-family folder."""
+"""Our transformer as a LanguageModel: random weights in a preset's shape, or those of a Llama-family folder."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from diloco.models.native.transformer import KeyValueCache, Transformer
 
 @final
 class NativeModel(Transformer, LanguageModel):
-    """`Transformer`, its weights under the same names, with what `LanguageModel` adds."""
+    """`Transformer` with the interface of `LanguageModel`; the weights keep their names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class NativeModel(Transformer, LanguageModel):
 
 @final
 class _Reader:
-    """A text of at most `length` tokens in a cache that is allocated once."""
+    """A context of at most `length` tokens, in a cache that is allocated once."""
 
     def __init__(self, model: Transformer, length: int) -> None:
         self._model = model

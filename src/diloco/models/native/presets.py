@@ -1,4 +1,4 @@
-"""The model shapes that have a name. To add one: one entry here, one row in the docs.
+"""Named model shapes. To add one: an entry here, a row in docs/models.md.
 
 `60m`, `150m`, `400m` have the dimensions of Table 1 of the DiLoCo paper (arXiv 2311.08105) and its sequence
 length. The table gives no width for the feed-forward layers. Chinchilla-style layers have two matrices of
@@ -7,7 +7,7 @@ is the same number of parameters. With tied embeddings the models then have 59M,
 
 `llama-150m` and `llama-1b` are the models of OpenDiLoCo (arXiv 2407.07852): its configs/config_150m.json and
 config_1b.json, with the defaults of `LlamaConfig` for what these leave out, but the sequence length of 1,024
-that it trained with. They are named as there; with both embeddings the smaller one has 215M parameters.
+that it trained with. With both embeddings the smaller one has 215M parameters.
 
 This file imports no torch.
 """

@@ -1,10 +1,10 @@
-"""Our transformer as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, and back.
+"""Saves our transformer as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, and loads it.
 
 `config.json`, `model.safetensors` (fp32; tied embeddings once) and, given a tokenizer, its files. Each file appears
 whole or not at all. Reads sharded weights too.
 
-What it refuses: another family than Llama, missing or unexpected tensors (each is named), pickled weights,
-and a tokenizer whose tokens the model has no vectors for.
+Refused: another family than Llama, missing or unexpected tensors (each is named), pickled weights, and a tokenizer
+with more tokens than the model has vectors.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def save_model(
             f"the model folder {directory} cannot be made ({error.strerror}): choose another place"
         ) from error
 
-    # fp32 whatever the training type: that is what config.json says.
+    # fp32 whatever the training type, as config.json says.
     state = model.state_dict()
     tensors = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in state.items()}
     with replace_file(directory / WEIGHTS_FILE) as file:
@@ -70,12 +70,9 @@ def save_model(
 
 
 def load_model(directory: Path, kind: type[Kind] = Transformer) -> Kind:  # type: ignore[assignment]
-    """The model of such a folder (ours, or a Llama of transformers): CPU, fp32.
-
-    Draws no random numbers: whoever loads a model finds torch's generator as it was.
-    """
+    """The model of such a folder (ours, or a Llama of transformers): CPU, fp32. Draws no random numbers."""
     config = ModelConfig.from_hf_config(read_json(directory / CONFIG_FILE))
-    # Tables that old versions of transformers stored; they follow from config.json.
+    # Old versions of transformers stored these tables; they follow from config.json.
     tensors = {n: t for n, t in read_weights(directory).items() if not n.endswith("rotary_emb.inv_freq")}
     with torch.device("meta"):
         model = kind(config)
@@ -102,5 +99,5 @@ def _check_tensors(directory: Path, found: dict[str, Tensor], expected: Mapping[
     if problems:
         raise ConfigError(
             f"the weights in {directory} are not those that its {CONFIG_FILE} describes: {'; '.join(problems)}. "
-            f"Use the files of one and the same model, or hf:{directory} to have transformers compute it"
+            f"Use the files of one model, or hf:{directory} to have transformers compute it"
         )

@@ -2,15 +2,14 @@
 
 RMSNorm (arXiv 1910.07467), rotary positions (2104.09864) in Hugging Face's half-rotation convention, SwiGLU
 (2002.05202), grouped key/value heads (2305.13245), no biases, no dropout. The head size is free and the
-embeddings may be tied; a tied model has no `lm_head` tensor at all, as in the files that `transformers`
-writes, so that every tensor of `state_dict()` is stored once and a save of it is an export.
+embeddings may be tied; a tied model has no `lm_head` tensor, as in the files that `transformers` writes, so every
+tensor of `state_dict()` is stored once.
 
 Under bf16 autocast the residual stream is bf16 too, which is worth 5 % of a step on a GPU; sums inside norms and
 the loss stay fp32, and so do the weights.
 
-What it refuses: more tokens than its rotary tables have positions. It reads no files, chooses no seed (a new
-`Transformer` draws its weights from torch's global generator, which the caller seeds) and moves nothing
-between devices.
+Refused: more tokens than the rotary tables have positions. A new `Transformer` draws its weights from torch's global
+generator, which the caller seeds.
 
 Letters: B batch, T tokens, S tokens so far (cache and new), D head size, V vocabulary.
 """
@@ -179,7 +178,7 @@ class Decoder(nn.Module):
         self.reset_rotary(self.embed_tokens.weight.device)
 
     def reset_rotary(self, device: torch.device) -> None:
-        """Compute the rotary tables, which no file has. A model made on `meta` needs it a second time."""
+        """Compute the rotary tables, which are not saved. A model built on `meta` needs this a second time."""
         cos, signed_sin = rotary_tables(self.config, device)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", signed_sin, persistent=False)
@@ -217,10 +216,10 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size)
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) for what follows each of tokens (B, T), int64; they go on from the cache.
+        """Logits (B, T, V) of the token after each of tokens (B, T), int64, which continue the cache.
 
-        With targets (B, T): their mean cross entropy instead. One way in for both, since wrappers of a module (FSDP's
-        all-gather, hooks) act on a call of the module.
+        With targets (B, T): their mean cross entropy instead. Both are calls of the module, so that FSDP's all-gather
+        and hooks take effect.
         """
         hidden = self.model(tokens, cache)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head

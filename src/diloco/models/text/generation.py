@@ -1,12 +1,12 @@
-"""Write text with a model, one token after the other, with a key/value cache.
+"""Generates tokens with a model, one after the other, with a key/value cache.
 
-Greedy at temperature 0, otherwise sampled from the `top_k` most likely tokens. What falls out: the model sees
-at most `max_sequence_length` tokens, so of a longer prompt only the end is read, and when the text has filled
-the window its older half is forgotten and the newer half is read again (one longer step every half window,
-not at every token: cached keys and values of later layers depend on what fell out, so they cannot be kept).
+Greedy at temperature 0, otherwise sampled from the `top_k` most likely tokens. The model sees at most
+`max_sequence_length` tokens: of a longer prompt only the end is read, and when the window is full its older half is
+dropped and the newer half is read again (one long step every half window; the cached keys and values of later layers
+depend on the dropped tokens, so they cannot be reused).
 
-What it refuses: an empty prompt, tokens outside the vocabulary, and a model whose logits are not finite. It knows
-nothing of tokenizers. The model writes in evaluation mode (no dropout) and is in its former mode afterwards.
+Refused: an empty prompt, tokens outside the vocabulary, and a model whose logits are not finite. It does not know
+tokenizers. The model generates in evaluation mode (no dropout), then returns to its former mode.
 """
 
 import math
@@ -22,7 +22,7 @@ from diloco.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """How the next token is sampled."""
 
     temperature: float = 0.8
     """0 takes the likeliest token."""
@@ -97,7 +97,7 @@ def _stream(
 def _choose(logits: Tensor, sampling: Sampling) -> int:
     """One token from logits (V,)."""
     if not bool(logits.max().isfinite()):
-        raise ConfigError("the model computes values that are not finite: it cannot write; its weights are damaged")
+        raise ConfigError("the model's logits are not finite: it cannot generate text; its weights are damaged")
     if sampling.temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.topk(min(sampling.top_k or len(logits), len(logits)))
@@ -108,7 +108,7 @@ def _choose(logits: Tensor, sampling: Sampling) -> int:
 
 def _check_prompt(prompt_tokens: Sequence[int], vocab_size: int) -> None:
     if not prompt_tokens:
-        raise ConfigError("the prompt has no tokens: a model goes on from at least one; give it some text")
+        raise ConfigError("the prompt has no tokens: a model continues at least one; give some text")
     for token in prompt_tokens:
         if not 0 <= token < vocab_size:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""A model folder's tokenizer, for prompts and for text that comes token by token.
+"""A model folder's tokenizer: encodes prompts, and decodes generated text token by token.
 
-A prompt gets what the tokenizer puts in front of texts (some models expect a token for the start) but never an end.
-Text comes out as soon as it is certain: a token may be part of a character, or depend on the one before for its space.
+A prompt gets the tokenizer's start token, if it has one, but never an end token. Text is yielded as soon as it is
+certain: a token may be part of a character, or its leading space may depend on the token before.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from diloco.errors import ConfigError
 from diloco.models.pretrained import CONFIG_FILE, TOKENIZER_FILE, read_json
 from diloco.models.tokenizer_files import TOKENIZER_CONFIG_FILE, open_tokenizer
 
-_CONTEXT = 4  # tokens that are decoded again with the next one, for what decoders do at the start of a text
+_CONTEXT = 4  # tokens that are decoded again with the next one, since decoders treat the start of a text differently
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, of one character in UTF-8
 
 
@@ -27,36 +27,36 @@ class PromptTokenizer:
         self.stop_tokens = _stop_tokens(folder, self._inner)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, which the model is to go on from."""
+        """The tokens of a prompt, without an end token."""
         plain: list[int] = self._inner.encode(prompt, add_special_tokens=False).ids
         if not plain:
-            raise ConfigError(f"the prompt {prompt!r} has no tokens: a model goes on from a text; give it some")
+            raise ConfigError(f"the prompt {prompt!r} has no tokens: give some text")
         tokens: list[int] = list(self._inner.encode(prompt).ids)
-        while tokens[-1] in self.stop_tokens and tokens[-1] != plain[-1]:  # the text is not to end here
+        while tokens[-1] in self.stop_tokens and tokens[-1] != plain[-1]:  # the prompt must not end the text
             tokens.pop()
         return tokens
 
     def pieces(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """The text of `tokens`, which follow `prompt`, in pieces of whole characters."""
-        held = list(prompt[-_CONTEXT:])
-        shown, waiting = self._decode(held), 0
+        recent = list(prompt[-_CONTEXT:])
+        shown, waiting = self._decode(recent), 0
         for token in tokens:
-            held.append(token)
-            text, waiting = self._decode(held), waiting + 1
+            recent.append(token)
+            text, waiting = self._decode(recent), waiting + 1
             if text.endswith("\N{REPLACEMENT CHARACTER}") and waiting < _LONGEST_CHARACTER:
                 continue  # perhaps the first bytes of a character
             yield text[len(shown) :]
-            held, waiting = held[-_CONTEXT:], 0
-            shown = self._decode(held)
+            recent, waiting = recent[-_CONTEXT:], 0
+            shown = self._decode(recent)
         if waiting:
-            yield self._decode(held)[len(shown) :]
+            yield self._decode(recent)[len(shown) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens, skip_special_tokens=True))
 
 
 def _stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Every token that one of the folder's files calls an end."""
+    """Every end token that one of the folder's files names."""
     found: set[int] = set()
     for name in (CONFIG_FILE, "generation_config.json"):
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""From a model folder and a prompt to text: model, tokenizer and generation put together."""
+"""Generates text from a model folder and a prompt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ from diloco.models.text.prompts import PromptTokenizer
 
 @final
 class TextGenerator:
-    """The model of a folder, ready to write on from prompts."""
+    """The model and tokenizer of a folder."""
 
     def __init__(self, folder: Path, device: str = "auto", threads: int | None = None) -> None:
-        """`device`: auto (a CUDA device if there is one), cpu or cuda. `threads` of the CPU are this process's."""
+        """`device`: auto (CUDA if available), cpu or cuda. `threads`: CPU threads of this process."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self._tokenizer = PromptTokenizer(folder)  # first: it is quick, and may be missing
+        self._tokenizer = PromptTokenizer(folder)  # first: it loads fast, and may be missing
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda, but this machine has no CUDA device that torch can use: use --device cpu")
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -29,7 +29,7 @@ class TextGenerator:
     def generate(
         self, prompt: str, *, max_tokens: int, temperature: float, top_k: int | None, seed: int | None
     ) -> Iterator[str]:
-        """The text that follows, in pieces, to the model's end of text or `max_tokens`. Refuses a prompt at once."""
+        """The continuation of `prompt` in pieces, up to its end or `max_tokens`. The prompt is checked at once."""
         tokens = self._tokenizer.encode(prompt)
         window = self._model.max_sequence_length
         if window is not None and len(tokens) > window:
