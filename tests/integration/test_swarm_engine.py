@@ -6,6 +6,7 @@ The sidecars are real processes around a made-up node (worlds/sidecars.py); the 
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from diloco.engines.swarm import installed, pending_round
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.sidecar import supervisor
+from diloco.engines.swarm.sidecar import child_process, supervisor
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 pytestmark = pytest.mark.slow
@@ -275,3 +276,25 @@ def test_without_its_packages_the_engine_says_what_to_install(monkeypatch: pytes
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="Linux only"):
         check_swarm()
+
+
+LOADED_TWICE = f"""
+import runpy, sys
+from collections import Counter
+from diloco.engines.swarm.sidecar import process
+
+def run(fd, build):
+    files = Counter(getattr(module, "__file__", None) for module in set(sys.modules.values()))
+    print([file for file, times in files.items() if times > 1 and file and "diloco" in file])
+
+process.run = run
+sys.argv[1:] = ["3"]
+runpy.run_module("{child_process.COMMAND[-1]}", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_sidecars_program_loads_no_module_twice() -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", LOADED_TWICE], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert output.stdout == "[]\n"

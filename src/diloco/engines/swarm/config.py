@@ -1,4 +1,4 @@
-"""The options of the swarm: `[swarm]` of a run file. Torch-free. Each sidecar's settings are made of it."""
+"""The options of the swarm: the section [swarm] of a run file. Torch-free."""
 
 import math
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class SwarmConfig:
-    """Workers that come and go (engine = swarm). Joiners receive all of it but invitation_days."""
+    """Workers that join and leave while others train (engine = swarm). Joiners get all options but invitation_days."""
 
     min_workers: int = 1
-    """Training begins when so many workers are here."""
+    """Training starts when so many workers have joined."""
     patience: float = 0.5
-    """A round waits for slow workers this share of the usual time between rounds; then they give what they have."""
+    """A round waits for slow workers this share of the usual time between rounds; then they contribute what is done."""
     lost_seconds: float = 5.0
-    """A worker that is silent for so long is left out."""
+    """A worker from which nothing was heard for so long is left out of rounds."""
     refusals_to_ban: int = 3
-    """A worker whose contributions are refused so often in a row is banned from the run."""
+    """A worker is banned from the run after so many refused contributions in a row."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
-    """So long the first invitation is good for; `diloco invite RUN` makes more."""
+    """The first invitation is valid for so many days; `diloco invite RUN` makes more."""
 
     def __post_init__(self) -> None:
         for name, least in (("min_workers", 1), ("refusals_to_ban", 1)):
@@ -28,7 +28,7 @@ class SwarmConfig:
                 raise ConfigError(f"swarm.{name} = {getattr(self, name)} must be at least {least}")
         if not 0 <= self.patience < math.inf:
             raise ConfigError(f"swarm.patience = {self.patience} must be a finite number of at least 0")
-        if not 2 <= self.lost_seconds <= 600:  # everyone is heard of once a second
+        if not 2 <= self.lost_seconds <= 600:  # every worker sends a beat once a second
             raise ConfigError(f"swarm.lost_seconds = {self.lost_seconds} must be from 2 to 600")
         if not 0 < self.invitation_days <= 3650:
             raise ConfigError(f"swarm.invitation_days = {self.invitation_days} must be above 0 and at most 3650")

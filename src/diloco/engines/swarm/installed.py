@@ -1,4 +1,4 @@
-"""Whether this machine can be in a swarm at all. Torch-free, and imports none of what it looks for."""
+"""Checks that this machine can take part in a swarm. Imports neither torch nor the packages that it looks for."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ PACKAGES = ("hivemind", "msgpack", "msgspec", "base58", "cryptography")
 
 
 def check_swarm() -> None:
-    """Raises ConfigError where a swarm cannot be: nothing has been started or written then."""
+    """Raises ConfigError on another system than Linux, or if a package is missing."""
     if not sys.platform.startswith("linux"):
         raise ConfigError(
             f"the swarm engine runs on Linux only, not on {sys.platform}: use WSL, Docker or another engine"

@@ -1,10 +1,10 @@
-"""A swarm for anybody's training loop: `diloco.join_swarm`.
+"""`diloco.join_swarm`: a swarm for a training loop of your own.
 
-    engine = diloco.join_swarm("runs/mine")                 the first time: begins a swarm
-    engine = diloco.join_swarm("runs/mine", "diloco1...")   elsewhere, with what `diloco invite runs/mine` has printed
-    optimizer = diloco.DiLoCo(model, optimizer, engine)     with the others' state, if somebody is there
+    engine = diloco.join_swarm("runs/mine")                 the first call founds the swarm
+    engine = diloco.join_swarm("runs/mine", "diloco1...")   elsewhere, with the output of `diloco invite runs/mine`
+    optimizer = diloco.DiLoCo(model, optimizer, engine)     takes over the swarm's state, if there is one
 
-Code and data are each machine's own here: workers compare models and settings (DiLoCo's `identity`), nothing else.
+Each machine brings its own code and data. The workers compare only their models and settings (DiLoCo's `identity`).
 """
 
 import time
@@ -38,19 +38,20 @@ def join_swarm(
     timeout_seconds: float = 600.0,
     on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
 ) -> "SwarmEngine":
-    """This process's worker in a swarm; call `close()` at the end, and the others are told.
+    """Make this process a worker of a swarm. Call `close()` at the end, to tell the others.
 
-    `folder` keeps the worker's name, its invitation and the others' addresses: with the same folder it comes back as
-    the same worker. Several workers of a machine share one folder, each with a `name` of its own. Without an
-    invitation the first call begins a swarm, and later ones go back to it. `on_event` hears of joins, leaves and
-    losses, in another thread. The schedule may jump: let a learning rate follow `optimizer.loop.inner_steps`.
+    `folder` keeps the worker's identity, its invitation and the addresses of others: with the same folder it comes back
+    as the same worker. Several workers of a machine share one folder, each with a `name` of its own. Without an
+    invitation the first call founds a swarm, and later calls rejoin it. `on_event(type, fields)` is called in another
+    thread when workers join, leave or are lost. The schedule may jump: compute the learning rate from
+    `optimizer.loop.inner_steps`.
     """
     check_swarm()
     from diloco.engines.swarm.engine import SwarmEngine  # needs the packages of the swarm extra
 
     swarm = Path(folder).absolute() / SWARM_FOLDER
     if invitation is not None:
-        _keep(swarm, Invitation.parse(invitation, time.time()))
+        _save_invitation(swarm, Invitation.parse(invitation, time.time()))
     elif not (swarm / INVITATION_FILE).exists():
         key = RunKey.create()
         key.save(swarm / RUN_KEY_FILE)
@@ -70,8 +71,8 @@ def join_swarm(
     return SwarmEngine(settings, on_event=on_event)
 
 
-def _keep(swarm: Path, given: Invitation) -> None:
-    """An invitation to another run than the folder's is a mistake."""
+def _save_invitation(swarm: Path, given: Invitation) -> None:
+    """Raises ConfigError if it is for another run than the folder's."""
     path = swarm / INVITATION_FILE
     if path.exists():
         here = Invitation.parse(path.read_text(), None)

@@ -1,6 +1,6 @@
-"""The small files in RUN/swarm, and how they are written: for their owner's eyes, and whole or not at all. Torch-free.
+"""The small files in RUN/swarm: their names, and writing them so that only their owner may read them. Torch-free.
 
-Several workers of one machine share the folder, each with a process that writes; nothing here waits for a lock.
+Several processes of one machine write to the folder; every write is atomic, and none waits for a lock.
 """
 
 from pathlib import Path
@@ -9,21 +9,21 @@ from diloco.atomic_files import PRIVATE, append_file, write_file
 
 SWARM_FOLDER = "swarm"
 RUN_KEY_FILE = "run.key"
-"""The run's private key: only on the machine that founded the run."""
+"""The run's private key; only on the machine that founded the run."""
 INVITATION_FILE = "invitation.txt"
-"""The invitation that this machine's workers came with."""
+"""The invitation with which this machine's workers joined."""
 PEERS_FILE = "peers.json"
 REVOCATIONS_FILE = "revocations.txt"
-"""Signed records, one a line."""
+"""Signed records, one per line."""
 
 
 def write_private(path: Path, text: str, *, new: bool = False) -> None:
-    """On the disk when this returns, readable by its owner only. `new`: raises FileExistsError if it is there."""
+    """Durable when this returns, readable by its owner only. `new`: raises FileExistsError if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, text, durable=True, mode=PRIVATE, overwrite=not new)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Starts with a line end, since a power cut may have left half a line."""
+    """Writes a newline first: a power cut may have left half a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     append_file(path, f"\n{line}\n".encode(), mode=PRIVATE)
