@@ -4,7 +4,6 @@ import logging
 import os
 import platform
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from diloco.training.batches import Texts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
+from diloco.training.processes.exit import exit_now
 from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, STOP_SIGNALS, Chair
 from diloco.training.processes.worker import device_of
 from diloco.training.records.events import EventLog
@@ -54,10 +54,7 @@ def swarm_worker(config: RunConfig, chair: Chair) -> None:
     except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(code)
+        exit_now(code)
 
 
 def settings_of(config: RunConfig, chair: Chair) -> Settings:

@@ -26,6 +26,7 @@ from diloco.errors import CheckpointError, ConfigError, DiLoCoError
 from diloco.training.checkpoints.resume import agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
+from diloco.training.processes.exit import exit_now
 from diloco.training.processes.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place
 from diloco.training.records.events import EventLog, NoEvents
 
@@ -49,10 +50,7 @@ def local_worker(config: RunConfig, place: Place) -> None:
     except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # a launcher without them has none to hand on
-                stream.flush()
-        os._exit(code)  # a thread may still sit in a collective that a lost peer never ends
+        exit_now(code)
 
 
 def train_here(

@@ -1,0 +1,29 @@
+"""How a worker process ends: at once, with its exit code, and with nothing left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import multiprocessing, sys, threading, time
+from diloco.training.processes.exit import exit_now
+
+def worker():
+    lock = multiprocessing.RLock()  # as tqdm makes one: in a spawned process it has a name in the system
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    print("done")
+    exit_now(3)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=worker)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_worker_process_ends_at_once_and_leaves_no_semaphore(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = subprocess.run([sys.executable, str(program)], check=True, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.stderr) == ("done\n3\n", "")
