@@ -40,8 +40,8 @@ from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
+from diloco.training.processes.local_process import SwarmSlot
 from diloco.training.processes.run_lock import run_lock
-from diloco.training.processes.spawn import Chair
 from diloco.training.processes.swarm_launcher import SwarmWorkers
 from diloco.training.records.events import EventReader
 from diloco.training.records.run_description import RUN_JSON, Described
@@ -116,12 +116,12 @@ def run_workers(
 ) -> None:
     """The local workers from their start to the report. `founder`: the first of them may begin the swarm (anew)."""
     own = None if text.own is None else text.own.folder
-    chairs = [
-        Chair(index, config.workers, folder, text.shared.folder, own, os.getpid(), founder and index == 0)
+    slots = [
+        SwarmSlot(index, config.workers, folder, text.shared.folder, own, os.getpid(), founder and index == 0)
         for index in range(config.workers)
     ]
     sinks = held.enter_context(SinkProcesses(config.sink_names, folder, noting(console)))
-    workers = SwarmWorkers(config, chairs, noting(console))
+    workers = SwarmWorkers(config, slots, noting(console))
     poll = both(both(display.follow(folder, resumed=resumed), inviting(console, folder)), sinks.poll)
     with stop_on_signals(display.with_stop_message(workers.stop)):
         error = outcome(lambda: workers.run(poll))

@@ -30,8 +30,8 @@ from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import dotted, sections, to_toml
 from diloco.training.processes.launcher import LocalWorkers
+from diloco.training.processes.local_process import STOP_SIGNALS
 from diloco.training.processes.run_lock import run_lock
-from diloco.training.processes.spawn import STOP_SIGNALS
 from diloco.training.records.events import end_cut_line
 from diloco.training.records.summary import SUMMARY_FILE, Summary, read_summary, write_summary
 

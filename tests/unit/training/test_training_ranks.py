@@ -11,7 +11,7 @@ from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import ComputeConfig, TrainingConfig
-from diloco.training.processes.spawn import Place
+from diloco.training.processes.local_process import LocalRank
 from diloco.training.processes.worker import check_devices
 from diloco.training.sharding import _filled, _without_parameters
 
@@ -56,7 +56,7 @@ def test_options_without_effect_are_refused() -> None:
 
 
 def test_consecutive_processes_are_the_ranks_of_a_worker_and_have_logs_of_their_own() -> None:
-    places = [Place(process, (1, 3, 2), Path("run"), Path("corpus"), 0) for process in range(6)]
+    places = [LocalRank(process, (1, 3, 2), Path("run"), Path("corpus"), 0) for process in range(6)]
     assert [(place.worker, place.rank) for place in places] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     assert [str(place) for place in places[:2]] == ["worker 0", "worker 1, rank 0,"]
     assert [place.log.name for place in places[:3]] == ["worker-0.log", "worker-1-rank-0.log", "worker-1-rank-1.log"]

@@ -9,7 +9,7 @@ import pytest
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config.run import RunConfig
 from diloco.training.processes import swarm_launcher
-from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, Chair
+from diloco.training.processes.local_process import CHECKPOINT_CODE, EXCLUDED_CODE, SwarmSlot
 from diloco.training.processes.swarm_launcher import MAX_RESTARTS, SwarmWorkers
 
 
@@ -37,17 +37,17 @@ class Machine:
         self.said: list[str] = []
         self.starts: list[int] = []
         (folder / "swarm").mkdir()
-        chairs = [Chair(i, len(codes), folder, folder, None, 0, i == 0) for i in range(len(codes))]
-        for chair in chairs:
-            (folder / "swarm" / f"{chair.seat}.json").write_text("{}")  # it has been in the swarm
-        self.workers = SwarmWorkers(RunConfig(engine="swarm", workers=len(codes)), chairs, self.said.append)
+        slots = [SwarmSlot(i, len(codes), folder, folder, None, 0, i == 0) for i in range(len(codes))]
+        for slot in slots:
+            (folder / "swarm" / f"{slot.name}.json").write_text("{}")  # it has been in the swarm
+        self.workers = SwarmWorkers(RunConfig(engine="swarm", workers=len(codes)), slots, self.said.append)
         monkeypatch.setattr(swarm_launcher, "_POLL_SECONDS", 0.0)
         now = iter(range(10**9))
         monkeypatch.setattr(swarm_launcher.time, "monotonic", lambda: float(next(now)))
 
         def start(local: swarm_launcher._Local) -> None:
-            self.starts.append(local.chair.index)
-            local.process = Process(codes[local.chair.index].pop(0))  # type: ignore[assignment]
+            self.starts.append(local.slot.index)
+            local.process = Process(codes[local.slot.index].pop(0))  # type: ignore[assignment]
             local.started, local.again_at = 0.0, None
 
         monkeypatch.setattr(self.workers, "_start", start)

@@ -1,7 +1,7 @@
 """Local workers as processes: starts them, passes a stop on to them, and never leaves one behind. Torch-free.
 
-A worker that dies takes the run with it (torch.distributed has a fixed membership), but not at once: the others are
-given their bounded wait to notice, to save what was agreed and to write how far they came.
+A worker that dies ends the run (torch.distributed has a fixed membership), but not at once: the other workers have
+their bounded wait to notice, to save the last agreed parameters and to write how far they came.
 """
 
 import multiprocessing
@@ -16,14 +16,15 @@ from pathlib import Path
 
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.spawn import (
+from diloco.training.processes.local_process import (
     CHECKPOINT_CODE,
+    CONFIG_CODE,
     EXCLUDED_CODE,
     RENDEZVOUS_FILE,
     STOP_SIGNALS,
-    Place,
-    local_worker,
+    LocalRank,
 )
+from diloco.training.processes.spawn import run_local_rank
 from diloco.training.records.events import EventReader
 
 _POLL_SECONDS = 0.1
@@ -34,23 +35,23 @@ class LocalWorkers:
     """The processes of one run. `stop()` may be called from a signal handler."""
 
     def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path, *, resume: bool = False) -> None:
-        """`resume`: go on from the checkpoints in the run folder."""
+        """`resume`: continue from the checkpoints in the run folder."""
         self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
         self._events = EventReader(run_folder)
         self._started = False
         self.stop_requests = 0
         sizes = config.sizes()
-        self._places = [Place(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
+        self._ranks = [LocalRank(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
         self._processes: list[BaseProcess] = []
         self._failed: tuple[int, int] | None = None  # the first process that failed, and its exit code
-        self._silent: list[Place] = []  # those that did not end by themselves after that
+        self._silent: list[LocalRank] = []  # did not end by themselves after that
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Start all workers and see them to their end; `poll` is called several times a second."""
+        """Start all workers and wait until they have ended; `poll` is called several times a second."""
         (self.run_folder / "logs").mkdir(exist_ok=True)
         (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # a killed launcher leaves it
-        for place in self._places:
-            put_aside(place.log)
+        for local in self._ranks:
+            put_aside(local.log)
         self._events.skip()
         try:
             self._start()
@@ -73,13 +74,13 @@ class LocalWorkers:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         with signals_held_back():
-            for place in self._places:
+            for local in self._ranks:
                 process = context.Process(
-                    target=local_worker, args=(self.config, place), name=f"diloco-worker-{place.process}", daemon=True
+                    target=run_local_rank, args=(self.config, local), name=f"diloco-worker-{local.process}", daemon=True
                 )
                 process.start()
                 self._processes.append(process)
-        if self.stop_requests:  # asked for before there was anyone to pass it on to
+        if self.stop_requests:  # it came before the processes could be told
             self._pass_on()
 
     def _supervise(self, poll: Callable[[], None]) -> None:
@@ -91,16 +92,16 @@ class LocalWorkers:
                 self._failed = failed
                 deadline = time.monotonic() + self._grace_seconds(failed[1])
             if deadline is not None and time.monotonic() > deadline:
-                alive = zip(self._places, self._processes, strict=True)
-                self._silent = [place for place, process in alive if process.is_alive()]
+                started = zip(self._ranks, self._processes, strict=True)
+                self._silent = [local for local, process in started if process.is_alive()]
                 return
         self._failed = self._failed or self._first_failure()
         poll()
 
     def _grace_seconds(self, code: int) -> float:
-        """How long the others may take to notice: nothing if they had not met yet.
+        """How long the other workers may take to notice: 2 s if they had not found each other yet.
 
-        A worker that was not killed has failed after a wait of its own, and so have the others.
+        A worker that failed without being killed has waited for the round's timeout itself, and so have the others.
         """
         self._started |= any(event["type"] == "worker_started" for event in self._events.new_events())
         if not self._started:
@@ -111,7 +112,7 @@ class LocalWorkers:
         return [process for process in self._processes if process.is_alive()]
 
     def _first_failure(self) -> tuple[int, int] | None:
-        """Killed workers first, since the others only noticed."""
+        """A killed worker comes first: the others failed because of it."""
         codes = [(number, process.exitcode) for number, process in enumerate(self._processes)]
         failed = [(number, code) for number, code in codes if code not in (None, 0)]
         return min(failed, key=lambda item: (item[1] > 0, item[0])) if failed else None
@@ -126,32 +127,32 @@ class LocalWorkers:
     def _failure(self, process: int, code: int) -> Exception:
         if self.stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
-        place = self._places[process]
+        local = self._ranks[process]
         silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
-        return failure(f"{place} of {self.config.workers}", place.log, code, silent)
+        return failure(f"{local} of {self.config.workers}", local.log, code, silent)
 
 
-def failure(who: str, log: Path, code: int, more: str = "") -> Exception:
-    """What a worker process's end with that exit code is to its user."""
+def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
+    """The error that the user sees after a worker process has ended with this exit code."""
     output = log.read_text(errors="replace") if log.exists() else ""
     reason = _last_line(output)
     if code < 0:
         reason = f"killed by {signal.Signals(-code).name}"
         if -code == signal.SIGILL:
             reason += " (an instruction that this CPU lacks; bf16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 on some)"
-    elif code == 2:
+    elif code == CONFIG_CODE:
         return ConfigError(reason)
     elif code == CHECKPOINT_CODE:
         return CheckpointError(reason)
     elif code == EXCLUDED_CODE or reason_is_enough(output):
-        return WorkerFailed(f"{who} has ended: {reason}")
-    return WorkerFailed(f"{who} failed: {reason}{more}", output)
+        return WorkerFailed(f"{worker} has ended: {reason}")
+    return WorkerFailed(f"{worker} failed: {reason}{more}", output)
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Processes started in here receive a stop only once they can obey it (worker.py); so does this one."""
-    resource_tracker.ensure_running()  # multiprocessing's own process: starting it would let the signals through
+    """Processes started inside receive a stop signal only once they unblock it (worker.py); so does this process."""
+    resource_tracker.ensure_running()  # a process of multiprocessing: starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -160,7 +161,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def put_aside(log: Path) -> None:
-    """The log of an earlier start keeps its text under a number: worker-0.1.log, and so on."""
+    """Rename the log of an earlier start: worker-0.1.log, and so on."""
     if log.exists():
         number = 1
         while (older := log.with_suffix(f".{number}.log")).exists():
@@ -169,7 +170,8 @@ def put_aside(log: Path) -> None:
 
 
 def reason_is_enough(output: str) -> bool:
-    """The others' answer, or that there was none: where in the program it was heard helps nobody."""
+    """Whether the message alone explains the failure, so that the traceback would not help: no worker answered, or the
+    answer was no."""
     return any(line.startswith("diloco.errors.RendezvousError: ") for line in output.splitlines()[-1:])
 
 

@@ -1,7 +1,7 @@
 """One process at a time trains in a run folder. Torch-free.
 
-A lock of the operating system (flock), which ends with the process that holds it: a killed run leaves none behind.
-The launcher holds one; each worker process holds a second, since workers may outlive a killed launcher for a moment.
+A lock of the operating system (flock) ends with the process that holds it: a killed run leaves none behind. The
+launcher holds one; each worker process holds a second, since workers may outlive a killed launcher for a moment.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.05
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Refuses a folder in which another process trains; waits for workers of a killed one to end."""
+    """Refuse a folder in which another process trains; wait for the workers of a killed launcher to end."""
     file = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _locked(file, fcntl.LOCK_EX, 0.0):

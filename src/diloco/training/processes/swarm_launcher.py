@@ -1,9 +1,9 @@
 """Local workers of a swarm as processes: each may die, and is started again; the others go on meanwhile. Torch-free.
 
-A worker that was killed, or failed for a reason that may pass, comes back under its own name: it takes the others'
-state, or, if nobody is left, goes on from the newest checkpoint here. One that has no place among the others (banned,
-another model, a configuration that cannot be), or that failed before it ever was in the swarm, does not. The run has
-ended when all local workers have.
+A worker that was killed, or failed for a reason that may pass, is started again under its own name: it takes the
+swarm's state, or, if no member is left, continues from the newest checkpoint of this machine. A worker that the swarm
+refuses (banned, another model), whose configuration is refused, or that failed before it had joined, is not. The run
+has ended when all local workers have.
 """
 
 import multiprocessing
@@ -18,45 +18,46 @@ from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import failure, put_aside, signals_held_back
-from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, Chair, swarm_worker
+from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, SwarmSlot
+from diloco.training.processes.spawn import run_swarm_worker
 
 MAX_RESTARTS = 5
-"""Of each worker; a worker that has lived for RESTED_SECONDS begins to count anew."""
+"""Of each worker; the count starts again at 0 after RESTED_SECONDS of uptime."""
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
-_FOR_GOOD = (2, CHECKPOINT_CODE, EXCLUDED_CODE)
+_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE)
 
 
 @dataclass
 class _Local:
-    """One local worker, through all its processes."""
+    """One local worker and the process that runs it now."""
 
-    chair: Chair
+    slot: SwarmSlot
     process: BaseProcess | None = None
     restarts: int = 0
     started: float = 0.0
     again_at: float | None = None
-    """When to start it again."""
+    """When it is started again."""
     code: int | None = None
-    """How it ended for good."""
+    """The exit code with which it ended for good."""
 
 
 class SwarmWorkers:
     """The processes of this machine. `stop()` may be called from a signal handler."""
 
-    def __init__(self, config: RunConfig, chairs: Sequence[Chair], tell: Callable[[str], None]) -> None:
-        """`tell`: what a person should know of."""
+    def __init__(self, config: RunConfig, slots: Sequence[SwarmSlot], tell: Callable[[str], None]) -> None:
+        """`tell`: shows a message to the user."""
         self.config, self._tell = config, tell
-        self._locals = [_Local(chair) for chair in chairs]
+        self._locals = [_Local(slot) for slot in slots]
         self.stop_requests = 0
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Start all workers and see them to their end; `poll` is called several times a second."""
-        (self._locals[0].chair.run_folder / "logs").mkdir(exist_ok=True)
+        """Start all workers and wait until they have ended; `poll` is called several times a second."""
+        (self._locals[0].slot.run_folder / "logs").mkdir(exist_ok=True)
         try:
             for local in self._locals:
-                put_aside(local.chair.log)
+                put_aside(local.slot.log)
                 self._start(local)
             while any(local.code is None for local in self._locals):
                 time.sleep(_POLL_SECONDS)
@@ -82,11 +83,11 @@ class SwarmWorkers:
         context = multiprocessing.get_context("spawn")
         with signals_held_back():
             process = context.Process(
-                target=swarm_worker, args=(self.config, local.chair), name=f"diloco-{local.chair.seat}", daemon=True
+                target=run_swarm_worker, args=(self.config, local.slot), name=f"diloco-{local.slot.name}", daemon=True
             )
             process.start()
             local.process, local.started, local.again_at = process, time.monotonic(), None
-        if self.stop_requests:  # asked for before there was anyone to pass it on to
+        if self.stop_requests:  # it came before the process could be told
             self._pass_on()
 
     def _look_after(self, local: _Local) -> None:
@@ -96,7 +97,7 @@ class SwarmWorkers:
             if self.stop_requests:
                 local.code = 0  # it has left already
             elif time.monotonic() >= local.again_at:
-                put_aside(local.chair.log)
+                put_aside(local.slot.log)
                 self._start(local)
             return
         code = None if local.process is None else local.process.exitcode
@@ -104,23 +105,23 @@ class SwarmWorkers:
             return
         if time.monotonic() - local.started > RESTED_SECONDS:
             local.restarts = 0
-        never_in = code > 0 and not (local.chair.run_folder / SWARM_FOLDER / f"{local.chair.seat}.json").exists()
+        never_in = code > 0 and not (local.slot.run_folder / SWARM_FOLDER / f"{local.slot.name}.json").exists()
         if code == 0 or code in _FOR_GOOD or never_in or self.stop_requests or local.restarts >= MAX_RESTARTS:
             local.code = code
             if code and len(self._locals) > 1:
-                self._tell(f"{local.chair} has ended for good ({self._reason(local, code)}); the others go on")
+                self._tell(f"{local.slot} has ended for good ({self._reason(local, code)}); the others go on")
             return
         local.restarts += 1
         pause = min(30.0, 2.0 ** (local.restarts - 1))
         local.again_at = time.monotonic() + pause
         self._tell(
-            f"{local.chair} ended ({self._reason(local, code)}): it is started again ({local.restarts} of at most "
+            f"{local.slot} ended ({self._reason(local, code)}): it is started again ({local.restarts} of at most "
             f"{MAX_RESTARTS} times)"
         )
 
     @staticmethod
     def _reason(local: _Local, code: int) -> str:
-        return str(failure(str(local.chair), local.chair.log, code))
+        return str(failure(str(local.slot), local.slot.log, code))
 
     def _kill_all(self) -> None:
         processes = [local.process for local in self._locals if local.process is not None]
@@ -131,11 +132,11 @@ class SwarmWorkers:
             process.join(_GRACE_SECONDS)
 
     def _judge(self) -> None:
-        """The run is as good as its best worker."""
+        """The run has succeeded if one worker has; otherwise raise the first worker's failure."""
         if self.stop_requests > 1:
             raise WorkerFailed("killed at the second request to stop: the others notice within seconds")
         ended = [(local, local.code) for local in self._locals if local.code is not None]
         if any(code == 0 for _, code in ended):
             return
         local, code = ended[0]
-        raise failure(str(local.chair), local.chair.log, code)
+        raise failure(str(local.slot), local.slot.log, code)

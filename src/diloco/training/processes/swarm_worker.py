@@ -1,4 +1,4 @@
-"""A worker process of a swarm: finds the others or begins anew, builds its training, runs it, and says goodbye."""
+"""A worker process of a swarm: joins the swarm or starts it, builds its training, runs it, and leaves."""
 
 import logging
 import os
@@ -17,58 +17,51 @@ from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
 from diloco.training.batches import Texts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
-from diloco.training.processes.spawn import CHECKPOINT_CODE, EXCLUDED_CODE, STOP_SIGNALS, Chair
+from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code
 from diloco.training.processes.worker import device_of
 from diloco.training.records.events import EventLog
 from diloco.training.records.run_description import RUN_JSON
 
 logger = logging.getLogger(__name__)
 
-_CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
-    (ConfigError, 2), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE)
-)  # fmt: skip
-
 
 class _Stopped(BaseException):
-    """Asked to stop before there was anything to save."""
+    """A stop request before the first inner step: there is nothing to save."""
 
 
-def swarm_worker(config: RunConfig, chair: Chair) -> None:
-    """From the meeting with the others on; ends the process."""
+def swarm_worker(config: RunConfig, slot: SwarmSlot) -> None:
+    """Join, train, leave; ends the process."""
     code = 1
     try:
-        _train(config, chair)
+        _train(config, slot)
         code = 0
     except _Stopped:
         logger.info("stopped before the first step")
         code = 0
-    except DiLoCoError as error:
+    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
-        code = next((code for kind, code in _CODES if isinstance(error, kind)), 1)
-    except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
+        code = exit_code(error)
     finally:
         exit_now(code)
 
 
-def settings_of(config: RunConfig, chair: Chair) -> Settings:
-    """What this worker's sidecar is told. Each local worker has a port of its own."""
+def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
+    """The settings of this worker's sidecar. Each local worker has a port of its own."""
     swarm = config.swarm
     announce = () if config.announce is None else tuple(one.strip() for one in config.announce.split(","))
-    folder = chair.run_folder.absolute() / SWARM_FOLDER
-    port = None if config.port is None else config.port + chair.index
-    if port is None and not announce:  # what is announced needs a port that its user knows
-        port = choose_port(folder, chair.seat, config.host)
+    folder = slot.run_folder.absolute() / SWARM_FOLDER
+    port = None if config.port is None else config.port + slot.index
+    if port is None and not announce:  # an announced address needs a port that the user knows
+        port = choose_port(folder, slot.name, config.host)
     return Settings(
         folder=str(folder),
-        name=chair.seat,
-        founder=chair.founder,
+        name=slot.name,
+        founder=slot.founder,
         host=config.host,
         port=port,
         announce=announce,
@@ -76,12 +69,12 @@ def settings_of(config: RunConfig, chair: Chair) -> Settings:
         lost_seconds=swarm.lost_seconds,
         timeout_seconds=config.sync.timeout_seconds,
         refusals_to_ban=swarm.refusals_to_ban,
-        label=platform.node()[:48] + (f"/{chair.index}" if chair.chairs > 1 else ""),
+        label=platform.node()[:48] + (f"/{slot.index}" if slot.slots > 1 else ""),
     )
 
 
 class SwarmEvents:
-    """What the swarm tells goes into the run's log, once this worker has a number. Called from any thread."""
+    """Writes the engine's events to the run's log, from any thread; keeps them until this worker has a number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +92,7 @@ class SwarmEvents:
     def into(self, log: EventLog) -> None:
         with self._lock:
             self._log, early = log, self._early
-        for type_, fields in early:  # whoever was met before this worker had its number was there already
+        for type_, fields in early:  # members met before this worker had its number were there already
             self._emit(type_, fields | ({"already": True} if type_ == "member_joined" else {}))
 
     def _emit(self, type_: str, fields: dict[str, Any]) -> None:
@@ -113,44 +106,44 @@ class SwarmEvents:
 def _on_stop(stop: Callable[[], None]) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: stop())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
 
 
 def _give_up() -> None:
     raise _Stopped
 
 
-def _train(config: RunConfig, chair: Chair) -> None:
-    _on_stop(_give_up)  # to find the others may take a minute, and so may their state
-    device = device_of(config, chair.index)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // chair.chairs))
-    own = None if chair.own_folder is None else Corpus.open(chair.own_folder)
-    texts = Texts(Corpus.open(chair.corpus_folder, allow_missing_shards=True), own, chair.index, chair.chairs)
+def _train(config: RunConfig, slot: SwarmSlot) -> None:
+    _on_stop(_give_up)  # finding the swarm may take a minute, and fetching its state too
+    device = device_of(config, slot.index)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // slot.slots))
+    own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
+    texts = Texts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
     heard = SwarmEvents()
-    engine = SwarmEngine(settings_of(config, chair), on_event=heard)
+    engine = SwarmEngine(settings_of(config, slot), on_event=heard)
     try:
-        log = EventLog(chair.run_folder, engine.worker)
+        log = EventLog(slot.run_folder, engine.worker)
         heard.into(log)
-        _train_with(config, chair, texts, engine, log, device)
+        _train_with(config, slot, texts, engine, log, device)
     finally:
         engine.close()
     log.close()
 
 
 def _train_with(
-    config: RunConfig, chair: Chair, texts: Texts, engine: SwarmEngine, log: EventLog, device: torch.device
+    config: RunConfig, slot: SwarmSlot, texts: Texts, engine: SwarmEngine, log: EventLog, device: torch.device
 ) -> None:
     files = corpus_files(texts.shared)
-    files[RUN_JSON] = chair.run_folder / SWARM_FOLDER / RUN_JSON
+    files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
     engine.serve_files(files)
     me = _me(engine)
-    founded = bool(me.get("holds"))  # it found nobody: it begins the swarm, or begins it anew
-    start = newest_start(chair.run_folder) if founded else None
+    founded = bool(me.get("holds"))  # no member answered: this worker starts the swarm, or restarts it
+    start = newest_start(slot.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
     place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
-    log.emit("swarm", seat=chair.seat, founded=founded, going_on=saved, **place)
+    log.emit("swarm", seat=slot.name, founded=founded, going_on=saved, **place)
     engine.pause_serving_state(saved)  # until it is the saved one
-    training = Training(config, texts, engine, log, device, chair.run_folder, leader=chair.index == 0)
+    training = Training(config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0)
     training.joined = not founded
     if start is not None and saved:
         training.resume(start)
@@ -169,5 +162,5 @@ def _train_with(
 
 
 def _me(engine: SwarmEngine) -> dict[str, Any]:
-    """This worker as its node tells of it."""
+    """The status of this worker, as its node reports it."""
     return next((one for one in engine.status().get("members", ()) if one["number"] == engine.worker), {})

@@ -1,7 +1,7 @@
-"""A worker process: finds its place, builds its training, runs it, and leaves a trace of how it ended.
+"""A worker process of a fixed set: finds the other workers, builds its training, runs it, and ends with an exit code.
 
-Two ways lead here: `diloco train` starts local workers (launcher.py) and gives each its place; under torchrun every
-process is a worker and the environment gives the place.
+`diloco train` starts local workers (launcher.py), which begin at `local_worker`; under torchrun every process is a rank
+and calls `train_here`.
 """
 
 import logging
@@ -22,33 +22,31 @@ from diloco.engines.connect import gather_bytes, join, rendezvous_error
 from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError
+from diloco.errors import ConfigError
 from diloco.training.checkpoints.resume import agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
-from diloco.training.processes.spawn import CHECKPOINT_CODE, RENDEZVOUS_FILE, STOP_SIGNALS, Place
+from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code
 from diloco.training.records.events import EventLog, NoEvents
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
 
 
-def local_worker(config: RunConfig, place: Place) -> None:
+def local_worker(config: RunConfig, local: LocalRank) -> None:
     """A process started by the launcher, from the rendezvous on; ends the process."""
     code = 1
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        _meet_locally(config, place)
-        corpus = Corpus.open(place.corpus_folder)
+        _meet_locally(config, local)
+        corpus = Corpus.open(local.corpus_folder)
         code = train_here(
-            config, corpus, place.run_folder, place.sizes, local_processes=place.processes, resume=place.resume
+            config, corpus, local.run_folder, local.sizes, local_processes=local.processes, resume=local.resume
         )
-    except DiLoCoError as error:
+    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
         traceback.print_exc()
-        code = 2 if isinstance(error, ConfigError) else CHECKPOINT_CODE if isinstance(error, CheckpointError) else 1
-    except BaseException:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
+        code = exit_code(error)
     finally:
         exit_now(code)
 
@@ -64,7 +62,7 @@ def train_here(
 ) -> int:
     """Run this process's rank in an initialised torch.distributed world; returns the exit code.
 
-    `sizes`: the ranks of each worker. Its first rank alone writes events. `resume`: go on from the run folder's
+    `sizes`: the ranks of each worker; only its first rank writes events. `resume`: continue from the run folder's
     checkpoints.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -77,7 +75,7 @@ def train_here(
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: training.request_stop())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
     try:
         if start is not None:
             training.resume(start)
@@ -108,7 +106,7 @@ def device_of(config: RunConfig, local_rank: int) -> torch.device:
 
 
 def check_devices(device: torch.device, ranks: WorkerRanks) -> None:
-    """NCCL, which the ranks of a worker talk over, refuses two on one device, and not in words that help."""
+    """Refuse two ranks of a worker on one CUDA device, which NCCL would refuse with an unclear message."""
     machine = zlib.crc32(platform.node().encode())
     places = ranks.gather_numbers(machine, -1 if device.index is None else device.index)
     if device.type == "cuda" and len(set(places)) < ranks.count:
@@ -118,16 +116,16 @@ def check_devices(device: torch.device, ranks: WorkerRanks) -> None:
         )
 
 
-def _meet_locally(config: RunConfig, place: Place) -> None:
-    """At a file in the run folder, or, if a port was asked for, at that port of this machine."""
+def _meet_locally(config: RunConfig, local: LocalRank) -> None:
+    """Rendezvous through a file in the run folder, or at `port` of this machine if it is given."""
     if config.port is None:
-        meeting = place.run_folder / RENDEZVOUS_FILE
-        file = FileStore(str(meeting), place.processes)
-        join(str(meeting), file, place.process, place.processes, START_SECONDS)
+        meeting = local.run_folder / RENDEZVOUS_FILE
+        file = FileStore(str(meeting), local.processes)
+        join(str(meeting), file, local.process, local.processes, START_SECONDS)
         return
     where = f"127.0.0.1:{config.port}"
     try:
-        store = TCPStore("127.0.0.1", config.port, place.processes, is_master=place.process == 0)
+        store = TCPStore("127.0.0.1", config.port, local.processes, is_master=local.process == 0)
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise rendezvous_error(where, place.process, place.processes, START_SECONDS, error) from error
-    join(where, store, place.process, place.processes, START_SECONDS)
+        raise rendezvous_error(where, local.process, local.processes, START_SECONDS, error) from error
+    join(where, store, local.process, local.processes, START_SECONDS)

@@ -1,0 +1,92 @@
+"""What a launcher tells a worker process that it starts, and what its exit code means. Torch-free."""
+
+import signal
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
+
+RENDEZVOUS_FILE = ".rendezvous"
+CONFIG_CODE = 2
+"""Exit code: the configuration is refused."""
+CHECKPOINT_CODE = 3
+"""Exit code: no checkpoint to resume from is usable."""
+EXCLUDED_CODE = 4
+"""Exit code: the swarm refuses this worker, and would refuse it again."""
+_CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
+    (ConfigError, CONFIG_CODE), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE)
+)  # fmt: skip
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def exit_code(error: BaseException) -> int:
+    """Of a worker process that ends with this error."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), 1)
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """A process of a run with a fixed set of workers: a whole worker, or one of a worker's ranks."""
+
+    process: int
+    sizes: tuple[int, ...]
+    """The ranks of each worker; consecutive processes are one worker."""
+    run_folder: Path
+    corpus_folder: Path
+    parent: int
+    """Process id of the launcher: a worker does not outlive it."""
+    resume: bool = False
+    """Continue from the run folder's checkpoints."""
+
+    @property
+    def processes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def worker(self) -> int:
+        return sum(first <= self.process for first in accumulate(self.sizes))
+
+    @property
+    def rank(self) -> int:
+        """Within the worker."""
+        return self.process - sum(self.sizes[: self.worker])
+
+    def __str__(self) -> str:
+        worker = f"worker {self.worker}"
+        return worker if self.sizes[self.worker] == 1 else f"{worker}, rank {self.rank},"
+
+    @property
+    def log(self) -> Path:
+        """Everything that the process and its libraries write."""
+        rank = "" if self.sizes[self.worker] == 1 else f"-rank-{self.rank}"
+        return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
+
+
+@dataclass(frozen=True)
+class SwarmSlot:
+    """A local worker of a swarm. The swarm gives it its worker number when it joins."""
+
+    index: int
+    slots: int
+    """Local workers of this machine."""
+    run_folder: Path
+    corpus_folder: Path
+    own_folder: Path | None
+    """Text of its own, if it does not read the swarm's."""
+    parent: int
+    """Process id of the launcher."""
+    founder: bool
+    """Starts the swarm, or starts it again from a checkpoint, if no other member answers."""
+
+    @property
+    def name(self) -> str:
+        """Of its files in RUN/swarm and RUN/logs."""
+        return f"worker-{self.index}"
+
+    def __str__(self) -> str:
+        return f"local worker {self.index}"
+
+    @property
+    def log(self) -> Path:
+        return self.run_folder / "logs" / f"{self.name}.log"
