@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # `support`, also in the processes that tests spawn
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # `worlds`, also in the processes that tests spawn
 
 hypothesis.settings.register_profile("diloco", deadline=None, derandomize=True, max_examples=40, database=None)

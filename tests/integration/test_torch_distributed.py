@@ -185,6 +185,7 @@ def bytes_by_both_counts(engine: TorchDistributedEngine) -> dict[str, tuple[int,
             optimizer.step()
         dist.barrier()
         counts[name] = (optimizer.loop.bytes_sent, tcp_bytes_sent() - before)
+        dist.barrier()  # a worker that leaves closes the others' sockets, and what they have sent is forgotten
     return counts
 
 

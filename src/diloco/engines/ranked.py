@@ -4,15 +4,17 @@ Consecutive global ranks are one worker: with sizes (1, 2) rank 0 is worker 0, a
 that dies takes its worker with it, and so, since the membership is fixed, the run; no wait is without a bound.
 """
 
+import atexit
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch.distributed as dist
 
 from diloco.engines.base import Connection, Engine
+from diloco.engines.process_groups import new_group
 from diloco.engines.rounds import Member
 from diloco.engines.torch_distributed import LaneGroups, TorchDistributedEngine
-from diloco.engines.worker_ranks import WorkerRanks, compute_backend, new_group
+from diloco.engines.worker_ranks import WorkerRanks, compute_backend
 from diloco.errors import ConfigError, EngineError
 
 
@@ -45,6 +47,7 @@ class RankedEngine(Connection):
             compute = new_group(ranks, compute_backend(), timeout_seconds)
             if dist.get_rank() in ranks:
                 self.ranks = WorkerRanks(ranks, dist.get_rank() - first, control, compute)
+        atexit.register(self.close)  # its threads must end before the interpreter does
 
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> list[Engine | None]:
         for lane in owners:
@@ -64,16 +67,15 @@ class RankedEngine(Connection):
         return mine[0].members() if mine else ()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         mine = [engine for engine in self._engines.values() if engine is not None]
-        intact = all(engine.intact for engine in mine)
+        broken = any(engine.broken for engine in mine)
         for engine in mine:
             engine.close()
-        if not intact or not dist.is_initialized():
-            return
-        if self._owns_world:
+        self.ranks.close(broken)
+        if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
-        else:
-            self.ranks.close()
+        self._owns_world = False
 
 
 def check_sizes(sizes: Sequence[int], world: int) -> None:

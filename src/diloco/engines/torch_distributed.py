@@ -13,9 +13,10 @@ import atexit
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -27,10 +28,10 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
+from diloco.engines.process_groups import end_group, new_group
 from diloco.engines.reduction import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.waves import Wave, traffic, waves
-from diloco.engines.worker_ranks import new_group
 from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class TorchDistributedEngine(Engine):
             raise EngineError("torch.distributed is not initialised: use diloco.connect(), which does it")
         groups = groups or LaneGroups.new(range(dist.get_world_size()), backend, timeout_seconds)
         assert groups is not None
-        self._ranks, self._control, self._payload = groups.ranks, groups.control, groups.payload
+        self._ranks, self._groups = groups.ranks, groups
         self.worker = self._ranks.index(dist.get_rank())
         self.workers = len(self._ranks)
         self.backend = backend
@@ -84,10 +85,11 @@ class TorchDistributedEngine(Engine):
         self._provider: Callable[[], GlobalState] | None = None
         self._source = 0  # whose state counts, at the start and after a divergence
         self._broken: EngineError | None = None
+        self._closed = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a script that forgets it must not end with a thread in C++
+        atexit.register(self.close)  # its threads must end before the interpreter does
 
     # The contract
 
@@ -107,26 +109,25 @@ class TorchDistributedEngine(Engine):
         return self._submit(self._broadcast_state).result()
 
     @property
-    def intact(self) -> bool:
-        """Neither broken nor closed: a round may follow."""
-        return self._broken is None
+    def broken(self) -> bool:
+        """A peer was lost, or this worker left the others in the middle of a round."""
+        return self._broken is not None
 
     def close(self) -> None:
-        """Leave. After a lost peer the thread may still sit in C++ and is left behind; it cannot hold up the exit."""
+        """Leave, after the round that is being averaged, or after five seconds if that takes longer."""
         atexit.unregister(self.close)
+        if self._closed:
+            return
+        self._closed = True
         self._jobs.put(None)
-        if self._broken is not None:
-            return
-        self._thread.join(_CLOSE_SECONDS)
-        self._broken = EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
-        if self._thread.is_alive():
-            return
+        if not self.broken:
+            self._thread.join(_CLOSE_SECONDS)
+        for group in {self._groups.control, self._groups.payload, self._hidden}:
+            end_group(group, self.broken)
+        self._thread.join(_CLOSE_SECONDS)  # it gets an error if it still waits for a peer
         if self._owns_world and self._hidden is None and dist.is_initialized():
             dist.destroy_process_group()
-            return
-        for group in {self._control, self._payload, self._hidden} - {None}:
-            with suppress(ValueError):  # someone has ended torch.distributed as a whole
-                dist.destroy_process_group(group)
+        del self._groups, self._hidden
 
     def hide_world(self) -> None:
         """Others in this process then find no torch.distributed world; rounds go on in the groups held here."""
@@ -141,6 +142,8 @@ class TorchDistributedEngine(Engine):
     def _submit(self, work: Callable[[], T]) -> "Future[T]":
         if self._broken is not None:
             raise self._broken
+        if self._closed:
+            raise EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
         future: Future[T] = Future()
 
         def job() -> None:
@@ -163,6 +166,7 @@ class TorchDistributedEngine(Engine):
             except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it is
                 self._broken = EngineError(f"worker {self.worker} left the others in the middle of a round: {error!r}")
                 self._broken.__cause__ = error
+                traceback.clear_frames(error.__traceback__)  # they hold the process groups
                 future.set_exception(self._broken)
 
         self._jobs.put(job)
@@ -207,7 +211,7 @@ class TorchDistributedEngine(Engine):
         """Everyone's bytes, in worker order; all must give the same number."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
-        _finish(dist.all_gather(rows, own, group=self._control, async_op=True), deadline)
+        _finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)
         return [bytes(row.tolist()) for row in rows]
 
     def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
@@ -247,9 +251,9 @@ class TorchDistributedEngine(Engine):
         for distance in range(1, self.workers):  # so that not all begin with the same peer
             there, back = (self.worker + distance) % self.workers, (self.worker - distance) % self.workers
             if len(outgoing[there]):
-                transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], self._payload, tag))
+                transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], self._groups.payload, tag))
             if len(incoming[back]):
-                transfers.append(dist.P2POp(dist.irecv, incoming[back], self._ranks[back], self._payload, tag))
+                transfers.append(dist.P2POp(dist.irecv, incoming[back], self._ranks[back], self._groups.payload, tag))
         return dist.batch_isend_irecv(transfers) if transfers else []
 
     def _broadcast_state(self) -> GlobalState | None:
@@ -259,7 +263,8 @@ class TorchDistributedEngine(Engine):
         digests = self._gather(state.layout_digest.encode().ljust(16), deadline)
         check_same_layout({w: digest.decode("ascii", "replace") for w, digest in enumerate(digests)}, self.worker)
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
-        _finish(dist.broadcast(numbers, self._ranks[self._source], group=self._control, async_op=True), deadline)
+        source = self._ranks[self._source]
+        _finish(dist.broadcast(numbers, source, group=self._groups.control, async_op=True), deadline)
         for tensor in state.tensors.values():
             self._broadcast(tensor, deadline)
         if self.worker == self._source:
@@ -272,7 +277,7 @@ class TorchDistributedEngine(Engine):
         if staged.numel():
             data = staged.view(-1).view(torch.uint8)
             source = self._ranks[self._source]
-            _finish(dist.broadcast(data, source, group=self._control, async_op=True), deadline)
+            _finish(dist.broadcast(data, source, group=self._groups.control, async_op=True), deadline)
         if staged is not tensor:
             tensor.copy_(staged)
 

@@ -8,8 +8,8 @@ the way of. Every method is collective: all ranks of the worker call it at the s
 
 import math
 import struct
+import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from diloco.engines.process_groups import end_group
 from diloco.errors import ConfigError, EngineError
 
 
@@ -115,27 +116,22 @@ class WorkerRanks:
         try:
             collective()
         except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
+            traceback.clear_frames(error.__traceback__)  # they hold the process group
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineError(
                 f"rank {self.rank} lost another of this worker's {self.count} ranks ({first}): the worker cannot go "
                 "on without it; start the run again"
             ) from error
 
-    def close(self) -> None:
-        for group in (self._control, self._compute):
-            if group is not None:
-                dist.destroy_process_group(group)
+    def close(self, broken: bool = False) -> None:
+        """Not collective. `broken`: a rank may be lost."""
+        end_group(self._control, broken)
+        end_group(self._compute, broken)
         self._control = self._compute = None
 
 
 ALONE = WorkerRanks()
 """A worker of one rank."""
-
-
-def new_group(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "dist.ProcessGroup | None":
-    """Collective over the whole world: all ranks make all groups in the same order. None where this rank is not in."""
-    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_seconds))
-    return group if dist.get_rank() in ranks else None
 
 
 def compute_backend() -> str:
