@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.engine import SwarmEngine
 
-_DAYS = 30.0
-_DAY_SECONDS = 86_400.0
+_INVITATION_SECONDS = 30 * 86_400.0
 
 
 def join_swarm(
@@ -46,16 +42,12 @@ def join_swarm(
     thread when workers join, leave or are lost. The schedule may jump: compute the learning rate from
     `optimizer.loop.inner_steps`.
     """
-    check_swarm()
-    from diloco.engines.swarm.engine import SwarmEngine  # needs the packages of the swarm extra
+    check_swarm()  # before the modules that need the packages of the swarm extra
+    from diloco.engines.swarm.engine import SwarmEngine
+    from diloco.engines.swarm.network.listen_port import choose_port
 
     swarm = Path(folder).absolute() / SWARM_FOLDER
-    if invitation is not None:
-        _save_invitation(swarm, Invitation.parse(invitation, time.time()))
-    elif not (swarm / INVITATION_FILE).exists():
-        key = RunKey.create()
-        key.save(swarm / RUN_KEY_FILE)
-        write_private(swarm / INVITATION_FILE, invite(key, (), _DAYS * _DAY_SECONDS, time.time()).text() + "\n")
+    _save_invitation(swarm, invitation)
     (swarm.parent / "logs").mkdir(exist_ok=True)
     if port is None and not announce:
         port = choose_port(swarm, name, host)
@@ -71,13 +63,21 @@ def join_swarm(
     return SwarmEngine(settings, on_event=on_event)
 
 
-def _save_invitation(swarm: Path, given: Invitation) -> None:
-    """Raises ConfigError if it is for another run than the folder's."""
+def _save_invitation(swarm: Path, text: str | None) -> None:
+    """The given one; if there is none, neither given nor saved before, make a run key and an invitation with it."""
+    from diloco.engines.swarm.trust.invitation import Invitation, invite
+    from diloco.engines.swarm.trust.run_key import RunKey
+
     path = swarm / INVITATION_FILE
-    if path.exists():
-        here = Invitation.parse(path.read_text(), None)
-        if here.run_id != given.run_id:
+    if text is not None:
+        given = Invitation.parse(text, time.time())
+        saved = Invitation.parse(path.read_text(), None) if path.exists() else given
+        if saved.run_id != given.run_id:
             raise ConfigError(
-                f"{swarm.parent} belongs to the run {here.run_id}, the invitation to {given.run_id}: use another folder"
+                f"{swarm.parent} belongs to run {saved.run_id}, the invitation to {given.run_id}: use another folder"
             )
-    write_private(path, given.text() + "\n")
+        write_private(path, given.text() + "\n")
+    elif not path.exists():
+        key = RunKey.create()
+        key.save(swarm / RUN_KEY_FILE)
+        write_private(path, invite(key, (), _INVITATION_SECONDS, time.time()).text() + "\n")

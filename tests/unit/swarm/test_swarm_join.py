@@ -1,5 +1,7 @@
 """join_swarm: what it keeps in its folder, and what it tells the engine. The engine itself has tests of its own."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,3 +48,11 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path, started: list[Settings]) ->
     with pytest.raises(ConfigError, match="use another folder"):
         diloco.join_swarm(tmp_path, invite(RunKey.create(), [], 60.0, time.time()).text())
     assert len(started) == 1
+
+
+def test_without_the_swarm_extra_it_says_what_to_install(tmp_path: Path) -> None:
+    missing = "for name in ('msgspec', 'base58', 'cryptography', 'hivemind'): sys.modules[name] = None"
+    program = f"import sys, diloco\n{missing}\ndiloco.join_swarm({str(tmp_path / 'run')!r})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "ConfigError: the swarm engine needs hivemind and msgspec and base58 and cryptography" in ended.stderr
+    assert not (tmp_path / "run").exists()
