@@ -341,7 +341,7 @@ class Training:
             model = self.save()
             if model is not None:
                 sample(model, self.corpus, self.config, self.events.emit)
-        self.checkpoints.wait()
+        self.checkpoints.close()
 
     def _last_evaluation(self) -> None:
         self._announce_validation()  # the one before, which the last rounds have told
@@ -381,7 +381,7 @@ class Training:
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
-        self.checkpoints.wait()
+        self.checkpoints.close()
         try:
             self._emit_end("worker_failed", error=str(error))
             if self.engine.ranks.count > 1:

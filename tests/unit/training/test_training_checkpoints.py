@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco import atomic_files
 from diloco.engines.rounds import Member, Report
 from diloco.outer.tensor_pieces import pieces_of
-from diloco.training.checkpoints import durable
+from diloco.training.checkpoints import store
 from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.tables import CheckpointConfig
@@ -70,24 +71,91 @@ def test_a_saved_state_is_found_with_everything_that_was_said_of_it(tmp_path: Pa
     assert told.of("checkpoint")[0]["bytes"] == manifest.files["rank-0.safetensors"].bytes
 
 
+class BlockingDisk:
+    """Writes no tensors until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released = threading.Event()
+        real = store.write_tensors
+
+        def write(*args: Any) -> None:
+            assert self.released.wait(60)
+            real(*args)
+
+        monkeypatch.setattr(store, "write_tensors", write)
+
+
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, write = threading.Event(), durable.write_file
-    monkeypatch.setattr(
-        "diloco.training.checkpoints.tensor_files.write_file", lambda *args: (may_write.wait(10), write(*args))[1]
-    )
+    disk = BlockingDisk(monkeypatch)
     tensor = torch.ones(2)
     checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True))
     checkpoints.save(10, 1, {"w": pieces_of(tensor)}, {})
     tensor.zero_()  # training
     assert steps(tmp_path) == [] and checkpoints.latest == 0
-    may_write.set()
+    disk.released.set()
     checkpoints.save(20, 2, {"w": pieces_of(tensor)}, {})
-    checkpoints.wait()
+    checkpoints.close()
     assert steps(tmp_path) == [10, 20] and checkpoints.latest == 20
     saved = [load_file(worker_folder(tmp_path, step, 0) / "rank-0.safetensors")["w"].tolist() for step in (10, 20)]
     assert saved == [[1, 1], [0, 0]]
+
+
+def test_a_disk_that_hangs_costs_the_next_checkpoints_but_does_not_hold_up_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, told = BlockingDisk(monkeypatch), Told()
+    monkeypatch.setattr(store, "NEXT_SECONDS", 0.1)
+    checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True), tell=told)
+    save(checkpoints, 10, 20, 30)  # returns, though nothing is written
+    assert [event["step"] for event in told.of("checkpoint_skipped")] == [20, 30] and checkpoints.failed == 2
+    reason = told.of("checkpoint_skipped")[0]["reason"]
+    assert reason == "the disk is too slow: the checkpoint of step 10 is still being written"
+    disk.released.set()
+    checkpoints.close()
+    save(checkpoints, 40)
+    checkpoints.close()
+    assert steps(tmp_path) == [10, 40] and checkpoints.failed == 2
+
+
+def test_at_the_end_a_disk_that_hangs_is_waited_for_within_a_bound_and_what_is_missing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, told = BlockingDisk(monkeypatch), Told()
+    monkeypatch.setattr(store, "END_SECONDS", 0.1)
+    checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True), tell=told)
+    save(checkpoints, 10)
+    for step in (10, 20):  # the one being written is not a skipped one
+        checkpoints.save(step, 2, TENSORS, {}, last=True)
+    checkpoints.close()
+    assert [event["step"] for event in told.of("checkpoint_skipped")] == [20]
+    (failed,) = told.of("checkpoint_failed")
+    assert failed["step"] == 10 and "the disk has not finished within 0.1 s" in failed["reason"]
+    assert checkpoints.failed == 2
+    disk.released.set()
+
+
+def test_the_last_save_waits_longer_than_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = BlockingDisk(monkeypatch)
+    monkeypatch.setattr(store, "NEXT_SECONDS", 0.0)
+    checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True))
+    save(checkpoints, 10)
+    threading.Timer(0.2, disk.released.set).start()
+    checkpoints.save(20, 2, TENSORS, {}, last=True)
+    checkpoints.close()
+    assert steps(tmp_path) == [10, 20] and checkpoints.failed == 0
+
+
+def test_what_one_rank_wrote_of_a_checkpoint_that_another_skipped_is_removed_later(tmp_path: Path) -> None:
+    ranks = [CheckpointStore(tmp_path, CheckpointOwner(0, 1, rank, 2), SYNC, {}, Told()) for rank in (0, 1)]
+    save(ranks[1], 10)  # rank 0 did not write it
+    for step in (20, 30):
+        for one in ranks:
+            save(one, step)
+            one.note_reports(heard({0: one.latest}))
+    save(ranks[0], 40)
+    assert not worker_folder(tmp_path, 10, 0).exists() and steps(tmp_path) == [20, 30]
 
 
 class Killed(BaseException):
@@ -95,7 +163,7 @@ class Killed(BaseException):
 
 
 class Strike:
-    """Strikes before the n-th thing that is done to the disk."""
+    """Strikes before the n-th thing that is done to the disk; after a kill nothing more is done."""
 
     def __init__(self, number: int, strike: Callable[[], None]) -> None:
         self.reached = False
@@ -103,7 +171,8 @@ class Strike:
 
     def before(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if next(self._count) == self._number:
+            number = next(self._count)
+            if number == self._number or (number > self._number and self._strike is kill):
                 self.reached = True
                 self._strike()
             return real(*args, **kwargs)
@@ -118,7 +187,7 @@ def struck(monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[], No
         for owner, name in ((os, "write"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os, "mkdir")):
             patch.setattr(owner, name, one.before(getattr(owner, name)))
         patch.setattr(Path, "replace", one.before(Path.replace))
-        patch.setattr(durable, "_WRITE_BYTES", 128)
+        patch.setattr(atomic_files, "_WRITE_BYTES", 128)
         yield one
 
 
@@ -339,8 +408,8 @@ def test_what_cannot_be_written_for_another_reason_than_the_disk_is_told_and_cou
     checkpoints.save(10, 1, {"w": pieces_of(torch.zeros(2, dtype=torch.complex64))}, {})
     checkpoints.save(20, 2, TENSORS, {"no JSON": object()})
     checkpoints.save(30, 3, TENSORS, {})
-    checkpoints.wait()
+    checkpoints.close()
     reasons = {fields["step"]: fields["reason"] for fields in told.of("checkpoint_failed")}
-    assert "'w' is a tensor of torch.complex64, which a checkpoint cannot hold: it can hold float32" in reasons[10]
+    assert "'w' is a tensor of torch.complex64, which cannot be saved: use one of float32" in reasons[10]
     assert "not JSON serializable" in reasons[20]
     assert checkpoints.failed == len(reasons) == 2 and steps(tmp_path) == [30] and checkpoints.latest == 30

@@ -1,9 +1,9 @@
-"""When a worker is saved, and how one that was saved goes on.
+"""When a worker's state is saved, and how it is loaded.
 
-A save happens after the same inner steps on all workers, at the end, and at a stop; always before the last rounds that
-end a run (`finish`), which an uninterrupted run would not have had. When another worker's stop cuts a round short, the
-last step is saved as an open one, without that round. A state that has merged such a round is not saved: whoever
-resumes then goes on from the checkpoint before.
+All workers save after the same inner steps, at the end, and at a stop; always before the last rounds that end a run
+(`finish`), which an uninterrupted run would not have had. When another worker's stop cuts a round short, the last step
+is saved as an open one, without that round. A state that has merged such a round is not saved: the run then resumes
+from the checkpoint before.
 """
 
 import logging
@@ -23,68 +23,70 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """One worker's state and its checkpoints."""
+    """Saves and loads one worker's state."""
 
     config: RunConfig
     state: WorkerState
     checkpoints: CheckpointStore
-    tell: Callable[..., None]
+    emit: Callable[..., None]
 
     def after_step(self) -> None:
-        step, swarm = self.state.mode.averager.inner_steps, self.checkpoints.owner.workers is None
-        if (
-            self.checkpoints.became_due(self.config.checkpoints_until(step))
-            if swarm
-            else self.config.checkpoint_due(step)
-        ):
+        """Save if a checkpoint is due."""
+        step = self.state.mode.averager.inner_steps
+        if self.checkpoints.owner.workers is None:
+            due = self.checkpoints.became_due(self.config.checkpoints_until(step))
+        else:
+            due = self.config.checkpoint_due(step)
+        if due:
             self._save()
 
     def at_end(self, *, open_step: bool) -> None:
-        """Before the last rounds."""
+        """Save before the last rounds. `open_step`: the rounds of the last inner step are among them."""
         if self.config.checkpoint.interval != 0:
-            self._save(open_step=open_step)
+            self._save(open_step=open_step, last=True)
 
     def before_cut(self) -> None:
-        """In the middle of a step, before its rounds, which another worker's stop has cut short."""
+        """Save in the middle of a step, before its rounds, which another worker's stop has cut short."""
         if self.config.checkpoint.interval != 0:
-            self._save(open_step=True)
+            self._save(open_step=True, last=True)
 
-    def _save(self, *, open_step: bool = False) -> None:
-        """An open step, whose rounds are to come, does not count: the whole one may be saved later."""
+    def _save(self, *, open_step: bool = False, last: bool = False) -> None:
+        """An open step is not counted in the checkpoint's step: the same step may be saved complete later."""
         outer = self.state.mode.averager
         outer.settle()
         reason = outer.unsavable()
         if reason is None:
-            self.checkpoints.save(outer.inner_steps - open_step, outer.sequence, *self.state.saved())
+            tensors, numbers = self.state.collect()
+            self.checkpoints.save(outer.inner_steps - open_step, outer.sequence, tensors, numbers, last=last)
         else:
             logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
-            self.tell("checkpoint_skipped", step=outer.inner_steps, reason=reason)
+            self.emit("checkpoint_skipped", step=outer.inner_steps, reason=reason)
 
     def load(self, start: Start) -> dict[str, Any]:
-        """Go on from there; returns what an event tells of it."""
+        """Load the state of `start` and begin there; returns the fields of the event `resumed`."""
         checkpoint, owner = start.checkpoint, self.checkpoints.owner
-        told: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
-        told |= {"workers": owner.workers or 0, "workers_before": start.workers_before}
+        fields: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
+        fields |= {"workers": owner.workers or 0, "workers_before": start.workers_before}
         if checkpoint is not None:
             check_steps(checkpoint, self.config.steps)
             check_same_run(checkpoint, self.checkpoints.lasting)
-            told["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
-            told |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
-            told["new"] = owner.workers is not None and owner.worker >= checkpoint.moment.workers
-            if told["new"]:
+            fields["steps_before"] = self.state.load(checkpoint)["also"]["training"]["steps"]
+            fields |= {"step": checkpoint.step, "rounds": checkpoint.moment.rounds}
+            fields["new"] = owner.workers is not None and owner.worker >= checkpoint.moment.workers
+            if fields["new"]:
                 self.state.mode.start_from_anchor()
         self.checkpoints.begin(start.attempt, checkpoint)
         notes = [*start.warnings, *self._notes(start)]
         first = owner.worker == 0 or owner.workers is None
-        if first and told["steps_before"] not in (None, self.config.steps):
+        if first and fields["steps_before"] not in (None, self.config.steps):
             notes.append(
-                f"steps was {told['steps_before']} and is {self.config.steps}: from here on the learning rate follows "
-                "the schedule of that length"
+                f"steps was {fields['steps_before']} and is {self.config.steps}: from here on the learning rate "
+                "follows the schedule of that length"
             )
-        return told | {"notes": notes}
+        return fields | {"notes": notes}
 
     def _notes(self, start: Start) -> list[str]:
-        """What going on here means, in words; the first worker tells what concerns all."""
+        """What the user should know of this start; worker 0 says what concerns all workers."""
         owner, checkpoint = self.checkpoints.owner, start.checkpoint
         if checkpoint is None:
             return ["there is no checkpoint yet: the run begins again at its first step"] if owner.worker == 0 else []
@@ -107,7 +109,7 @@ class Checkpointer:
 
 
 def _lost(run_folder: Path, start: Start, worker: int) -> str:
-    """Of the work of a worker that is left out, which only its own checkpoint knows."""
+    """How much work is lost with a worker that is not started again, by its own checkpoint."""
     assert start.checkpoint is not None
     theirs = [
         checkpoint.manifests[0]

@@ -1,12 +1,12 @@
-"""What checkpoints a run folder has, which are complete, and whether their bytes are the ones written. Torch-free.
+"""The checkpoints in a run folder: which are complete, and whether their bytes are the ones written. Torch-free.
 
-    RUN/checkpoints/step-00000120/worker-0/rank-0.safetensors   what rank 0 of worker 0 held after inner step 120
+    RUN/checkpoints/step-00000120/worker-0/rank-0.safetensors   tensors of rank 0 of worker 0 after inner step 120
                                            rank-0.json          its manifest: everything that is not a tensor, with
-                                                                the size and sha256 of the file, and its own sha256
+                                                                size and SHA-256 of the file and of the manifest
 
 A manifest is written last, so a worker's checkpoint is complete when every rank's manifest is there. A folder without
-all of them is a save that was cut short: it is not counted and nothing is said to be wrong. A manifest or file whose
-bytes have changed is damage: it is named, and the checkpoint is not used.
+all of them is a save that was interrupted; it is ignored. A manifest or file whose bytes have changed is damage: it is
+reported, and the checkpoint is not used.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.training.checkpoints.durable import FileFacts, facts
+from diloco.atomic_files import FileDigest, digest_file
 
 FORMAT = 1
 FOLDER = "checkpoints"
 
 
 class Moment(NamedTuple):
-    """When all workers together were saved: states with the same moment go on together bit for bit.
+    """What the checkpoints of all workers must have in common to resume together, bit for bit.
 
-    Between two rounds the workers do not know of each other, so it is not the inner step that they must have in common
-    but the number of rounds posted. `attempt` counts the starts of the run, and `workers` who took part.
+    The inner steps may differ: between two rounds the workers do not communicate, so the number of rounds posted is
+    enough. `attempt` counts the starts of the run.
     """
 
     rounds: int
@@ -43,11 +43,11 @@ class Manifest:
     worker: int
     rank: int
     ranks: int
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, FileDigest]
     common_step: int
     """The newest step that all workers were known to have saved or started from before this; 0 if none."""
     config: Mapping[str, Any]
-    """What a run that goes on from here must have in common with the one that saved."""
+    """The configuration that a run must share with this one to resume from here."""
     state: Mapping[str, Any]
 
     def text(self) -> str:
@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Raises ValueError with the reason if it is not as it was written."""
+        """Raises ValueError with the reason if it is not as written."""
         data = path.read_bytes()
         try:
             whole = json.loads(data)
@@ -68,7 +68,7 @@ class Manifest:
             raise ValueError(f"it has format {version}, and this version of diloco reads format {FORMAT}")
         if _digest(body) != digest:
             raise ValueError("its content does not have the sha256 that it states")
-        files = {name: FileFacts(**file) for name, file in body["files"].items()}
+        files = {name: FileDigest(**file) for name, file in body["files"].items()}
         manifest = cls(**body | {"moment": Moment(**body["moment"]), "files": files})
         if manifest.text().encode() != data:
             raise ValueError("it is cut or changed between its values")
@@ -81,7 +81,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Damage:
-    """A file of a checkpoint that is not as it was written."""
+    """A file of a checkpoint that is not as written."""
 
     path: Path
     reason: str
@@ -96,7 +96,7 @@ class Checkpoint:
 
     folder: Path
     manifests: tuple[Manifest, ...]
-    """Of each rank."""
+    """By rank."""
 
     @property
     def moment(self) -> Moment:
@@ -111,7 +111,7 @@ class Checkpoint:
         return self.manifests[0].worker
 
     def damage(self) -> list[Damage]:
-        """Reads every byte."""
+        """The files that are not as written; reads every byte."""
         return [
             Damage(path, reason)
             for manifest in self.manifests
@@ -120,12 +120,12 @@ class Checkpoint:
         ]
 
 
-def _difference(path: Path, written: FileFacts) -> str | None:
+def _difference(path: Path, written: FileDigest) -> str | None:
     try:
         size = path.stat().st_size
         if size != written.bytes:
             return f"it has {size} bytes, and {written.bytes} were written"
-        if facts(path) != written:
+        if digest_file(path) != written:
             return "its content does not have the sha256 of what was written"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
@@ -140,14 +140,14 @@ def manifest_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def worker_folders(run_folder: Path) -> list[tuple[int, Path]]:
-    """Every worker's folder of every step, complete or not, with the worker's number; oldest first."""
+def worker_folders(run_folder: Path) -> list[tuple[int, int, Path]]:
+    """(step, worker, folder) of every checkpoint, complete or not; oldest first."""
     steps = numbered(run_folder / FOLDER, "step-", "")
-    return [found for _, step in steps for found in numbered(step, "worker-", "")]
+    return [(step, worker, path) for step, folder in steps for worker, path in numbered(folder, "worker-", "")]
 
 
 def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
-    """What is in a folder under a name with a number; nothing if another worker has removed it meanwhile."""
+    """(N, path) of everything in a folder named BEFORE N AFTER, in order; nothing if another worker has removed it."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -161,9 +161,9 @@ def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
 
 
 def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
-    """The complete checkpoints of all workers here, oldest first, and damaged manifests; files are not read."""
+    """The complete checkpoints of all workers here, oldest first, and damaged manifests. Reads no tensors."""
     complete, damage = [], []
-    for _, folder in worker_folders(run_folder):
+    for _, _, folder in worker_folders(run_folder):
         manifests = []
         for _, path in numbered(folder, "rank-", ".json"):
             try:

@@ -1,15 +1,17 @@
-"""One worker's checkpoints: written beside training, complete or not there at all, and the old ones removed.
+"""One worker's checkpoints on disk: written beside training, complete or not there at all; old ones are removed.
 
-A save copies the state to CPU memory and returns; a thread writes it, data first, manifest last, each forced to the
-disk (durable.py). The next save waits for it. A write that fails (a full disk) never ends training: it is told and
-counted, what it left is removed, and the checkpoints before it stay. The one that a start went on from is never written
-again: nothing has been trained since.
+`save` copies the state to CPU memory and returns; a thread writes the tensors, then the manifest, each forced to the
+disk. Training does not depend on the disk: a write that fails (disk full) and a save that is due while the one before
+is still being written are logged, reported as an event and counted, and training goes on; the checkpoints before stay.
+The checkpoint that a start resumed from is never written again: nothing has been trained since.
 
-Old checkpoints are removed only below a step that all workers are known to have: each tells its latest one with every
-round. So whatever is killed, and whenever, there is a checkpoint that all have. In a swarm each worker's are its own.
+Old checkpoints are removed only below a step that all workers have reported to have; each reports its latest one with
+every round. So at any time there is a checkpoint that all have. In a swarm each worker's checkpoints are its own.
 """
 
+import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic_files import replace_file, sync_folder, write_file
 from diloco.engines.rounds import Member
 from diloco.errors import DiLoCoError
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
-from diloco.training.checkpoints.durable import PARTIAL, make_folder, remove_folder, replace_file, sync_folder
 from diloco.training.checkpoints.manifests import (
     Checkpoint,
     Manifest,
@@ -36,129 +38,176 @@ from diloco.training.config.tables import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[..., None]
+NEXT_SECONDS = 20.0
+"""Training waits at most so long for a checkpoint that is still being written when the next is due."""
+END_SECONDS = 600.0
+"""At the end of a run there is more time."""
+_ATTEMPTS = 10
+
+Emit = Callable[..., None]
 """Writes an event: a type and its fields."""
 
 
 @dataclass(frozen=True)
 class CheckpointOwner:
-    """Whose checkpoints these are."""
+    """The rank whose checkpoints these are."""
 
     worker: int = 0
     workers: int | None = 1
-    """None in a swarm: whoever goes on from a checkpoint does so alone, and the others come to it."""
+    """None in a swarm: one worker resumes alone, and the others join it."""
     rank: int = 0
     ranks: int = 1
 
 
+@dataclass
+class _Write:
+    """A checkpoint that is being written."""
+
+    step: int
+    thread: threading.Thread
+    seconds_left: float
+    """How long training still waits for it."""
+
+
 class CheckpointStore:
-    """Saves, tells, forgets. All but the writing happens in the caller's thread."""
+    """Saves, reports and removes. All but the writing happens in the caller's thread."""
 
     def __init__(
-        self, run_folder: Path, owner: CheckpointOwner, config: CheckpointConfig, lasting: Mapping[str, Any], tell: Tell
+        self,
+        run_folder: Path,
+        owner: CheckpointOwner,
+        config: CheckpointConfig,
+        lasting: Mapping[str, Any],
+        emit: Emit,
     ) -> None:
-        """`lasting` is what a run must have in common with this one to go on from these checkpoints."""
-        self.folder, self.owner, self.config, self.lasting, self._tell = run_folder, owner, config, lasting, tell
+        """`lasting` is the configuration that a run must share with this one to resume from these checkpoints."""
+        self.folder, self.owner, self.config, self.lasting, self._emit = run_folder, owner, config, lasting, emit
         self.failed = 0
+        """Checkpoints that were not written: the disk was full, or too slow."""
         self.attempt = 1
         self._written: list[int] = []  # steps of this start that this rank has written
-        self._told: dict[int, set[int]] = {}  # worker: steps that it said it has, of this start
+        self._reported: dict[int, set[int]] = {}  # worker: steps of this start that it reported to have
         self._started_from: int | None = None  # the step of a checkpoint
-        self._thread: threading.Thread | None = None
+        self._write: _Write | None = None
         self._due: int | None = None
 
     # Saving
 
-    def save(self, step: int, rounds: int, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
-        """Returns once the state may change again; the writing goes on beside training."""
-        self.wait()
-        if step in self._written or step == self._started_from:  # all know of the latter: they agreed on it
+    def save(
+        self, step: int, rounds: int, tensors: Mapping[str, TensorPieces], state: Numbers, *, last: bool = False
+    ) -> None:
+        """Returns once the state may change again; the writing goes on beside training.
+
+        A hanging disk delays training by NEXT_SECONDS a write at most; the `last` save of a run waits for END_SECONDS.
+        """
+        if self._still_writing(END_SECONDS if last else None):
+            self._skip(step)
             return
-        mine = {name: held for name, held in tensors.items() if self.owner.rank == 0 or not held.replicated}
+        if step in self._written or step == self._started_from:  # all workers agreed on the latter
+            return
+        mine = {name: tensor for name, tensor in tensors.items() if self.owner.rank == 0 or not tensor.replicated}
         moment = Moment(rounds, self.attempt, self.owner.workers or 0)
         if not self.config.asynchronous:
-            self._write_or_tell(step, moment, mine, state)
+            self._try_to_write(step, moment, mine, state)
             return
-        staged = {name: held.copied() for name, held in mine.items()}
-        self._thread = threading.Thread(
-            target=self._write_or_tell, args=(step, moment, staged, state), name="diloco-checkpoint", daemon=True
+        copied = {name: tensor.copied() for name, tensor in mine.items()}
+        thread = threading.Thread(
+            target=self._try_to_write, args=(step, moment, copied, state), name="diloco-checkpoint", daemon=True
         )
-        self._thread.start()
+        self._write = _Write(step, thread, NEXT_SECONDS)
+        thread.start()
+
+    def _still_writing(self, seconds: float | None = None) -> bool:
+        """After waiting for the write in progress: `seconds`, or what training has left to wait for it."""
+        write = self._write
+        if write is None:
+            return False
+        started = time.monotonic()
+        write.thread.join(write.seconds_left if seconds is None else seconds)
+        if write.thread.is_alive():
+            write.seconds_left = max(0.0, write.seconds_left - (time.monotonic() - started))
+            return True
+        self._write = None
+        return False
+
+    def _skip(self, step: int) -> None:
+        assert self._write is not None
+        if step == self._write.step:
+            return
+        self.failed += 1
+        reason = f"the disk is too slow: the checkpoint of step {self._write.step} is still being written"
+        logger.warning("no checkpoint of step %d: %s; training goes on", step, reason)
+        self._report("checkpoint_skipped", step=step, reason=reason)
 
     def became_due(self, due: int) -> bool:
-        """Of a worker in a swarm, whose position may jump: whether a checkpoint has become due since the last time."""
+        """In a swarm, where a worker's step may jump: whether more checkpoints are due than at the last call."""
         before, self._due = self._due, due
         return before is not None and due > before
 
-    def wait(self) -> None:
-        """Until what is being written is on the disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def close(self) -> None:
+        """Wait until everything is on the disk; after END_SECONDS report what is not."""
+        if not self._still_writing(END_SECONDS):
+            return
+        assert self._write is not None
+        self.failed += 1
+        reason = f"the disk has not finished within {END_SECONDS:g} s: check it before resuming from {self.folder}"
+        logger.error("the checkpoint of step %d was not written: %s", self._write.step, reason)
+        self._report("checkpoint_failed", step=self._write.step, reason=reason)
 
-    def _write_or_tell(self, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
+    def _try_to_write(self, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
         started = time.monotonic()
         folder = worker_folder(self.folder, step, self.owner.worker)
         try:
-            size = self._write(folder, step, moment, tensors, state)
+            size = self._write_files(folder, step, moment, tensors, state)
             self._written.append(step)
-        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would be taken for one that has saved
+        except Exception as error:  # noqa: BLE001 - an error that ends the thread would go unseen
             self.failed += 1
             reason = str(error) if isinstance(error, OSError | DiLoCoError) else repr(error)
             logger.error("the checkpoint of step %d was not written: %s; training goes on", step, reason)
-            self._take_back(folder)
-            self._say("checkpoint_failed", step=step, reason=reason)
+            self._remove_failed(folder)
+            self._report("checkpoint_failed", step=step, reason=reason)
             return
         try:
-            self._forget_old()
-        except OSError as error:  # the new one is there all the same
+            self._remove_old()
+        except OSError as error:
             logger.error("an old checkpoint could not be removed: %s", error)
-        self._say("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
+        self._report("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
 
-    def _write(
+    def _write_files(
         self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
     ) -> int:
         owner = self.owner
-        path = folder / f"rank-{owner.rank}{SUFFIX}"
+        path, listed = folder / f"rank-{owner.rank}{SUFFIX}", manifest_path(folder, owner.rank)
         make_folder(folder)
-        temporary = path.with_name(path.name + PARTIAL)
-        file = write_tensors(temporary, tensors)  # until it is there whole, what was there before stays
-        manifest = Manifest(
-            moment,
-            step,
-            owner.worker,
-            owner.rank,
-            owner.ranks,
-            {path.name: file},
-            self.common_step,
-            self.lasting,
-            state,
-        )
-        text, listed = manifest.text(), manifest_path(folder, owner.rank)
+        with replace_file(path, durable=True) as file:
+            write_tensors(file, tensors)
+            files = {path.name: file.finish()}
+            text = Manifest(
+                moment, step, owner.worker, owner.rank, owner.ranks, files, self.common_step, self.lasting, state
+            ).text()
+            listed.unlink(missing_ok=True)  # until here an earlier checkpoint of this step stays complete
         try:
-            listed.unlink(missing_ok=True)
-            temporary.replace(path)
             if owner.rank == 0:
                 self._remove_surplus(folder)
             for parent in (folder.parent, folder.parent.parent, self.folder):
                 sync_folder(parent)
-            replace_file(listed, text)
+            write_file(listed, text, durable=True)
         except OSError:
-            listed.unlink(missing_ok=True)  # it may be there, but not on the disk
+            listed.unlink(missing_ok=True)  # it may have been renamed already, and not be on the disk
             raise
-        return file.bytes
+        return files[path.name].bytes
 
     def _remove_surplus(self, folder: Path) -> None:
-        """What ranks that no longer take part have left here would belong to this checkpoint otherwise."""
+        """Remove the files of ranks that this worker no longer has; they would count as part of this checkpoint."""
         for suffix in (".json", SUFFIX):  # the manifests first
             for rank, path in numbered(folder, "rank-", suffix):
                 if rank >= self.owner.ranks:
                     path.unlink(missing_ok=True)
 
-    def _say(self, type_: str, **fields: object) -> None:
+    def _report(self, type_: str, **fields: object) -> None:
         try:
-            self._tell(type_, **fields)
-        except OSError as error:  # the disk that is full may be the log's too
+            self._emit(type_, **fields)
+        except OSError as error:  # the full disk may be the log's too
             logger.error("the event '%s' was not written: %s", type_, error)
 
     # What all have
@@ -175,68 +224,85 @@ class CheckpointStore:
 
     @property
     def common_step(self) -> int:
-        """The newest step that all workers have told they have saved, or the one started from; 0 if there is none."""
+        """The newest step that all workers reported to have saved, or the one started from; 0 if there is none."""
         if self.owner.workers is None:
             return max(self._written, default=self._started_from or 0)
-        told = [self._told.get(worker, set()) for worker in range(self.owner.workers)]
-        return max(set.intersection(*told), default=self._started_from or 0)
+        reported = [self._reported.get(worker, set()) for worker in range(self.owner.workers)]
+        return max(set.intersection(*reported), default=self._started_from or 0)
 
     def note_reports(self, members: Iterable[Member]) -> None:
-        """What a round taught of the others' checkpoints."""
+        """Remember the checkpoints that the members of a round reported."""
         for member in members:
             if member.report.checkpoint_step:
-                self._told.setdefault(member.worker, set()).add(member.report.checkpoint_step)
+                self._reported.setdefault(member.worker, set()).add(member.report.checkpoint_step)
         common = self.common_step
-        self._told = {worker: {step for step in steps if step >= common} for worker, steps in self._told.items()}
+        self._reported = {worker: {s for s in steps if s >= common} for worker, steps in self._reported.items()}
 
-    # Forgetting
+    # Removing
 
     def begin(self, attempt: int, start: Checkpoint | None) -> None:
-        """A start of the run: from here on what lies after `start` is another story, and is removed."""
+        """Begin a start of the run; remove what an earlier start saved after `start`, since it may differ now."""
         self.attempt, self._started_from = attempt, None if start is None else start.step
         if self.owner.rank:
             return
-        for worker, folder in worker_folders(self.folder):
-            if self._mine(worker) and (start is None or folder.parent.name > start.folder.parent.name):
+        for step, worker, folder in worker_folders(self.folder):
+            if self._owns(worker) and (start is None or step > start.step):
                 self._remove(folder)
 
-    def _mine(self, worker: int) -> bool:
-        """Checkpoints of workers that no longer take part have an heir."""
+    def _owns(self, worker: int) -> bool:
+        """Worker i also owns the checkpoints of workers i + k, i + 2k, ... that an earlier start with more had."""
         if self.owner.workers is None:
             return worker == self.owner.worker
         return worker % self.owner.workers == self.owner.worker
 
-    def _forget_old(self) -> None:
+    def _remove_old(self) -> None:
         """Keep the newest `keep`, everything from the common step on, and what another rank may still be writing."""
         if self.owner.rank:
             return
-        complete, _ = find_checkpoints(self.folder)
-        mine = [checkpoint for checkpoint in complete if checkpoint.worker == self.owner.worker]
-        kept = {checkpoint.step for checkpoint in mine[-self.config.keep :]}
-        old = {c.folder for c in complete if self._mine(c.worker) and c.step < self.common_step and c.step not in kept}
-        whole = {checkpoint.folder for checkpoint in complete}
-        for worker, folder in worker_folders(self.folder):
-            if self._mine(worker) and (folder in old or (folder not in whole and not self._in_use(folder))):
+        complete, damage = find_checkpoints(self.folder)
+        kept = [c.step for c in complete if c.worker == self.owner.worker][-self.config.keep :]
+        whole, damaged = {c.folder for c in complete}, {one.path.parent for one in damage}
+        all_ranks_at = min(self.latest, self.common_step)
+        for step, worker, folder in worker_folders(self.folder):
+            if not self._owns(worker) or folder in damaged:
+                continue
+            if folder in whole:
+                old = step < self.common_step and step not in kept
+            else:  # a rank is still writing its part, or could not write it
+                started = step in self._written or numbered(folder, "rank-", ".json")
+                old = step < all_ranks_at or not started
+            if old:
                 self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
         """The manifests first: what is half removed must not look complete."""
         remove_folder(folder, [path for _, path in numbered(folder, "rank-", ".json")])
 
-    def _in_use(self, folder: Path) -> bool:
-        """Another rank may still write there; and a manifest that cannot be read is evidence, not litter."""
-        return bool(numbered(folder, "rank-", ".json")) or folder.parent.name in {
-            f"step-{step:08d}" for step in self._written
-        }
-
-    def _take_back(self, folder: Path) -> None:
-        """What a failed write left, but not what was whole before; other ranks' files are theirs to remove."""
+    def _remove_failed(self, folder: Path) -> None:
+        """Remove this rank's file after a failed write, unless it is of an earlier, complete checkpoint."""
         try:
-            whole = manifest_path(folder, self.owner.rank).exists()
-            for path in folder.glob(f"rank-{self.owner.rank}.*"):
-                if path.name.endswith(PARTIAL) or not whole:
-                    path.unlink()
+            if not manifest_path(folder, self.owner.rank).exists():
+                (folder / f"rank-{self.owner.rank}{SUFFIX}").unlink(missing_ok=True)
             folder.rmdir()
             folder.parent.rmdir()
         except OSError as error:
             logger.info("%s is left behind, and is not counted as a checkpoint: %s", folder, error)
+
+
+def make_folder(folder: Path) -> None:
+    """With its parents. Tries again, since another worker may remove a parent that it found empty."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_folder(folder: Path, first: Iterable[Path]) -> None:
+    """Remove a folder, the files `first` before all others; and its parent, if that is empty then."""
+    for path in first:
+        path.unlink(missing_ok=True)
+    sync_folder(folder)
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()

@@ -1,33 +1,33 @@
-"""Everything of a worker that must be as it was, as tensors by name and numbers, and back: invariant I5.
+"""A worker's whole state as named tensors and numbers, and back: resuming gives the same bits (invariant I5).
 
     model.NAME                 parameters θ_i and saved buffers
     inner.KEY.NAME             the inner optimizer's state by parameter: the order of its groups does not matter
     outer.KIND.NAME            anchors and outer momentum; in_flight.SEQUENCE.NAME: means that are not merged yet
-    rng.RANK.DEVICE            torch's random numbers
-    also.WHAT.KEY              whatever else has state_dict() and load_state_dict(): the loop, a gradient scaler
+    rng.RANK.DEVICE            torch's random number generators
+    also.PART.KEY              everything else that has a state_dict(): the loop, the gradient scaler
 
 Learning rates are not saved: they follow from the step, and from the number of steps if that is changed.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import CheckpointError
 from diloco.outer.model_tensors import bare_name
 from diloco.outer.tensor_pieces import Numbers, TensorPieces, pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint
-from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors
+from diloco.training.checkpoints.tensor_files import SavedTensor, read_tensors, saved_tensors
 from diloco.training.inner import set_position
 from diloco.training.modes import Mode
 
 
 class HasState(Protocol):
-    """Its state dict has tensors, numbers, texts, and lists and dictionaries of numbers and texts."""
+    """Its state dict holds tensors and what JSON can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +35,7 @@ class HasState(Protocol):
 
 
 class WorkerState:
-    """The parts of one rank of a worker."""
+    """The state of one rank of a worker."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class WorkerState:
         inner: torch.optim.Optimizer,
         schedule: LambdaLR,
         mode: Mode,
-        also: Mapping[str, HasState],
+        parts: Mapping[str, HasState],
         rank: int = 0,
     ) -> None:
         self.model, self.inner, self.schedule, self.mode = model, inner, schedule, mode
-        self.also, self.rank = dict(also), rank
+        self.parts, self.rank = dict(parts), rank
 
     # Saving
 
-    def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
-        """Views of the live tensors, and numbers; rounds in flight must be settled."""
+    def collect(self) -> tuple[dict[str, TensorPieces], Numbers]:
+        """What to save: views of the live tensors, and numbers. Rounds in flight must be settled."""
         outer, outer_numbers = self.mode.averager.saved()
         tensors = self._model() | outer | self._random()
         inner: dict[str, dict[str, Any]] = {}
@@ -63,13 +63,13 @@ class WorkerState:
                 else:
                     inner.setdefault(name, {})[key] = value
         also: dict[str, Numbers] = {}
-        for what, part in self.also.items():
-            also[what] = {}
+        for part_name, part in self.parts.items():
+            also[part_name] = {}
             for key, value in part.state_dict().items():
                 if isinstance(value, Tensor):
-                    tensors[f"also.{what}.{key}"] = pieces_of(value)
+                    tensors[f"also.{part_name}.{key}"] = pieces_of(value)
                 else:
-                    also[what][key] = value
+                    also[part_name][key] = value
         numbers: Numbers = {"outer": outer_numbers, "inner": inner, "also": also}
         return tensors, numbers | {"schedule": self.mode.averager.inner_steps}  # of the next step, also of an open one
 
@@ -88,35 +88,34 @@ class WorkerState:
         states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states["cuda"] = torch.cuda.get_rng_state()
-        held = {f"rng.{self.rank}.{device}": pieces_of(state) for device, state in states.items()}
-        return {
-            name: TensorPieces(one.shape, one.dtype, one.pieces) for name, one in held.items()
-        }  # each rank has its own
+        return {  # not replicated: each rank has its own
+            f"rng.{self.rank}.{device}": replace(pieces_of(state), replicated=False) for device, state in states.items()
+        }
 
     # Loading
 
     def load(self, checkpoint: Checkpoint) -> Numbers:
-        """Everything as it was saved, whatever ranks it was saved from; returns the numbers."""
+        """Load everything, from however many ranks saved it; returns the numbers."""
         numbers: Numbers = dict(checkpoint.manifests[self.rank % len(checkpoint.manifests)].state)
         saved = saved_tensors(checkpoint.folder)
         outer, outer_loaded = self.mode.averager.restoring(numbers["outer"])
         inner = self._inner_targets(saved)
         also = {name: _empty(data) for name, data in saved.items() if name.startswith("also.")}
         random = {name: _empty(data) for name, data in saved.items() if name.startswith(self._random_prefix(saved))}
-        held = {name: pieces_of(tensor) for name, tensor in (inner | also | random).items()}
-        read_tensors(checkpoint.folder, self._model() | outer | held)
+        others = {name: pieces_of(tensor) for name, tensor in (inner | also | random).items()}
+        read_tensors(checkpoint.folder, self._model() | outer | others)
         outer_loaded()
         self._load_inner(inner, numbers["inner"])
         set_position(self.schedule, numbers["schedule"])
-        for what, part in self.also.items():
-            prefix = f"also.{what}."
+        for part_name, part in self.parts.items():
+            prefix = f"also.{part_name}."
             own = {name.removeprefix(prefix): tensor for name, tensor in also.items() if name.startswith(prefix)}
-            if what in numbers["also"]:
-                part.load_state_dict(numbers["also"][what] | own)
+            if part_name in numbers["also"]:
+                part.load_state_dict(numbers["also"][part_name] | own)
         self._load_random(random)
         return numbers
 
-    def _inner_targets(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    def _inner_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         parameters = self._parameters()
         targets = {}
         for full, data in saved.items():
@@ -125,14 +124,12 @@ class WorkerState:
             name = full.split(".", 2)[2]
             if name not in parameters:
                 raise CheckpointError(f"the checkpoint has the inner optimizer's state of '{name}', the model has none")
-            same = tuple(data.size) == tuple(parameters[name].shape) and data.size
-            targets[full] = (
-                torch.zeros_like(parameters[name], dtype=data.properties.dtype).detach() if same else _empty(data)
-            )
+            same = data.shape == tuple(parameters[name].shape) and data.shape
+            targets[full] = torch.zeros_like(parameters[name], dtype=data.dtype).detach() if same else _empty(data)
         return targets
 
     def _load_inner(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Through the optimizer's own load_state_dict, which knows on what device each thing belongs."""
+        """Through the optimizer's own load_state_dict, which moves each value to its device."""
         states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
         for full, tensor in tensors.items():
             _, key, name = full.split(".", 2)
@@ -143,8 +140,8 @@ class WorkerState:
         current["state"] = {index: states[name] for index, name in enumerate(order) if name in states}
         self.inner.load_state_dict(current)
 
-    def _random_prefix(self, saved: Mapping[str, TensorStorageMetadata]) -> str:
-        """Of this rank's own state, or, if there were fewer ranks then, of one of theirs."""
+    def _random_prefix(self, saved: Mapping[str, SavedTensor]) -> str:
+        """Of this rank's generators; if fewer ranks were saved, of rank r mod their number."""
         ranks = sorted({int(name.split(".")[1]) for name in saved if name.startswith("rng.")})
         return f"rng.{ranks[self.rank % len(ranks)]}." if ranks else "rng.none."
 
@@ -156,5 +153,5 @@ class WorkerState:
                 torch.cuda.set_rng_state(state)
 
 
-def _empty(data: TensorStorageMetadata) -> Tensor:
-    return torch.zeros(data.size, dtype=data.properties.dtype)
+def _empty(data: SavedTensor) -> Tensor:
+    return torch.zeros(data.shape, dtype=data.dtype)
