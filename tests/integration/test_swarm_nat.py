@@ -65,10 +65,10 @@ def exchange(one: LaunchedPeer, two: LaunchedPeer) -> list[str]:
 def test_peers_behind_routers_meet_directly_or_through_an_open_one(
     net: Internet, public: LaunchedPeer, tmp_path: Path
 ) -> None:
-    assert public.kind == "open"
+    assert public.kind == "public"
     seeds = public.do("addresses")
     with on(net, {"home": None, "other": None, "strict": None}, tmp_path, seeds) as (home, other, strict):
-        assert (home.kind, other.kind, strict.kind) == ("closed", "closed", "closed")
+        assert (home.kind, other.kind, strict.kind) == ("private", "private", "private")
         for peer in (home, other, strict):
             peer.do("connect", public.name, seeds)
         with ThreadPoolExecutor() as both:  # also when both ask at the same time
@@ -84,10 +84,10 @@ def test_a_peer_whose_router_forwards_its_port_is_open_and_relays(
     net: Internet, public: LaunchedPeer, tmp_path: Path
 ) -> None:
     with on(net, {"forwarded": 4000}, tmp_path, public.do("addresses")) as (forwarded,):
-        assert forwarded.kind == "open"
+        assert forwarded.kind == "public"
         own = forwarded.do("addresses")
         assert own[0].startswith("/ip4/5.5.5.") and any(address.startswith("/ip4/192.168.") for address in own)
         with on(net, {"home": None}, tmp_path, own) as (home,):
-            assert home.kind == "closed"
+            assert home.kind == "private"
             public.do("connect", home.name, home.wait_for_address("/p2p-circuit/"))
             assert public.do("stream", home.name, 200_000)

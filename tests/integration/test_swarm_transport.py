@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm.network import p2pd_transport as daemon
+from diloco.engines.swarm.network import incoming, p2pd_transport
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
@@ -149,10 +149,12 @@ def test_a_taken_port_and_a_foreign_host_are_refused_by_name(tmp_path: Path) -> 
 
 
 def test_a_stranger_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon, "CALLS_PER_PEER", 2)
-    monkeypatch.setattr(daemon, "STREAMS_PER_PEER", 2)
+    monkeypatch.setattr(incoming, "CALLS_PER_PEER", 2)
+    monkeypatch.setattr(incoming, "STREAMS_PER_PEER", 2)
     monkeypatch.setattr(
-        daemon, "_COMMON", [flag for flag in daemon._COMMON if not flag.startswith("-persistentConnMaxMsgSize")]
+        p2pd_transport,
+        "COMMON_FLAGS",
+        [flag for flag in p2pd_transport.COMMON_FLAGS if not flag.startswith("-persistentConnMaxMsgSize")],
     )
 
     async def run() -> None:
@@ -192,12 +194,12 @@ def test_a_stranger_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_call_that_is_too_large_for_the_other_sides_daemon_harms_nobody_else(tmp_path: Path) -> None:
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
-            limit = next(flag for flag in daemon._COMMON if flag.startswith("-persistentConnMaxMsgSize"))
-            daemon._COMMON.remove(limit)
+            limit = next(flag for flag in p2pd_transport.COMMON_FLAGS if flag.startswith("-persistentConnMaxMsgSize"))
+            p2pd_transport.COMMON_FLAGS.remove(limit)
             try:
                 stranger = await P2pdTransport.create(tmp_path / "stranger.key", PROTOCOL, LOOPBACK)
             finally:
-                daemon._COMMON.append(limit)
+                p2pd_transport.COMMON_FLAGS.append(limit)
             await stranger.connect(a.peer, await a.addresses(), 10)
             sending = asyncio.create_task(stranger._control.call(a.peer, f"{PROTOCOL}/call", bytes(3 << 20)))
             await asyncio.sleep(0.3)
@@ -234,7 +236,7 @@ def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> Non
                     await b.call(a.peer, b"hello", 10)
                 assert gone.value.gone
             assert "ended with code -9" in await asyncio.wait_for(a.ended, 10)
-            with pytest.raises(Unreachable, match="p2pd has gone"):
+            with pytest.raises(Unreachable, match="p2pd has ended"):
                 await a.call(b.peer, b"hello", 10)
 
     asyncio.run(run())

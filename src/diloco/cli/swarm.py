@@ -68,7 +68,7 @@ class Prepared:
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
     from diloco.engines.swarm.network.addresses import check_name, listen_addresses, parse_announced
-    from diloco.engines.swarm.network.p2pd import check_ports
+    from diloco.engines.swarm.network.listen_port import check_ports
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:

@@ -104,7 +104,7 @@ async def _main() -> None:
     network = ListenConfig(port=given["port"], announce=tuple(given["announce"]))
     transport = await P2pdTransport.create(Path(given["key"]), PROTOCOL, network, given["seeds"])
     await transport.serve(answer, echo)
-    print(json.dumps({"peer": transport.peer, "kind": transport.reach.kind}), flush=True)
+    print(json.dumps({"peer": transport.peer, "kind": transport.reachability.kind}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
             told = {"value": await do(*json.loads(line))}

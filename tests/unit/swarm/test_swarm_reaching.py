@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from diloco.engines.swarm.network import hole_punching as punching
-from diloco.engines.swarm.network import reachability as reaching
+from diloco.engines.swarm.network import hole_punching, reachability
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_transport import _unreachable
-from diloco.engines.swarm.network.reachability import Reach, Seen, answered, ask
-from diloco.engines.swarm.network.relaying import public_ones
+from diloco.engines.swarm.network.p2pd_errors import DaemonError, to_unreachable
+from diloco.engines.swarm.network.p2pd_relay import p2pd_arguments
+from diloco.engines.swarm.network.reachability import DialBackResult, Reachability, decode_result, encode_request
+from diloco.engines.swarm.network.reachability_monitor import public_addresses
 
 RELAYED = "/ip4/5.5.5.1/tcp/4000/p2p/R/p2p-circuit"
 FAILED = "failed to dial: failed to dial P: all dials failed"
@@ -35,42 +35,42 @@ REFUSED = "dial tcp4 192.168.2.2:4000: connect: connection refused"
     ],
 )
 def test_a_peer_is_gone_only_if_every_way_to_it_says_so(text: str, gone: bool) -> None:
-    assert _unreachable("P", text, gone_before=False).gone is gone
+    assert to_unreachable("P", DaemonError(text), gone_before=False).gone is gone
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_dial_that_was_not_even_tried_tells_what_the_last_one_told(before: bool) -> None:
     text = f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] dial backoff"
-    assert _unreachable("P", text, gone_before=before).gone is before
+    assert to_unreachable("P", DaemonError(text), gone_before=before).gone is before
 
 
 @pytest.mark.parametrize(
     ("network", "kind"),
     [
         (ListenConfig(host="127.0.0.1"), "unknown"),
-        (ListenConfig(host="5.5.5.5"), "open"),
-        (ListenConfig(port=4000, announce=("5.5.5.5",)), "open"),
+        (ListenConfig(host="5.5.5.5"), "public"),
+        (ListenConfig(port=4000, announce=("5.5.5.5",)), "public"),
         (ListenConfig(port=4000, announce=("192.168.1.7",)), "unknown"),
-        (ListenConfig(announce=("home.example.org:4000",)), "open"),
+        (ListenConfig(announce=("home.example.org:4000",)), "public"),
     ],
 )
-def test_who_has_or_tells_a_public_address_is_taken_for_open(network: ListenConfig, kind: str) -> None:
-    assert reaching.first_guess(network).kind == kind
+def test_who_has_or_tells_a_public_address_is_taken_for_public(network: ListenConfig, kind: str) -> None:
+    assert reachability.guess_reachability(network).kind == kind
 
 
-def test_an_open_peer_relays_and_a_closed_one_asks_its_relays() -> None:
-    network = ListenConfig(host="127.0.0.1")
-    opened = Reach("open", outside=("/ip4/5.5.5.5/tcp/4000",)).arguments(network)
+def test_a_public_peer_relays_and_a_private_one_asks_its_relays() -> None:
+    config = ListenConfig(host="127.0.0.1")
+    opened = p2pd_arguments(Reachability("public", seen_at=("/ip4/5.5.5.5/tcp/4000",)), config)
     assert "-announceAddrs=/ip4/5.5.5.5/tcp/4000" in opened and "-forceReachabilityPublic" in opened
-    closed = Reach("closed", relays=("/ip4/5.5.5.1/tcp/4000/p2p/R",)).arguments(network)
+    closed = p2pd_arguments(Reachability("private", relays=("/ip4/5.5.5.1/tcp/4000/p2p/R",)), config)
     assert "-trustedRelays=/ip4/5.5.5.1/tcp/4000/p2p/R" in closed and "-autoRelay" in closed
-    assert not {"-autoRelay", "-forceReachabilityPublic"} & set(Reach().arguments(network))
+    assert not {"-autoRelay", "-forceReachabilityPublic"} & set(p2pd_arguments(Reachability(), config))
 
 
 def test_only_public_addresses_that_lead_straight_there_can_be_relays() -> None:
     straight = "/ip4/5.5.5.1/tcp/4000/p2p/R"
-    assert public_ones([straight, f"{RELAYED}/p2p/P", "/ip4/192.168.1.2/tcp/1/p2p/P", straight]) == [straight]
-    assert punching.relays_in(["/ip4/192.168.1.2/tcp/1", RELAYED]) == ["R"]
+    assert public_addresses([straight, f"{RELAYED}/p2p/P", "/ip4/192.168.1.2/tcp/1/p2p/P", straight]) == [straight]
+    assert hole_punching.relays_in(["/ip4/192.168.1.2/tcp/1", RELAYED]) == ["R"]
 
 
 class Connected:
@@ -91,31 +91,37 @@ class Connected:
 def test_a_peer_is_called_back_only_where_it_comes_from_and_not_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[str, int]] = []
 
-    async def greets(host: str, port: int, seconds: float) -> bool:
+    async def speaks_libp2p(host: str, port: int, seconds: float) -> bool:
         called.append((host, port))
         return True
 
-    monkeypatch.setattr(reaching, "greets", greets)
+    monkeypatch.setattr(reachability, "speaks_libp2p", speaks_libp2p)
     control = Connected({"P": ["/ip4/5.5.5.2/tcp/55555"], "Q": [f"{RELAYED}"]})
 
-    async def story() -> list[Seen | None]:
-        asked = reaching.DialBack()
-        requests = [("P", ask(4000)), ("P", ask(4000)), ("Q", ask(4000)), ("stranger", ask(4000)), ("X", bytes(100))]
-        return [answered(await asked.answer(control, peer, request)) for peer, request in requests]  # type: ignore[arg-type]
+    async def story() -> list[DialBackResult | None]:
+        asked = reachability.DialBack()
+        requests = [
+            ("P", encode_request(4000)),
+            ("P", encode_request(4000)),
+            ("Q", encode_request(4000)),
+            ("stranger", encode_request(4000)),
+            ("X", bytes(100)),
+        ]
+        return [decode_result(await asked.answer(control, peer, request)) for peer, request in requests]  # type: ignore[arg-type]
 
-    assert asyncio.run(story()) == [Seen("5.5.5.2", True), None, None, None, None]
+    assert asyncio.run(story()) == [DialBackResult("5.5.5.2", True), None, None, None, None]
     assert called == [("5.5.5.2", 4000)]
 
 
 def test_a_relay_tells_two_of_each_other_only_if_both_are_connected_with_it() -> None:
     async def story() -> None:
         control = Connected({"P": ["/ip4/5.5.5.2/tcp/1"], "Q": ["/ip4/5.5.5.3/tcp/2"], "R": [RELAYED]})
-        puncher = punching.Puncher("me", "/p")
+        puncher = hole_punching.HolePuncher("me", "/p")
         wanted = json.dumps({"peer": "Q"}).encode()
-        assert json.loads(await puncher.relay(control, "P", wanted)) == "/ip4/5.5.5.3/tcp/2"  # type: ignore[arg-type]
-        assert control.told == [("Q", json.dumps({"way": "/ip4/5.5.5.2/tcp/1", "peer": "P"}).encode())]
+        assert json.loads(await puncher.answer_as_relay(control, "P", wanted)) == "/ip4/5.5.5.3/tcp/2"  # type: ignore[arg-type]
+        assert control.told == [("Q", b'{"peer":"P","address":"/ip4/5.5.5.2/tcp/1"}')]
         for asker, request in [("R", wanted), ("stranger", wanted), ("P", b'{"peer": "nobody"}'), ("P", bytes(300))]:
-            assert await puncher.relay(control, asker, request) == b"null"  # type: ignore[arg-type]
+            assert await puncher.answer_as_relay(control, asker, request) == b"null"  # type: ignore[arg-type]
         assert len(control.told) == 1
 
     asyncio.run(story())

@@ -261,9 +261,9 @@ def test_memory_does_not_grow_with_those_who_come(
         permissions._vouched,
         permissions._bans,
         permissions._offence_points,
-        permissions._hellos,
+        permissions._hellos._buckets,
     ):
-        table._most = 50  # type: ignore[attr-defined]
+        table._max_entries = 50  # type: ignore[attr-defined]
     data = shown("anyone")
     for i in range(300):
         clock.now += 1
@@ -279,7 +279,7 @@ def test_memory_does_not_grow_with_those_who_come(
             permissions._vouched,
             permissions._bans,
             permissions._offence_points,
-            permissions._hellos,
+            permissions._hellos._buckets,
         )
     ]
     assert sizes == [50] * 5

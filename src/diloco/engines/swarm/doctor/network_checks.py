@@ -3,6 +3,7 @@
 from diloco.engines.swarm.doctor.machine_checks import Finding
 from diloco.engines.swarm.network import p2pd
 from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.engines.swarm.network.listen_port import check_ports
 from diloco.engines.swarm.network.p2pd import Daemon
 from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.errors import DiLoCoError, install_hint
@@ -20,7 +21,7 @@ async def check_daemon() -> Finding:
 
 def check_port(config: ListenConfig) -> Finding:
     try:
-        p2pd.check_ports(config.listen_addresses())
+        check_ports(config.listen_addresses())
         config.announced_addresses()
     except DiLoCoError as error:
         return Finding("port", "failed", str(error), "choose another --host, --port or --announce")

@@ -18,7 +18,7 @@ from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.reachability import own_addresses
-from diloco.engines.swarm.network.relaying import answers_libp2p
+from diloco.engines.swarm.network.reachability_monitor import answers_libp2p
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
@@ -134,7 +134,7 @@ class _SwarmChecks:
     async def _reach(self) -> list[Finding]:
         for peer in self._hosts:
             with contextlib.suppress(*Problem):
-                seen = await self._transport.ask_reach(peer)
+                seen = await self._transport.ask_dial_back(peer)
                 if seen is None:
                     continue
                 relayed = await self._relay()

@@ -1,137 +1,162 @@
-"""Direct connections between two peers that are both behind routers, where their routers allow it.
+"""Direct connections between two private peers, where their routers allow it (hole punching).
 
-A asks the relay. The relay tells each where it sees the other, and both connect to the other at the same moment, from
-the port at which p2pd listens: either router then takes the other's first packet for an answer to its own. p2pd cannot
-do this itself, so the connection is made here and its bytes are passed on to p2pd at both ends, which prove to each
-other who they are as over any other connection. It works where routers keep the port of what they pass on, as most
-home routers do; where not, connections go through the relay. Nothing of the run is said here, and a peer connects so
-only at the word of a relay that it has chosen itself.
+A asks a relay for B. The relay tells each of them where it sees the other, and both connect to each other at the same
+moment, from the port at which p2pd listens: each router then takes the other's first packet for an answer to its own.
+p2pd cannot do this, so the connection is made here and its bytes are forwarded to p2pd at both ends, which authenticate
+each other over it as over any connection. It works where routers keep the port of outgoing connections, as most home
+routers do; elsewhere the relay is used. A peer connects in this way only when a relay that it chose itself says so.
 """
 
 import asyncio
 import contextlib
 import ipaddress
-import json
 import socket
 import time
 
+import msgspec
+
 from diloco.engines.swarm.network import multiaddr
-from diloco.engines.swarm.network.limits import LruCache, TokenBucket
-from diloco.engines.swarm.network.p2pd_control import Control, DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.network.limits import PeerRateLimit
+from diloco.engines.swarm.network.p2pd_control import Control
+from diloco.engines.swarm.network.p2pd_errors import DaemonError, DaemonGone, HandlerError
 
 SECONDS = 2.0
-"""What an attempt may cost."""
-_MAX_REQUEST = 256
-_BURST, _PER_SECOND, _PEERS = 16, 1.0, 1024
-_AT_A_TIME = 16
-_LOOK_SECONDS = 0.02
-_PIECE = 256 << 10
-_BROKEN = (DaemonError, DaemonGone, HandlerError, TimeoutError, OSError, ValueError, KeyError, TypeError)
+"""The longest that an attempt may take."""
+_MAX_REQUEST_BYTES = 256
+_BURST, _PER_SECOND, _MAX_PEERS = 16, 1.0, 1024
+_MAX_AT_A_TIME = 16
+_POLL_SECONDS = 0.02
+_PIECE_BYTES = 256 << 10
+_FAILURES = (DaemonError, DaemonGone, HandlerError, TimeoutError, OSError, ValueError, msgspec.DecodeError)
+
+Endpoint = tuple[str, int]
+"""Host and port."""
 
 
-def relays_in(ways: list[str]) -> list[str]:
-    """The peers through which these addresses lead."""
-    before = (way.partition(multiaddr.CIRCUIT)[0] for way in ways if multiaddr.CIRCUIT in way)
-    return list(dict.fromkeys(way.rpartition("/p2p/")[2] for way in before if "/p2p/" in way))
+class PunchRequest(msgspec.Struct):
+    """To a relay: the peer that the sender wants to connect to. The answer is that peer's address, or null."""
+
+    peer: str
 
 
-class Puncher:
-    """For all three: who asks, the relay, and who is asked for. `inside` is where this machine's p2pd listens."""
+class PunchOrder(msgspec.Struct):
+    """From a relay: connect to this peer at this address, now."""
 
-    def __init__(self, me: str, protocol: str) -> None:
-        self._me, self._protocol = me, protocol
-        self._allowances: LruCache[TokenBucket] = LruCache(_PEERS)
+    peer: str
+    address: str
+
+
+def relays_in(addresses: list[str]) -> list[str]:
+    """The relays that these addresses lead through."""
+    before = (address.partition(multiaddr.CIRCUIT)[0] for address in addresses if multiaddr.CIRCUIT in address)
+    return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in before if "/p2p/" in address))
+
+
+class HolePuncher:
+    """All three roles: the peer that asks, the relay, and the peer that is asked for.
+
+    `p2pd` is always the endpoint where this machine's own p2pd listens.
+    """
+
+    def __init__(self, own_peer: str, protocol: str) -> None:
+        self._own_peer, self._protocol = own_peer, protocol
+        self._rate = PeerRateLimit(_BURST, _PER_SECOND, _MAX_PEERS)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def connect(self, control: Control, relay: str, peer: str, inside: tuple[str, int]) -> bool:
-        """Who asks. Whether p2pd is now connected with that peer, directly."""
+    async def connect(self, control: Control, relay: str, peer: str, p2pd: Endpoint) -> bool:
+        """The peer that asks. Whether p2pd now has a direct connection to that peer."""
         try:
             async with asyncio.timeout(SECONDS):
-                request = json.dumps({"peer": peer}).encode()
-                way = json.loads(await control.call(relay, f"{self._protocol}/punch", request))
-                if way is None:
+                request = msgspec.json.encode(PunchRequest(peer))
+                answer = await control.call(relay, f"{self._protocol}/punch", request)
+                address = msgspec.json.decode(answer, type=str | None)
+                if address is None:
                     return False
-                self._begin(control, peer, str(way), inside)
+                self._start(control, PunchOrder(peer, address), p2pd)
                 while peer not in await control.list_peers():
-                    await asyncio.sleep(_LOOK_SECONDS)
-        except _BROKEN:
+                    await asyncio.sleep(_POLL_SECONDS)
+        except _FAILURES:
             return False
         return True
 
-    def _begin(self, control: Control, peer: str, way: str, inside: tuple[str, int]) -> None:
-        """Both begin at once, and perhaps both have asked; the one whose name is first is the one that dials."""
-        if len(self._tasks) < _AT_A_TIME:
-            dials = self._me < peer
-            task = asyncio.create_task(self._dial(control, peer, way, inside) if dials else _be_met(way, inside))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _dial(self, control: Control, peer: str, way: str, inside: tuple[str, int]) -> None:
-        with contextlib.suppress(*_BROKEN):
-            async with asyncio.timeout(SECONDS):
-                far = await _meet(way, inside[1])
-            with contextlib.closing(far), socket.create_server(("127.0.0.1", 0)) as server:
-                server.setblocking(False)
-                near_way = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
-                dialling = asyncio.create_task(control.connect_peer(peer, [near_way], SECONDS))
-                dialling.add_done_callback(lambda done: done.cancelled() or done.exception())
-                async with asyncio.timeout(SECONDS):
-                    near, _ = await asyncio.get_running_loop().sock_accept(server)
-                server.close()
-                with contextlib.closing(near):
-                    near.setblocking(False)
-                    await _join(near, far)
-
-    async def relay(self, control: Control, peer: str, request: bytes) -> bytes:
-        """Tells the one where the other is seen, and the other where the one is."""
-        if len(request) > _MAX_REQUEST or not self._may(peer):
+    async def answer_as_relay(self, control: Control, peer: str, request: bytes) -> bytes:
+        """Tells the two peers where each of them is seen, if both are connected to this one directly."""
+        if len(request) > _MAX_REQUEST_BYTES or not self._rate.take(peer, time.monotonic()):
             return b"null"
         connected = await control.list_peers()
-        wanted = str(json.loads(request)["peer"])
-        here, there = (_direct(connected.get(name, [])) for name in (peer, wanted))
+        wanted = msgspec.json.decode(request, type=PunchRequest).peer
+        here, there = (_direct_address(connected.get(name, [])) for name in (peer, wanted))
         if here is None or there is None:
             return b"null"
         try:
             async with asyncio.timeout(SECONDS):
-                await control.call(
-                    wanted, f"{self._protocol}/punched", json.dumps({"way": here, "peer": peer}).encode()
-                )
-        except _BROKEN:
+                await control.call(wanted, f"{self._protocol}/punched", msgspec.json.encode(PunchOrder(peer, here)))
+        except _FAILURES:
             return b"null"
-        return json.dumps(there).encode()
+        return msgspec.json.encode(there)
 
-    def target(self, control: Control, request: bytes, inside: tuple[str, int]) -> bytes:
-        """Who is asked for. The caller has seen to it that a relay of ours asks."""
-        if len(request) <= _MAX_REQUEST:
-            told = json.loads(request)
-            self._begin(control, str(told["peer"]), str(told["way"]), inside)
+    def answer_as_target(self, control: Control, request: bytes, p2pd: Endpoint) -> bytes:
+        """The peer that is asked for. The caller has checked that a relay of this peer sent the order."""
+        if len(request) <= _MAX_REQUEST_BYTES:
+            self._start(control, msgspec.json.decode(request, type=PunchOrder), p2pd)
         return b"true"
+
+    def _start(self, control: Control, order: PunchOrder, p2pd: Endpoint) -> None:
+        """Of the two peers, the one with the lower id opens the libp2p connection; perhaps both have asked."""
+        if len(self._tasks) < _MAX_AT_A_TIME:
+            opens = self._own_peer < order.peer
+            task = asyncio.create_task(_open_libp2p(control, order, p2pd) if opens else _accept_libp2p(order, p2pd))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    def _may(self, peer: str) -> bool:
-        now = time.monotonic()
-        allowance = self._allowances.get(peer) or TokenBucket.full(_BURST, _PER_SECOND, now)
-        self._allowances.put(peer, allowance)
-        return allowance.take(now)
 
-
-def _direct(ways: list[str]) -> str | None:
-    """Where a connected peer is seen, if not through a relay."""
-    for way in ways:
-        ip = multiaddr.ip_of(way)
-        if multiaddr.CIRCUIT not in way and "/tcp/" in way and ip is not None and not ip.is_loopback:
-            return way
+def _direct_address(addresses: list[str]) -> str | None:
+    """Where a connected peer is seen, unless it is connected through a relay."""
+    for address in addresses:
+        ip = multiaddr.ip_of(address)
+        if multiaddr.CIRCUIT not in address and "/tcp/" in address and ip is not None and not ip.is_loopback:
+            return address
     return None
 
 
-async def _meet(way: str, port: int) -> socket.socket:
-    """Connected from our port to the one there, which does the same; the caller has set a time limit."""
-    _, kind, ip, _, far_port = way.split("/")
+async def _open_libp2p(control: Control, order: PunchOrder, p2pd: Endpoint) -> None:
+    """Has p2pd dial a local port, whose bytes go to the other peer."""
+    with contextlib.suppress(*_FAILURES):
+        async with asyncio.timeout(SECONDS):
+            remote = await _connect_simultaneously(order.address, p2pd[1])
+        with contextlib.closing(remote), socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            address = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+            dialling = asyncio.create_task(control.connect_peer(order.peer, [address], SECONDS))
+            dialling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            async with asyncio.timeout(SECONDS):
+                local, _ = await asyncio.get_running_loop().sock_accept(server)
+            server.close()
+            with contextlib.closing(local):
+                local.setblocking(False)
+                await _forward_both_ways(local, remote)
+
+
+async def _accept_libp2p(order: PunchOrder, p2pd: Endpoint) -> None:
+    """Connects to p2pd's own port, and forwards the other peer's bytes to it."""
+    with contextlib.suppress(*_FAILURES):
+        async with asyncio.timeout(SECONDS):
+            remote = await _connect_simultaneously(order.address, p2pd[1])
+        with contextlib.closing(remote), contextlib.closing(socket.socket(remote.family)) as local:
+            local.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(local, p2pd)
+            await _forward_both_ways(local, remote)
+
+
+async def _connect_simultaneously(address: str, port: int) -> socket.socket:
+    """Connect from our port to an address whose owner does the same; the caller has set a time limit."""
+    _, kind, ip, _, far_port = address.split("/")
     if ipaddress.ip_address(ip).is_loopback:
-        raise ValueError(way)
+        raise ValueError(f"{address} is on this machine")
     while True:
         sock = socket.socket(socket.AF_INET if kind == "ip4" else socket.AF_INET6)
         try:
@@ -142,7 +167,7 @@ async def _meet(way: str, port: int) -> socket.socket:
             sock.bind(("", port))
             await asyncio.get_running_loop().sock_connect(sock, (ip, int(far_port)))
             return sock
-        except OSError:  # refused: the other one was not there yet
+        except OSError:  # refused: the other peer has not begun yet
             sock.close()
             await asyncio.sleep(0.05)
         except BaseException:
@@ -150,29 +175,19 @@ async def _meet(way: str, port: int) -> socket.socket:
             raise
 
 
-async def _be_met(way: str, inside: tuple[str, int]) -> None:
-    with contextlib.suppress(*_BROKEN):
-        async with asyncio.timeout(SECONDS):
-            far = await _meet(way, inside[1])
-        with contextlib.closing(far), contextlib.closing(socket.socket(far.family)) as near:
-            near.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(near, inside)
-            await _join(near, far)
-
-
-async def _join(one: socket.socket, two: socket.socket) -> None:
-    """Bytes from each to the other until either ends."""
-    passing = [asyncio.ensure_future(_pass(one, two)), asyncio.ensure_future(_pass(two, one))]
+async def _forward_both_ways(one: socket.socket, two: socket.socket) -> None:
+    """Until either side ends."""
+    directions = [asyncio.ensure_future(_forward(one, two)), asyncio.ensure_future(_forward(two, one))]
     try:
-        await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in passing:
+        for task in directions:
             task.cancel()
-        await asyncio.wait(passing)
+        await asyncio.wait(directions)
 
 
-async def _pass(source: socket.socket, sink: socket.socket) -> None:
-    loop, memory = asyncio.get_running_loop(), memoryview(bytearray(_PIECE))
+async def _forward(source: socket.socket, sink: socket.socket) -> None:
+    loop, memory = asyncio.get_running_loop(), memoryview(bytearray(_PIECE_BYTES))
     with contextlib.suppress(OSError):
         while size := await loop.sock_recv_into(source, memory):
             await loop.sock_sendall(sink, memory[:size])

@@ -5,13 +5,15 @@ still show its credential.
 """
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from diloco.engines.swarm.run_files import write_private
 
@@ -23,29 +25,34 @@ _CHANGED_SECONDS = 2.0
 _UNCHANGED_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class KnownPeer:
+class KnownPeer(msgspec.Struct, frozen=True):
     peer: str
     worker: int | None
     """Its number in the swarm; None: it never had one."""
     addresses: tuple[str, ...]
     """Multiaddrs that end in /p2p/PEER, the best first."""
     invitation: str | None = None
-    """The id of the invitation it came with, as Permissions.invitation_of tells it; None: not known."""
+    """The id of the invitation it came with, from Permissions.invitation_of; None: not known."""
     seen: float = 0.0
     """When it was last heard of, Unix time."""
     local_name: str | None = None
     """Settings.name, if it is one of this machine's own workers."""
 
 
+class _Contents(msgspec.Struct):
+    """Of peers.json."""
+
+    version: Literal[1]
+    peers: list[KnownPeer]
+
+
 def read_peers(path: Path) -> list[KnownPeer]:
-    """The one last seen comes first. A missing file is an empty list, and so is a damaged one: it is a cache."""
+    """The peer last seen comes first. A missing or damaged file gives an empty list: it is only a cache."""
     try:
-        values = json.loads(path.read_text())
-        peers = [KnownPeer(**value | {"addresses": tuple(value["addresses"])}) for value in values["peers"]]
-    except (OSError, ValueError, TypeError, KeyError):
+        contents = msgspec.json.decode(path.read_bytes(), type=_Contents)
+    except (OSError, msgspec.DecodeError):
         return []
-    return sorted(peers, key=lambda peer: -peer.seen)
+    return sorted(contents.peers, key=lambda peer: -peer.seen)
 
 
 def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
@@ -56,7 +63,8 @@ def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
         invitation, local_name = peer.invitation or old.invitation, peer.local_name or old.local_name
         merged[peer.peer] = replace(peer, invitation=invitation, local_name=local_name)
     newest = sorted(merged.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
-    write_private(path, json.dumps({"version": 1, "peers": [asdict(peer) for peer in newest]}, indent=1) + "\n")
+    contents = msgspec.json.encode(_Contents(1, newest))
+    write_private(path, msgspec.json.format(contents, indent=1).decode() + "\n")
 
 
 class PeersFile:

@@ -1,4 +1,4 @@
-"""How much others can cause here: how often they may knock, how many of them are remembered. Reads no clock."""
+"""Limits on what other peers can make this one do and remember. Reads no clock."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,31 +10,32 @@ Value = TypeVar("Value")
 
 @dataclass
 class TokenBucket:
-    """`burst` at once, then `per_second`. A clock that is set back gives nothing and takes nothing."""
+    """Allows `burst` events at once, then `per_second`. A clock that is set back adds and removes nothing."""
 
     burst: float
     per_second: float
-    left: float
-    at: float
+    tokens: float
+    updated_at: float
 
     @classmethod
     def full(cls, burst: float, per_second: float, now: float) -> "TokenBucket":
         return cls(burst, per_second, burst, now)
 
     def take(self, now: float) -> bool:
-        self.left = min(self.burst, self.left + max(0.0, now - self.at) * self.per_second)
-        self.at = now
-        if self.left < 1:
+        """Whether one more event is allowed now; if so, it is counted."""
+        self.tokens = min(self.burst, self.tokens + max(0.0, now - self.updated_at) * self.per_second)
+        self.updated_at = now
+        if self.tokens < 1:
             return False
-        self.left -= 1
+        self.tokens -= 1
         return True
 
 
 class LruCache(Generic[Value]):
-    """The values of the last `most` names that were used; the one not used for longest makes room."""
+    """Values by name, at most `max_entries`; the least recently used makes room."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
         self._values: dict[str, Value] = {}
 
     def __len__(self) -> int:
@@ -55,27 +56,43 @@ class LruCache(Generic[Value]):
     def put(self, name: str, value: Value) -> None:
         self._values.pop(name, None)
         self._values[name] = value
-        if len(self._values) > self._most:
+        if len(self._values) > self._max_entries:
             del self._values[next(iter(self._values))]
 
     def drop(self, name: str) -> None:
         self._values.pop(name, None)
 
 
+class PeerRateLimit:
+    """A token bucket for each peer, of the `max_peers` that came last."""
+
+    def __init__(self, burst: float, per_second: float, max_peers: int) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._buckets: LruCache[TokenBucket] = LruCache(max_peers)
+
+    def take(self, peer: str, now: float) -> bool:
+        bucket = self._buckets.get(peer)
+        if bucket is None:
+            bucket = TokenBucket.full(self._burst, self._per_second, now)
+            self._buckets.put(peer, bucket)
+        return bucket.take(now)
+
+
 class ConcurrencyLimit:
-    """How many things of others are being done, for each peer and in all."""
+    """How many requests are handled at a time: at most `per_peer` of one peer and `in_all` of all peers."""
 
     def __init__(self, per_peer: int, in_all: int) -> None:
         self._per_peer, self._in_all = per_peer, in_all
-        self._taken: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
 
-    def take(self, peer: str) -> bool:
-        if self._taken[peer] >= self._per_peer or self._taken.total() >= self._in_all:
+    def acquire(self, peer: str) -> bool:
+        """False if the limit is reached; else `release` must follow."""
+        if self._running[peer] >= self._per_peer or self._running.total() >= self._in_all:
             return False
-        self._taken[peer] += 1
+        self._running[peer] += 1
         return True
 
-    def give_back(self, peer: str) -> None:
-        self._taken[peer] -= 1
-        if not self._taken[peer]:
-            del self._taken[peer]
+    def release(self, peer: str) -> None:
+        self._running[peer] -= 1
+        if not self._running[peer]:
+            del self._running[peer]

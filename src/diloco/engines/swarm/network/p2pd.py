@@ -1,20 +1,18 @@
-"""Hivemind's libp2p daemon as a child process that cannot outlive its parent.
+"""Hivemind's libp2p daemon, p2pd, as a child process that cannot outlive its parent.
 
-Starts it, reads what it says, stops it. It gets SIGKILL from the kernel when the thread that started it ends, however
-that happens; it is in a process group of its own, so Ctrl-C in a terminal reaches us and not it. Linux only.
+Starts it, reads its output, stops it. The kernel sends it SIGKILL when the thread that started it ends, however that
+happens. It has a process group of its own, so that Ctrl-C in a terminal reaches this process and not p2pd. Linux only.
 """
 
 import asyncio
 import contextlib
 import ctypes
-import errno
 import fcntl
 import importlib.util
 import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,21 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from diloco.engines.swarm.network.multiaddr import ip_of
-from diloco.errors import ConfigError, EngineError, RendezvousError, install_hint
+from diloco.errors import EngineError, RendezvousError, install_hint
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 20.0
 _STOP_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
-_LAST_LINES = 8
+_KEPT_LINES = 8
 _PREFIX = "diloco-p2pd-"
 _STALE_SECONDS = 60.0
 
 
 def _folder_of_hivemind() -> Path:
-    """Without importing it: that takes seconds, brings torch, and sets up logging and fork hooks of its own."""
+    """Found without importing it: that takes seconds, imports torch, and sets logging and fork hooks of its own."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.origin is None:
         raise EngineError(f"the swarm needs the package hivemind: {install_hint('swarm')}")
@@ -55,7 +52,7 @@ def binary() -> Path:
 
 
 def messages() -> ModuleType:
-    """The messages of the daemon's control socket, as Hivemind's generated code has them."""
+    """Hivemind's generated protobuf module with the messages of p2pd's control socket, loaded from its file."""
     name = "diloco_p2pd_messages"
     if name not in sys.modules:
         path = _folder_of_hivemind() / "proto" / "p2pd_pb2.py"
@@ -64,47 +61,16 @@ def messages() -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # its protobuf may be missing, or be of another version
+        except Exception as error:  # protobuf may be missing, or be of another version
             raise EngineError(
-                f"hivemind's messages cannot be used ({error}); reinstall: {install_hint('swarm')}"
+                f"hivemind's messages cannot be loaded ({error}); reinstall: {install_hint('swarm')}"
             ) from error
         sys.modules[name] = module
     return sys.modules[name]
 
 
-def check_ports(listening: list[str]) -> None:
-    """A clear error before p2pd starts: it shares a taken port in silence (SO_REUSEPORT), or leaves it out."""
-    for address in listening:
-        ip, port = ip_of(address), int(address.rpartition("/")[2])
-        assert ip is not None
-        try:
-            with socket.socket(socket.AF_INET if ip.version == 4 else socket.AF_INET6) as probe:
-                if ip.version == 6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((str(ip), port))
-        except OSError as error:
-            if ip.version == 6 and ip.is_unspecified and error.errno != errno.EADDRINUSE:
-                continue  # a machine without IPv6
-            _refuse(error, str(ip), port)
-
-
-def _refuse(error: OSError, ip: str, port: int) -> None:
-    if error.errno == errno.EADDRINUSE:
-        raise RendezvousError(
-            f"port {port} is taken at {ip} on this machine; choose another with --port, or stop what uses it"
-        ) from error
-    if error.errno == errno.EADDRNOTAVAIL:
-        raise ConfigError(
-            f"host {ip} is no address of this machine; leave --host out to listen at all of them"
-        ) from error
-    if error.errno == errno.EACCES:
-        raise ConfigError(f"port {port} may not be used by this user; choose one above 1023 with --port") from error
-    raise RendezvousError(f"cannot listen at {ip} port {port}: {error.strerror}") from error
-
-
-def _dies_with(parent: int) -> Callable[[], None]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must do as little as it can
+def _kill_with(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must do little
 
     def in_child() -> None:
         if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
@@ -115,15 +81,15 @@ def _dies_with(parent: int) -> Callable[[], None]:
 
 @dataclass
 class Daemon:
-    """A running p2pd. `ended` is done, with a reason, when it has ended without being told to."""
+    """A running p2pd. `ended` gets a reason when p2pd ends without `stop`."""
 
     process: asyncio.subprocess.Process
     folder: Path
     """Private to this user; holds both sockets."""
     lock: int
-    """TensorPieces while this process lives: a folder that nobody holds was left by one that was killed."""
+    """Held while this process lives: a folder without a lock was left by a killed process."""
     ended: "asyncio.Future[str]"
-    _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     _reading: "asyncio.Task[None] | None" = None
     _stopping: bool = False
 
@@ -144,7 +110,7 @@ class Daemon:
                 program, f"-listen=/unix{folder}/d", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 env={"GOLOG_LOG_LEVEL": "error", **os.environ, **(environment or {})},
-                process_group=0, preexec_fn=_dies_with(os.getpid()),
+                process_group=0, preexec_fn=_kill_with(os.getpid()),
             )  # fmt: skip
         except OSError as error:
             _remove(folder, lock)
@@ -153,10 +119,11 @@ class Daemon:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         daemon._reading = asyncio.create_task(daemon._read(ready))
         try:
-            await asyncio.wait_for(ready, START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                await ready
         except TimeoutError:
             await daemon.stop()
-            raise RendezvousError(f"p2pd did not start within {START_SECONDS:.0f} s{daemon.last_words()}") from None
+            raise RendezvousError(f"p2pd did not start within {START_SECONDS:.0f} s{daemon.recent_output()}") from None
         except BaseException:
             await daemon.stop()
             raise
@@ -171,18 +138,18 @@ class Daemon:
             if text.startswith("Peer ID:") and not ready.done():
                 ready.set_result(None)
         code = await self.process.wait()
-        reason = f"p2pd ended with code {code}{self.last_words()}"
+        reason = f"p2pd ended with code {code}{self.recent_output()}"
         if not ready.done():
             ready.set_exception(RendezvousError(reason))
         if not self._stopping and not self.ended.done():
             self.ended.set_result(reason)
 
-    def last_words(self) -> str:
+    def recent_output(self) -> str:
         said = [line for line in self._lines if not line.startswith(("Control socket", "Peer ID", "Peer Addrs", "/"))]
         return f"; it said: {' | '.join(said)[-600:]}" if said else ""
 
     def _signal(self, number: signal.Signals) -> None:
-        """Not `Process.terminate`: that may reap the child before asyncio's watcher, which then complains."""
+        """Instead of `Process.terminate`, which may reap the child before asyncio's watcher, which then warns."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -191,10 +158,13 @@ class Daemon:
         self._stopping = True
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self.process.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
-            await self.process.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self.process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=_STOP_SECONDS)
         if self.lock >= 0:
@@ -203,9 +173,9 @@ class Daemon:
 
 
 def _private_folder() -> tuple[Path, int]:
-    """For the sockets; mode 0700, and locked. The path of a Unix socket has at most 107 bytes, so TMPDIR may not do."""
+    """For the sockets; mode 0700, and locked. /tmp if TMPDIR is long: a Unix socket's path has at most 107 bytes."""
     base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 80 else "/tmp")
-    _sweep(base)
+    _remove_stale(base)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -218,8 +188,8 @@ def _remove(folder: Path, lock: int) -> None:
         os.close(lock)
 
 
-def _sweep(base: Path) -> None:
-    """Removes what killed processes have left: nobody else could."""
+def _remove_stale(base: Path) -> None:
+    """Remove the folders that killed processes have left."""
     for folder in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _STALE_SECONDS:

@@ -1,8 +1,8 @@
-"""p2pd's control socket: requests to the daemon, calls that it carries to and from others, and streams.
+"""p2pd's control socket: requests to the daemon, calls that it carries to and from other peers, and streams.
 
-The protocol is Hivemind's (protobuf messages, each after its length). Calls share one lasting connection; each stream
-is a connection of its own, over plain sockets, so that bytes go straight between memory and the daemon. Errors are
-told as the daemon tells them (`DaemonError`); daemon.py decides what they mean.
+The protocol is Hivemind's: protobuf messages, each after its length. All calls share one connection; each stream is a
+connection of its own, over a plain socket, so that bytes go directly between memory and the daemon. The daemon's errors
+are raised as they are (`DaemonError`); p2pd_errors.py says what they mean.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from typing import Any
 
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.p2pd import messages
+from diloco.engines.swarm.network.p2pd_errors import DaemonError, DaemonGone, HandlerError
 
-_MAX_MESSAGE = 8 << 20
+_MAX_MESSAGE_BYTES = 8 << 20
 _SOCKET_BUFFER = 1 << 20
 _READER_LIMIT = 4 << 20
 _HEADER_SECONDS = 10.0
@@ -26,52 +27,46 @@ Message = Any
 OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 
 
-class DaemonError(Exception):
-    """The daemon could not do what was asked; the text is its own."""
-
-
-class HandlerError(Exception):
-    """The other peer's handler failed; the text is what it sent."""
-
-
-class DaemonGone(Exception):
-    """The connection to the daemon has broken."""
-
-
-async def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view, loop = memoryview(data), asyncio.get_running_loop()
-    while view:
-        got = await loop.sock_recv_into(sock, view)
-        if got == 0:
-            raise DaemonGone("p2pd closed the connection")
-        view = view[got:]
-    return bytes(data)
-
-
-async def receive_message(sock: socket.socket, message: Message) -> Message:
+async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:
+    """One message: its length as a varint, then so many bytes. Nothing that follows it is read."""
     size = shift = 0
     while True:
-        byte = (await _receive_exactly(sock, 1))[0]  # one at a time: what follows the message is not ours to read
+        byte = (await read_exactly(1))[0]
         size |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
             break
         if shift > 28:
-            raise DaemonGone("p2pd sent a length that makes no sense")
-    if size > _MAX_MESSAGE:
-        raise DaemonGone(f"p2pd sent a message of {size} bytes")
-    message.ParseFromString(await _receive_exactly(sock, size))
+            raise DaemonGone("p2pd sent a length of more than four bytes")
+    if size > _MAX_MESSAGE_BYTES:
+        raise DaemonGone(f"p2pd sent a message of {size} bytes; at most {_MAX_MESSAGE_BYTES} are allowed")
+    return await read_exactly(size)
+
+
+async def _receive_message(sock: socket.socket, message: Message) -> Message:
+    loop = asyncio.get_running_loop()
+
+    async def read_exactly(size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            got = await loop.sock_recv_into(sock, view)
+            if got == 0:
+                raise DaemonGone("p2pd closed the connection")
+            view = view[got:]
+        return bytes(data)
+
+    message.ParseFromString(await _read_frame(read_exactly))
     return message
 
 
-def framed(message: Message) -> bytes:
+def _frame(message: Message) -> bytes:
     data: bytes = message.SerializeToString()
     return multiaddr.varint(len(data)) + data
 
 
 class Control:
-    """The client's end. `path` is the daemon's socket, `streams` the one where it brings us others' streams."""
+    """A client of p2pd. `path` is p2pd's socket; at `streams` we accept the streams that other peers open."""
 
     def __init__(self, path: str, streams: str) -> None:
         self._path, self._streams_path = path, streams
@@ -86,9 +81,9 @@ class Control:
     async def connect(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._path, limit=_READER_LIMIT)
         request = self._messages.Request(type=self._messages.Request.PERSISTENT_CONN_UPGRADE)
-        self._writer.write(framed(request))
+        self._writer.write(_frame(request))
         answer = self._messages.Response()
-        answer.ParseFromString(await self._next_frame(reader))
+        answer.ParseFromString(await _read_frame(reader.readexactly))
         self._raise_if_failed(answer)
         self._start(self._read(reader))
 
@@ -108,12 +103,12 @@ class Control:
                 await self._writer.wait_closed()
         if self._listener is not None:
             self._listener.close()
-        self._fail_all("this transport has been closed")
+        self._fail_all("this transport was closed")
 
     # Requests, each on a connection of its own
 
     async def _ask(self, request: Message) -> tuple[Message, socket.socket]:
-        """The answer, and the connection, which is then a stream for those requests that open one."""
+        """The answer, and the connection: after a request to open a stream it is that stream."""
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
@@ -121,8 +116,8 @@ class Control:
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, self._path)
-            await loop.sock_sendall(sock, framed(request))
-            answer = await receive_message(sock, self._messages.Response())
+            await loop.sock_sendall(sock, _frame(request))
+            answer = await _receive_message(sock, self._messages.Response())
             self._raise_if_failed(answer)
         except OSError as error:
             sock.close()
@@ -136,35 +131,35 @@ class Control:
         if answer.type == self._messages.Response.ERROR:
             raise DaemonError(answer.error.msg)
 
-    async def _ask_only(self, kind: str, **fields: Message) -> Message:
+    async def _ask_once(self, kind: str, **fields: Message) -> Message:
         answer, sock = await self._ask(self._messages.Request(type=getattr(self._messages.Request, kind), **fields))
         sock.close()
         return answer
 
     async def identify(self) -> tuple[str, list[str]]:
-        """This peer's name and its addresses, without the ones in forms that we do not know."""
-        answer = await self._ask_only("IDENTIFY")
+        """This peer's id and its addresses, without those of unknown kinds."""
+        answer = await self._ask_once("IDENTIFY")
         found = []
         for address in answer.identify.addrs:
             with contextlib.suppress(ValueError):
                 found.append(multiaddr.to_text(address))
         return multiaddr.peer_id_to_text(answer.identify.id), found
 
-    async def connect_peer(self, peer: str, ways: list[str], seconds: float) -> None:
+    async def connect_peer(self, peer: str, addresses: list[str], seconds: float) -> None:
         request = self._messages.ConnectRequest(
             peer=multiaddr.peer_id_to_bytes(peer),
-            addrs=[multiaddr.to_bytes(way) for way in ways],
+            addrs=[multiaddr.to_bytes(address) for address in addresses],
             timeout=max(1, round(seconds)),
         )
-        await self._ask_only("CONNECT", connect=request)
+        await self._ask_once("CONNECT", connect=request)
 
     async def disconnect_peer(self, peer: str) -> None:
         request = self._messages.DisconnectRequest(peer=multiaddr.peer_id_to_bytes(peer))
-        await self._ask_only("DISCONNECT", disconnect=request)
+        await self._ask_once("DISCONNECT", disconnect=request)
 
     async def list_peers(self) -> dict[str, list[str]]:
-        """The peers that the daemon is connected with now, and how."""
-        answer = await self._ask_only("LIST_PEERS")
+        """The peers that p2pd is connected to now, and over which addresses."""
+        answer = await self._ask_once("LIST_PEERS")
         return {multiaddr.peer_id_to_text(p.id): [multiaddr.to_text(a) for a in p.addrs] for p in answer.peers}
 
     async def open_stream(self, peer: str, protocol: str, seconds: float) -> socket.socket:
@@ -175,7 +170,7 @@ class Control:
         _, sock = await self._ask(self._messages.Request(type=kind, streamOpen=request))
         return sock
 
-    # Streams that others open
+    # Streams that other peers open
 
     async def accept_streams(self, protocol: str, on_stream: Callable[[str, socket.socket], Awaitable[None]]) -> None:
         """`on_stream` owns the socket that it is given."""
@@ -187,7 +182,7 @@ class Control:
         request = self._messages.StreamHandlerRequest(
             addr=multiaddr.to_bytes(f"/unix{self._streams_path}"), proto=[protocol], balanced=False
         )
-        await self._ask_only("STREAM_HANDLER", streamHandler=request)
+        await self._ask_once("STREAM_HANDLER", streamHandler=request)
 
     async def _accept(self, listener: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
         while True:
@@ -195,12 +190,12 @@ class Control:
             sock.setblocking(False)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
-            self._start(self._introduce(sock, on_stream))
+            self._start(self._read_header(sock, on_stream))
 
-    async def _introduce(self, sock: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
+    async def _read_header(self, sock: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(_HEADER_SECONDS):
-                header = await receive_message(sock, self._messages.StreamInfo())
+                header = await _receive_message(sock, self._messages.StreamInfo())
         except (TimeoutError, DaemonGone, OSError):
             sock.close()
             return
@@ -220,7 +215,7 @@ class Control:
         await self._exchange(addUnaryHandler=self._messages.AddUnaryHandlerRequest(proto=protocol, balanced=False))
 
     async def _exchange(self, **fields: Message) -> bytes:
-        name = secrets.token_bytes(16)  # the other peer's daemon tells calls apart by it, whoever they come from
+        name = secrets.token_bytes(16)  # tells calls apart, also at the other peer's daemon
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         try:
@@ -229,7 +224,7 @@ class Control:
         except asyncio.CancelledError:
             cancel = self._messages.PersistentConnectionRequest(callId=name, cancel=self._messages.Cancel())
             if self._writer is not None and not self._writer.is_closing():
-                self._writer.write(framed(cancel))
+                self._writer.write(_frame(cancel))
             raise
         finally:
             self._waiting.pop(name, None)
@@ -238,28 +233,18 @@ class Control:
         if self._writer is None or self._writer.is_closing():
             raise DaemonGone("p2pd has closed the connection")
         try:
-            self._writer.write(framed(message))
+            self._writer.write(_frame(message))
             await self._writer.drain()
         except OSError as error:
             raise DaemonGone(f"p2pd has closed the connection ({error})") from error
-
-    async def _next_frame(self, reader: asyncio.StreamReader) -> bytes:
-        size = shift = 0
-        while True:
-            byte = (await reader.readexactly(1))[0]
-            size |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-        return await reader.readexactly(size)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 message = self._messages.PersistentConnectionResponse()
-                message.ParseFromString(await self._next_frame(reader))
-                self._take(message)
-        except (asyncio.IncompleteReadError, OSError):
+                message.ParseFromString(await _read_frame(reader.readexactly))
+                self._dispatch(message)
+        except (asyncio.IncompleteReadError, DaemonGone, OSError):
             pass
         finally:
             if self._writer is not None:
@@ -271,7 +256,7 @@ class Control:
             if not future.done():
                 future.set_exception(DaemonGone(reason))
 
-    def _take(self, message: Message) -> None:
+    def _dispatch(self, message: Message) -> None:
         name, kind = message.callId, message.WhichOneof("message")
         if kind == "requestHandling":
             task = asyncio.create_task(self._answer(name, message.requestHandling))
@@ -283,7 +268,7 @@ class Control:
             return
         future = self._waiting.get(name)
         if future is None or future.done():
-            return  # its caller waits no longer
+            return  # the caller has stopped waiting
         if kind == "daemonError":
             future.set_exception(DaemonError(message.daemonError.message))
         elif kind == "callUnaryResponse" and message.callUnaryResponse.WhichOneof("result") == "error":
@@ -296,7 +281,7 @@ class Control:
         try:
             handler = self._handlers[request.proto]
             response.response = await handler(multiaddr.peer_id_to_text(request.peer), request.data)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's to know
+        except Exception as error:  # noqa: BLE001 - the caller gets the error
             response.error = str(error).encode()[:2000]
         with contextlib.suppress(DaemonGone):
             await self._send(self._messages.PersistentConnectionRequest(callId=name, unaryResponse=response))

@@ -1,7 +1,7 @@
-"""A stream over a socket to p2pd: bytes between memory and the daemon, without copies on the way.
+"""A stream over a socket to p2pd: bytes go between memory and the daemon without copies on the way.
 
-Nothing here waits longer than it is told to without progress. A stream may be closed at any time, also while another
-task reads or writes: that one then gets Unreachable.
+A read or write fails after its time limit without progress. A stream may be closed at any time, also while another task
+reads or writes: that task then gets Unreachable.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 from diloco.engines.swarm.network.transport import Stream, Unreachable
 
-_PIECE = 256 << 10
-"""What is handed to the kernel at once; each piece has its own time limit."""
-_BREATHS = 1 << 20
-"""After so many bytes the other tasks of the loop get their turn, however fast the bytes come."""
+_PIECE_BYTES = 256 << 10
+"""Handed to the kernel at once; each piece has the whole time limit."""
+_TURN_BYTES = 1 << 20
+"""After so many bytes the other tasks of the loop get a turn, however fast the bytes come."""
 
 
 class SocketStream(Stream):
@@ -46,12 +46,12 @@ class SocketStream(Stream):
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
         loop, view = asyncio.get_running_loop(), memoryview(data).cast("B")
         with self._using("sending to", seconds):
-            for start in range(0, len(view), _PIECE):
-                piece = view[start : start + _PIECE]
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
                 async with asyncio.timeout(seconds):
                     await loop.sock_sendall(self._socket, piece)
                 self.bytes_sent += len(piece)
-                if start % _BREATHS == 0:
+                if start % _TURN_BYTES == 0:
                     await asyncio.sleep(0)
 
     async def read(self, size: int, seconds: float) -> bytes:
@@ -60,17 +60,17 @@ class SocketStream(Stream):
         return bytes(data)
 
     async def read_into(self, buffer: memoryview, seconds: float) -> None:
-        view, rested = memoryview(buffer).cast("B"), 0
+        view, since_turn = memoryview(buffer).cast("B"), 0
         with self._using("receiving from", seconds):
             while view:
                 got = await self._receive(view, seconds)
                 if got == 0:
-                    raise Unreachable(f"the stream from {self.peer} ended {len(view)} bytes before its time")
+                    raise Unreachable(f"the stream from {self.peer} ended {len(view)} bytes too early")
                 view = view[got:]
                 self.bytes_received += got
-                rested += got
-                if rested >= _BREATHS:
-                    rested = 0
+                since_turn += got
+                if since_turn >= _TURN_BYTES:
+                    since_turn = 0
                     await asyncio.sleep(0)
 
     async def _receive(self, view: memoryview, seconds: float) -> int:
@@ -81,11 +81,11 @@ class SocketStream(Stream):
                 return await asyncio.get_running_loop().sock_recv_into(self._socket, view)
 
     def close(self) -> None:
-        """What was written still arrives."""
+        """What was written before still arrives."""
         if self._closed:
             return
         self._closed = True
-        if self._users:  # the loop watches this descriptor: wake its users; the last one closes it
+        if self._users:  # the loop watches this descriptor: wake the tasks that use it; the last one closes it
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._close_if_unused()

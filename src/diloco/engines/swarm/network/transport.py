@@ -1,19 +1,19 @@
-"""What the swarm needs of a network: calls with an answer, and streams of bytes, between peers that are known by name.
+"""What the swarm needs of a network: calls with an answer, and streams of bytes, between peers that are known by id.
 
-A peer's name is its libp2p peer id, and the transport vouches for it: nobody can call in another's name. What is
-carried is bytes; who may say what is decided above (trust.py), what is said is in wire.py. The one implementation for
-the internet is daemon.py (Hivemind's p2pd); tests have one in memory.
+The transport guarantees the id: no peer can call under another's (libp2p peer ids are made of public keys). Which peer
+may say what is decided in trust/permissions.py; the messages are in node/wire.py. For the internet there is
+p2pd_transport.py (Hivemind's p2pd); tests have a transport in memory.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 MAX_CALL_BYTES = 1 << 20
-"""Of a call and of its answer; what is longer goes over a stream."""
+"""The limit for a call and for its answer; anything longer goes over a stream."""
 
 
 class Unreachable(Exception):
-    """The peer is not there, or the way to it broke. `gone`: it is known to be dead, not only silent."""
+    """The peer does not answer, or the connection to it broke. `gone`: it is known to be dead, not only silent."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
         super().__init__(reason)
@@ -21,11 +21,11 @@ class Unreachable(Exception):
 
 
 class CallRefused(Exception):
-    """The peer answered, and said no; the text is its reason."""
+    """The peer answered with a refusal; the text is its reason."""
 
 
 class Stream(ABC):
-    """Bytes to and from one peer, in order. No method waits longer than it is told to."""
+    """Bytes to and from one peer, in order. No method waits longer than `seconds` without progress."""
 
     peer: str
     bytes_sent: int
@@ -33,7 +33,7 @@ class Stream(ABC):
 
     @abstractmethod
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
-        """Returns once the bytes are on their way; raises Unreachable after `seconds` without progress."""
+        """Returns when the bytes have been handed over; raises Unreachable after `seconds` without progress."""
 
     @abstractmethod
     async def read(self, size: int, seconds: float) -> bytes:
@@ -41,7 +41,7 @@ class Stream(ABC):
 
     @abstractmethod
     async def read_into(self, buffer: memoryview, seconds: float) -> None:
-        """The same, into memory that is there already."""
+        """The same, into existing memory."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -55,11 +55,11 @@ OnStream = Callable[[Stream], Awaitable[None]]
 
 class Transport(ABC):
     peer: str
-    """This peer's own name."""
+    """This peer's own id."""
 
     @abstractmethod
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
-        """Answer others from now on."""
+        """Answer other peers from now on."""
 
     @abstractmethod
     async def addresses(self) -> list[str]:
@@ -70,7 +70,7 @@ class Transport(ABC):
         """Connect to a peer at one of these addresses; raises Unreachable."""
 
     async def disconnect(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
-        """Drop the connections with a peer that is silent or not wanted; a later call connects anew."""
+        """Drop the connections with a peer; a later call connects again."""
 
     @abstractmethod
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from diloco.engines.swarm.network.limits import LruCache, TokenBucket
+from diloco.engines.swarm.network.limits import LruCache, PeerRateLimit, TokenBucket
 from diloco.engines.swarm.run_files import append_line
 from diloco.engines.swarm.trust.credential import Credential, PeerRefused, RefusalKind
 from diloco.engines.swarm.trust.revocation import Revocation
@@ -53,7 +53,7 @@ class Permissions:
         self._vouched: LruCache[None] = LruCache(MAX_PEERS)
         self._bans: LruCache[str] = LruCache(MAX_PEERS)
         self._offence_points: LruCache[int] = LruCache(MAX_PEERS)
-        self._hellos: LruCache[TokenBucket] = LruCache(MAX_PEERS)
+        self._hellos = PeerRateLimit(HELLOS_AT_ONCE, HELLOS_PER_SECOND, MAX_PEERS)
         self._strangers = TokenBucket.full(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND, clock())
         self._revocations: dict[bytes, Revocation] = {}
         self._file_stamp: tuple[int, int] | None = None
@@ -82,11 +82,7 @@ class Permissions:
 
     def _count_hello(self, peer: str, remembered: bool) -> None:
         now = self._clock()
-        own = self._hellos.get(peer)
-        if own is None:
-            own = TokenBucket.full(HELLOS_AT_ONCE, HELLOS_PER_SECOND, now)
-            self._hellos.put(peer, own)
-        if not own.take(now) or not (remembered or self._strangers.take(now)):
+        if not self._hellos.take(peer, now) or not (remembered or self._strangers.take(now)):
             raise PeerRefused("busy", "too many hellos; try again in some seconds")
 
     def vouch_for(self, peers: Iterable[str]) -> None:
