@@ -1,6 +1,6 @@
-"""A trainer and its sidecar as two processes: what is between them, kills and freezes of either, and who is left.
+"""A trainer and its sidecar as two processes: messages, kills and freezes of either, and no process left behind.
 
-The sidecars are real processes around a made-up node (worlds/sidecars.py); the swarm itself is tested elsewhere.
+The sidecars are real processes around a fake node (worlds/sidecars.py); the swarm itself is tested elsewhere.
 """
 
 import atexit

@@ -1,7 +1,7 @@
-"""Real sidecar processes around a made-up node, for what is between a trainer and its sidecar; and who is left of them.
+"""Real sidecar processes around a fake node, to test the link and the supervisor; and a search for leftover processes.
 
-Run as a program it is such a sidecar. The node is alone in its swarm: the mean of a round is its own contribution. What
-else it does is said by a round's note, and, before there are rounds, by files in the swarm's folder.
+Run as a program it is such a sidecar. The node is alone in its swarm: the mean of a round is its own contribution. The
+note of a round, and files in the swarm's folder at the start, tell it to misbehave.
 """
 
 import asyncio

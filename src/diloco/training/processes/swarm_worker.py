@@ -141,7 +141,7 @@ def _train_with(
     start = newest_start(slot.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
     place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
-    log.emit("swarm", seat=slot.name, founded=founded, going_on=saved, **place)
+    log.emit("swarm", name=slot.name, founded=founded, going_on=saved, **place)
     engine.pause_serving_state(saved)  # until it is the saved one
     training = Training(config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0)
     training.joined = not founded
