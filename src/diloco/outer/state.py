@@ -45,7 +45,7 @@ class OuterState:
         self.digests = [NOTHING] * self.num_fragments
         """Of the worker's anchors, one for each fragment."""
         self.lock = threading.Lock()
-        """TensorPieces while anchors change, so that a served state is never half merged."""
+        """Held while anchors change, so that a served state is never half merged."""
         self._groups, self._ranks = groups, ranks
         self.gather_digests(range(self.num_fragments))
 
