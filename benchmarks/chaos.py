@@ -21,12 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-import chaos_worker
-from chaos_story import Chronicle, Lives
-from chaos_stranger import intrude
-from chaos_worker import Task, train
+import search_path  # noqa: F401  `support` of the tests
 from measuring import write_results
-from swarm_processes import Worker, Workers
+from support.chaos.story import Chronicle, Lives
+from support.chaos.stranger import intrude
+from support.chaos.worker import H, Task, calm, train
+from support.swarm.processes import Worker, Workers
 
 MOST_LOSS = 1.021
 """Times the calm run's."""
@@ -211,7 +211,7 @@ class Chaos:
             now = self.chronicle.ended()
             if now > ended:
                 for kind in [kind for number in range(ended + 1, now + 1) for kind in deeds.get(number, ())]:
-                    time.sleep(self.chance.uniform(0.0, chaos_worker.H * self.plan.step_seconds / 2))
+                    time.sleep(self.chance.uniform(0.0, H * self.plan.step_seconds / 2))
                     self.do(kind, now)
                 ended, moved = now, time.monotonic()
             elif time.monotonic() - moved > self.plan.round_seconds:
@@ -257,7 +257,7 @@ def short(seed: int) -> Plan:
 
 def outcome(plan: Plan, folder: Path) -> Outcome:
     """The whole run, and the calm one beside it."""
-    calm_loss, _ = chaos_worker.calm(plan.workers, plan.rounds)
+    calm_loss, _ = calm(plan.workers, plan.rounds)
     with Workers(folder, lost_seconds=plan.lost_seconds, beat_seconds=plan.lost_seconds / 5) as workers:
         chaos = Chaos(plan, workers)
         chaos.begin()

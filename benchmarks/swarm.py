@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import search_path  # noqa: F401  `support` of the tests
 from measuring import results_path, write_results
 from swarm_cases import RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
 

@@ -22,9 +22,10 @@ from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import RoundFailed
 from measuring import Spread
+from support.swarm.processes import Worker, Workers, descendants
+from support.swarm.trainers import Round, average
 from swarm_hivemind import Exchange, average_raw
-from swarm_processes import Worker, Workers, descendants
-from swarm_trainers import Joined, Round, average, exchange, train_freely
+from swarm_trainers import Joined, exchange, train_freely
 
 RAW = "hivemind fp16"
 _ROUND_SECONDS = 150.0

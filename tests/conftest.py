@@ -1,4 +1,4 @@
-"""What all tests share: one CPU thread, reproducible property tests, `worlds` importable, golden files by a flag."""
+"""What all tests share: one CPU thread, reproducible property tests, `support` importable, golden files by a flag."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support`, also in the processes that tests spawn
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # `worlds`, also in the processes that tests spawn
 
 hypothesis.settings.register_profile("diloco", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("diloco")

@@ -18,11 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from worlds.problem import Story, train
-from worlds.processes import in_processes
-from worlds.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
-from worlds.swarms import LoopbackSwarm, Shifted, together
-from worlds.threads import in_threads
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
@@ -34,6 +29,11 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import GlobalState, Report, RoundKey
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError, RoundFailed
+from support.problem import Story, train
+from support.processes import in_processes
+from support.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
+from support.swarm.engines import LoopbackSwarm, Shifted, together
+from support.threads import in_threads
 
 Scenario = Callable[[Engine], Any]
 

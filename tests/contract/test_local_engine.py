@@ -3,12 +3,11 @@
 import threading
 from typing import Any
 
-from worlds.rounds import average, contribution, decoded, message, plain_mean, values
-from worlds.threads import in_threads
-
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError, RoundFailed
+from support.rounds import average, contribution, decoded, message, plain_mean, values
+from support.threads import in_threads
 
 
 def test_a_silent_worker_fails_the_round_at_its_deadline_and_what_was_sent_is_not_counted_twice() -> None:

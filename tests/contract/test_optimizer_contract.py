@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from worlds.alone import made, steps
-from worlds.problem import anchors, build, flat, loss_of, net
-from worlds.threads import in_threads
 
 import diloco
 from diloco.core.config import SyncConfig
@@ -19,6 +16,9 @@ from diloco.engines.base import Engine
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
+from support.alone import made, steps
+from support.problem import anchors, build, flat, loss_of, net
+from support.threads import in_threads
 
 # Groups, hooks, closures
 

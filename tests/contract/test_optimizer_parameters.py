@@ -3,14 +3,14 @@
 import pytest
 import torch
 from torch import nn
-from worlds.alone import made, made_digest, steps
-from worlds.problem import anchors, flat, loss_of, net
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.local import LocalSwarm, alone
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
+from support.alone import made, made_digest, steps
+from support.problem import anchors, flat, loss_of, net
 
 # Which parameters
 

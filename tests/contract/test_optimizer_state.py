@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from worlds.alone import made, made_digest, steps
-from worlds.in_turn import InTurn
-from worlds.problem import Net, anchors, flat, loss_of, net
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Adam, Nesterov
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
+from support.alone import made, made_digest, steps
+from support.in_turn import InTurn
+from support.problem import Net, anchors, flat, loss_of, net
 
 # State dicts
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worlds.problem import batch, net
-from worlds.processes import in_processes
 
 from diloco.core.config import SyncConfig
 from diloco.engines import ranked
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.optimizer import DiLoCo
+from support.problem import batch, net
+from support.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worlds.elastic import ElasticWorld
-from worlds.problem import anchors, build, flat
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov
 from diloco.engines.local import LocalSwarm
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError, RoundFailed
+from support.elastic import ElasticWorld
+from support.problem import anchors, build, flat
 
 SYNCS = {
     "plain": SyncConfig(6, "fp32"),

@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.elastic import ElasticSwarm, ElasticWorld
-from worlds.in_turn import InTurn
-from worlds.problem import anchors, build, flat, net
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
+from support.elastic import ElasticSwarm, ElasticWorld
+from support.in_turn import InTurn
+from support.problem import anchors, build, flat, net
 
 PLAIN = SyncConfig(6, "fp32")
 FRAGMENTS = SyncConfig(6, "fp32", fragments=2)

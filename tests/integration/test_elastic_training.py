@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from saved.runs import quick_runs, small_config
-from worlds.elastic import ElasticEngine, ElasticSwarm
 
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
@@ -24,6 +22,8 @@ from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import Event, EventLog, read_events
 from diloco.training.records.summary import summarize
+from support.elastic import ElasticEngine, ElasticSwarm
+from support.saved_runs import quick_runs, small_config
 
 STEPS, H = 24, 4
 

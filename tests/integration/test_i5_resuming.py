@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved.runs import (
+
+from diloco.core.config import SyncConfig
+from diloco.data.config import DataConfig
+from diloco.data.corpus import Corpus
+from diloco.data.order import merge_progress
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import CheckpointConfig, ComputeConfig
+from diloco.training.loop import Training
+from diloco.training.records.events import read_events
+from diloco.training.records.history import current
+from support.saved_runs import (
     STEPS,
     H,
     agreed,
@@ -20,17 +31,6 @@ from saved.runs import (
     tensors_of,
     train,
 )
-
-from diloco.core.config import SyncConfig
-from diloco.data.config import DataConfig
-from diloco.data.corpus import Corpus
-from diloco.data.order import merge_progress
-from diloco.errors import ConfigError
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import CheckpointConfig, ComputeConfig
-from diloco.training.loop import Training
-from diloco.training.records.events import read_events
-from diloco.training.records.history import current
 
 PLAIN = SyncConfig(H, "fp16")
 STREAMED = SyncConfig(H, "fp16", fragments=2, overlap_steps=4, mixing=0.5)

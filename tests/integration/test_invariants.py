@@ -4,9 +4,6 @@ import itertools
 
 import pytest
 import torch
-from worlds.in_turn import InTurn
-from worlds.problem import Net, anchors, flat, loss_of, net, train
-from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
@@ -15,6 +12,9 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.local import LocalSwarm
 from diloco.errors import ConfigError
 from diloco.training.data_parallel import DataParallel
+from support.in_turn import InTurn
+from support.problem import Net, anchors, flat, loss_of, net, train
+from support.threads import in_threads
 
 VARIANTS = {
     "plain": SyncConfig(num_inner_steps=4),

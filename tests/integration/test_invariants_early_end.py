@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.problem import Story, train
-from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
+from support.problem import Story, train
+from support.threads import in_threads
 
 STEPS = 12
 FRAGMENTS_OF = {1: 1, 2: 3, 4: 5}  # what is outside the blocks is one more

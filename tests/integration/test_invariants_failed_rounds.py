@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from worlds.in_turn import InTurn
-from worlds.problem import Story, anchors, flat, train
-from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
@@ -16,6 +13,9 @@ from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
 from diloco.outer.in_flight import Posted
 from diloco.outer.loop import OuterLoop
+from support.in_turn import InTurn
+from support.problem import Story, anchors, flat, train
+from support.threads import in_threads
 
 
 def missing_its_second_round(H: int, workers: int) -> InTurn:

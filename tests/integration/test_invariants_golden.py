@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds.in_turn import InTurn
-from worlds.problem import anchors, loss_of
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Adam, Nesterov
+from support.in_turn import InTurn
+from support.problem import anchors, loss_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RUNS = {

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from worlds.processes import with_ranks
-from worlds.ranks import RankStory, build_rank, rank_loss, told, train_rank, whole_parameters
 
 from diloco.core.config import SyncConfig
 from diloco.engines.ranked import RankedEngine
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
+from support.processes import with_ranks
+from support.ranks import RankStory, build_rank, rank_loss, told, train_rank, whole_parameters
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched.train import Run, completed, start, write_text
 
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.processes.run_lock import run_lock
+from support.train_runs import Run, completed, start, write_text
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 STEPS = ("--steps=40", "--H=10", "--checkpoint.interval=5")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched.train import start, write_text
-from sinks.recorded import RUN, append, run_folder
-from sinks.stand_ins import broken_packages
 
 from diloco.sinks.follower import read_state
 from diloco.sinks.process import SinkProcesses
+from support.recorded_runs import RUN, append, run_folder
+from support.sink_packages import broken_packages
+from support.train_runs import start, write_text
 
 pytestmark = pytest.mark.slow
 

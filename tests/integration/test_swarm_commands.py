@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from launched.train import Run, start, write_text
 
 from diloco.cli.main import run as command
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.models.native.saving import load_model
+from support.train_runs import Run, start, write_text
 
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=20")
 

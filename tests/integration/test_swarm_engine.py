@@ -1,6 +1,6 @@
 """A trainer and its sidecar as two processes: messages, kills and freezes of either, and no process left behind.
 
-The sidecars are real processes around a fake node (worlds/sidecars.py); the swarm itself is tested elsewhere.
+The sidecars are real processes around a fake node (support/swarm/sidecars.py); the swarm itself is tested elsewhere.
 """
 
 import atexit
@@ -19,9 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from worlds.processes import context
-from worlds.rounds import contribution, decoded, values
-from worlds.sidecars import COMMAND, processes_with
 
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.engines.swarm import installed, pending_round
@@ -30,6 +27,9 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.sidecar import child_process, supervisor
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from support.processes import context
+from support.rounds import contribution, decoded, values
+from support.swarm.sidecars import COMMAND, processes_with
 
 pytestmark = pytest.mark.slow
 

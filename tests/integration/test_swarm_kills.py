@@ -1,17 +1,13 @@
 """Workers of a real swarm that die or freeze in the middle of a transfer: the others end the round without a loss."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from diloco.core.config import SyncConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # what is killed there is killed here too
-
-from swarm_processes import Worker, Workers
-from swarm_trainers import Round, average, gradient
+from support.swarm.processes import Worker, Workers
+from support.swarm.trainers import Round, average, gradient
 
 pytestmark = pytest.mark.slow
 

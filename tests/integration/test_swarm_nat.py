@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launched.peer import LaunchedPeer
-from worlds import networks
-from worlds.networks import Internet, internet
+
+from support.swarm import networks
+from support.swarm.networks import Internet, internet
+from support.swarm.peer import LaunchedPeer
 
 _MISSING = networks.missing()
 pytestmark = [

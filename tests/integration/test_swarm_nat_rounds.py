@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import networks
-from worlds.networks import Internet, internet
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
@@ -23,6 +21,8 @@ from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
+from support.swarm import networks
+from support.swarm.networks import Internet, internet
 
 _MISSING = networks.missing()
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING) and networks.REQUIRED not in os.environ, reason=_MISSING or ""),
 ]
 NUMEL = 600_000
-WORKER = Path(__file__).parents[1] / "support" / "launched" / "averaging.py"
+WORKER = Path(__file__).parents[1] / "support" / "swarm" / "averaging.py"
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def hear(process: "subprocess.Popen[str]") -> Any:
 
 
 def reference_mean() -> bytes:
-    from worlds.rounds import values
+    from support.rounds import values
 
     vectors = []
     for number in range(3):

@@ -8,10 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worlds.problem import Story, anchors, build, flat, loss_of, net, train
-from worlds.processes import in_processes
-from worlds.sockets import tcp_bytes_sent
-from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Adam
@@ -21,6 +17,10 @@ from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError
 from diloco.optimizer import DiLoCo
 from diloco.training.data_parallel import DataParallel
+from support.problem import Story, anchors, build, flat, loss_of, net, train
+from support.processes import in_processes
+from support.sockets import tcp_bytes_sent
+from support.threads import in_threads
 
 pytestmark = pytest.mark.slow
 

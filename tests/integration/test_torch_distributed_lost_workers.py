@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.problem import build, loss_of
-from worlds.processes import World
 
 from diloco.core.config import SyncConfig
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError
+from support.problem import build, loss_of
+from support.processes import World
 
 pytestmark = pytest.mark.slow
 VICTIM = 1

@@ -8,7 +8,6 @@ from typing import Literal
 
 import pytest
 import torch
-from launched.train import completed, tiny_options, write_text
 
 from diloco.cli.main import run as command
 from diloco.data.config import DataConfig
@@ -22,6 +21,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import EventLog
+from support.train_runs import completed, tiny_options, write_text
 
 WORDS = {
     "law": "court statute appeal clause",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import Run, start, write_text
 
 from diloco.errors import ConfigError
 from diloco.models.native.saving import load_model
 from diloco.training.records.summary import read_summary
+from support.train_runs import Run, start, write_text
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import Run, write_text
-from pretrained.folders import logits, make_folder, some_tokens
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
 from diloco.models.registry import open_model
+from support.pretrained_models import logits, make_folder, some_tokens
+from support.train_runs import Run, write_text
 
 pytestmark = pytest.mark.slow
 

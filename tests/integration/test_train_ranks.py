@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import Run, completed, start, tiny_options, write_text
 
 from diloco.models.native.saving import load_model
+from support.train_runs import Run, completed, start, tiny_options, write_text
 
 pytestmark = pytest.mark.slow
 

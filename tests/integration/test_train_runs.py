@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import Run, completed, tiny_options, write_text
 
 from diloco.cli.main import run
 from diloco.models.native.saving import load_model
 from diloco.training.records.summary import read_summary
+from support.train_runs import Run, completed, tiny_options, write_text
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrained.folders import FAMILIES, logits, make_folder, some_tokens
-from pretrained.runs import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
@@ -15,6 +13,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.folders import size_bytes
 from diloco.training.config.run import RunConfig
+from support.pretrained_models import FAMILIES, logits, make_folder, make_run, some_tokens
 
 FILES = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors"),

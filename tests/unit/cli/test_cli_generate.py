@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrained.folders import make_folder
-from pretrained.runs import make_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,6 +11,7 @@ from diloco.cli.main import run
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import open_model
+from support.pretrained_models import make_folder, make_run
 
 PROMPT = "every worker"
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import write_text
-from saved.runs import agreed, small_config, small_corpus
 
 from diloco.cli.display.view import RunView
 from diloco.cli.main import run
@@ -21,6 +19,8 @@ from diloco.training.config.run_file import to_toml
 from diloco.training.config.tables import CheckpointConfig
 from diloco.training.records.events import EventLog
 from diloco.training.records.summary import write_summary
+from support.saved_runs import agreed, small_config, small_corpus
+from support.train_runs import write_text
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from saved.runs import small_corpus
 
 from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
@@ -31,6 +30,7 @@ from diloco.training.records.events import Event
 from diloco.training.records.history import current
 from diloco.training.records.run_description import Described
 from diloco.training.records.summary import summarize
+from support.saved_runs import small_corpus
 
 CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig(batch_size=2))
 

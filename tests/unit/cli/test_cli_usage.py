@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched.train import tiny_options, write_text
 
 from diloco.cli.main import run
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import SUMMARY_FILE, summarize, write_summary
+from support.train_runs import tiny_options, write_text
 
 
 @pytest.fixture(scope="module")

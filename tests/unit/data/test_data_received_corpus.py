@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved.runs import small_corpus
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, shard_name
@@ -20,6 +19,7 @@ from diloco.data.preparation.received_corpus import (
     received_corpus_folder,
 )
 from diloco.errors import DataError
+from support.saved_runs import small_corpus
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched.train import write_text
-from pretrained.folders import END, FAMILIES, VOCAB, logits, make_folder, make_tokenizer, some_tokens
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
@@ -20,6 +18,8 @@ from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.tables import InnerConfig
 from diloco.training.evaluation import evaluate
 from diloco.training.inner import inner_optimizer
+from support.pretrained_models import END, FAMILIES, VOCAB, logits, make_folder, make_tokenizer, some_tokens
+from support.train_runs import write_text
 
 GREEDY = Sampling(temperature=0)
 

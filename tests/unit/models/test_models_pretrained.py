@@ -10,13 +10,13 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors
-from pretrained.folders import LENGTH, VOCAB, logits, make_folder, some_tokens
 from transformers import AutoModelForCausalLM
 
 from diloco.errors import ConfigError
 from diloco.models.native.model import NativeModel
 from diloco.models.pretrained import check_model, is_pretrained, short_name
 from diloco.models.registry import build_model
+from support.pretrained_models import LENGTH, VOCAB, logits, make_folder, some_tokens
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pretrained.folders import END, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diloco.errors import ConfigError
 from diloco.models.text.prompts import PromptTokenizer
+from support.pretrained_models import END, make_tokenizer
 
 
 @pytest.fixture(scope="module")

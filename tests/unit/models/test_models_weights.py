@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrained.folders import logits, make_folder, some_tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diloco.errors import ConfigError
 from diloco.models.native.model import NativeModel
 from diloco.models.weights import StoredWeights, read_weights, write_weights
+from support.pretrained_models import logits, make_folder, some_tokens
 
 TENSORS = {f"layer.{i}": torch.arange(100.0) + i for i in range(5)} | {"count": torch.arange(3)}
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sinks.recorded import CONFIG, RESUMED, RUN, append, run_folder
-from sinks.stand_ins import install
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
@@ -16,6 +14,8 @@ from diloco.errors import ConfigError
 from diloco.sinks.follower import open_follower
 from diloco.sinks.registry import SINKS, check_installed
 from diloco.training.config.run import SINK_NAMES, RunConfig
+from support.recorded_runs import CONFIG, RESUMED, RUN, append, run_folder
+from support.sink_packages import install
 
 
 def carry(run: Path, name: str) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from sinks.recorded import RESUMED, RUN, append, event, merged, run_folder, started, step, validation
 
 from diloco.errors import ConfigError
 from diloco.sinks.base import Point, Sink
 from diloco.sinks.follower import Follower, open_follower, read_state, run_options, sink_folder
+from support.recorded_runs import RESUMED, RUN, append, event, merged, run_folder, started, step, validation
 
 
 class Recorder(Sink):

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-import virtual_clock
-from swarms.memory import MemorySwarm, values
 
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
 from diloco.engines.swarm.node.transfer import Transfer
+from support import virtual_clock
+from support.swarm.memory import MemorySwarm, values
 
 TICKS = range(5)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import virtual_clock
-from swarms.memory import NAMES, MemorySwarm, MemoryTransport, MemoryWorker, date, values
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
@@ -17,6 +15,8 @@ from diloco.engines.swarm.node.wire import Message, pack, read_frame, write_fram
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, RendezvousError
+from support import virtual_clock
+from support.swarm.memory import NAMES, MemorySwarm, MemoryTransport, MemoryWorker, date, values
 
 Story = Callable[[MemorySwarm], Awaitable[Any]]
 

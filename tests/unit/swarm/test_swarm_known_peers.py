@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarms.memory import MemorySwarm
 
 from diloco.engines.swarm.network import known_peers
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
+from support.swarm.memory import MemorySwarm
 
 
 class StalledDisk:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import virtual_clock
-from swarms.memory import NUMEL, MemorySwarm, MemoryWorker, values
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.node.trainer import RoundOutcome
+from support import virtual_clock
+from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, values
 
 Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
 

@@ -4,7 +4,8 @@ import asyncio
 import time
 
 import pytest
-import virtual_clock
+
+from support import virtual_clock
 
 
 def test_hours_pass_at_once_and_in_order() -> None:

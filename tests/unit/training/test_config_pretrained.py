@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from launched.train import write_text
-from pretrained.folders import LENGTH, make_folder
 
 from diloco.cli.train import check_data, new_run_folder
 from diloco.data.config import DataConfig
@@ -14,6 +12,8 @@ from diloco.models.registry import build_model
 from diloco.training.config.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge
+from support.pretrained_models import LENGTH, make_folder
+from support.train_runs import write_text
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from worlds.threads import in_threads
 
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
@@ -14,6 +13,7 @@ from diloco.optimizer import DiLoCo
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import ComputeConfig, TrainingConfig
 from diloco.training.precision import Precision
+from support.threads import in_threads
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from saved.runs import Gathering, agreed
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
@@ -17,6 +16,7 @@ from diloco.training.checkpoints.manifests import Moment, find_checkpoints, work
 from diloco.training.checkpoints.resume import agree_on_start, check_same_run
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.tables import CheckpointConfig
+from support.saved_runs import Gathering, agreed
 
 CONFIG = CheckpointConfig(keep=9, asynchronous=False)
 

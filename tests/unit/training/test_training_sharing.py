@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from saved.runs import small_config, small_corpus
 
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus, shard_name
@@ -14,6 +13,7 @@ from diloco.errors import EngineError
 from diloco.training.batches import Reading
 from diloco.training.config.run import RunConfig
 from diloco.training.shard_claims import Fetching, Sharing, place_in, shards_of
+from support.saved_runs import small_config, small_corpus
 
 LENGTH = 8
 

@@ -25,7 +25,7 @@ from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
-from worlds.problem import Story, train
+from support.problem import Story, train
 
 T, W = TypeVar("T"), TypeVar("W")
 

@@ -8,7 +8,6 @@ import asyncio
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from chaos_worker import Story, Task
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
@@ -18,6 +17,7 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.version import __version__
+from support.chaos.worker import Story, Task
 
 _SECONDS = 5.0
 

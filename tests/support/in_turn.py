@@ -9,7 +9,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.local import LocalSwarm
 from diloco.optimizer import DiLoCo
-from worlds.problem import Net, build, loss_of
+from support.problem import Net, build, loss_of
 
 
 @dataclass

@@ -1,5 +1,6 @@
-"""Folders as `save_pretrained` of transformers writes them: a small model with random weights, and its tokenizer."""
+"""Small models of transformers with random weights, in folders as `save_pretrained` writes them, and runs of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from diloco.models.registry import build_model
+from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import to_toml
+from diloco.training.records.summary import Summary, summarize
 
 VOCAB = 320
 LENGTH = 64
@@ -62,3 +68,21 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 def some_tokens(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(0, VOCAB - 20, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def make_run(folder: Path, config: RunConfig | None = None, *, model: str | None = None, **numbers: object) -> Summary:
+    """A run folder as `diloco train` leaves it, without the training; returns its summary.
+
+    `model`: by default a small Llama folder beside it, trained natively.
+    """
+    if model is None:
+        model = str(make_folder(folder.parent / "base"))
+    folder.mkdir()
+    config = config or RunConfig(model=model)
+    (folder / "config.toml").write_text(to_toml(config))
+    summary = summarize(config, []) | {"status": "complete", "error": None} | numbers
+    (folder / "summary.json").write_text(json.dumps(summary))
+    tokenizer = Path(model.removeprefix("hf:")) / "tokenizer.json"
+    built = build_model(model, vocab_size=1, sequence_length=1)
+    built.save(folder / "model", tokenizer_path=tokenizer, end_of_text=END)
+    return summary

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from launched.train import write_text
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import Event, EventLog, read_events
+from support.train_runs import write_text
 
 STEPS, H = 20, 6
 MICRO = replace(

@@ -22,7 +22,7 @@ from diloco.engines.reduction import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.optimizer import DiLoCo
-from worlds.problem import Net, build, loss_of
+from support.problem import Net, build, loss_of
 
 
 class ElasticSwarm:

@@ -12,11 +12,11 @@ import torch
 
 def main(given: dict[str, Any]) -> None:
     from msgspec import convert
-    from worlds.rounds import average
 
     from diloco.engines.rounds import GlobalState
     from diloco.engines.swarm.engine import SwarmEngine
     from diloco.engines.swarm.settings import Settings
+    from support.rounds import average
 
     torch.set_num_threads(1)
     engine = SwarmEngine(convert(given["settings"], Settings))
@@ -42,5 +42,5 @@ def main(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     main(json.loads(sys.argv[1]))

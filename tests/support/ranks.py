@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Connection
 from diloco.optimizer import DiLoCo
-from worlds.problem import Net, batch, net
+from support.problem import Net, batch, net
 
 
 @dataclass

@@ -9,7 +9,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
 from diloco.engines.local import alone
 from diloco.optimizer import DiLoCo
-from worlds.problem import loss_of
+from support.problem import loss_of
 
 
 def made(model: nn.Module, sync: SyncConfig | None = None, **options: Any) -> DiLoCo:

@@ -1,0 +1,6 @@
+"""Makes `support`, what benchmarks share with the tests, importable: import it before anything of `support`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

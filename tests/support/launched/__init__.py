@@ -1,1 +1,0 @@
-"""`diloco train` as a user starts it: real processes, signals and folders."""

@@ -1,1 +1,0 @@
-"""Small real models of `transformers`, made where they are needed."""

@@ -1,1 +1,0 @@
-"""Runs that are interrupted and go on: in threads, and with checkpoints of a few numbers."""

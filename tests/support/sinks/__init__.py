@@ -1,1 +1,0 @@
-"""Recorded runs and stand-ins for the packages of sinks."""
