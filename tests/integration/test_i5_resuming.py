@@ -146,7 +146,7 @@ def test_a_complete_run_trains_on_with_more_steps_from_before_its_last_rounds(
     assert [event["step"] for event in resumed] == [10, 10]
     assert "steps was 10 and is 16" in resumed[0]["notes"][0] and resumed[1]["notes"] == []
     assert len(losses(tmp_path, 0)) == 16
-    with pytest.raises(ConfigError, match="is at step 16 already: give --steps more"):
+    with pytest.raises(ConfigError, match="is at step 16 already: give --steps at least that"):
         train(tmp_path, config, corpus, resume=True)
 
 
@@ -158,7 +158,7 @@ def test_without_checkpoints_a_killed_run_begins_again_and_says_so(
     train(tmp_path, config, corpus, resume=True)
     assert not (tmp_path / "checkpoints").exists()
     told = events_of(tmp_path, "resumed")
-    assert told[0]["step"] == 0 and "begins again at its first step" in told[0]["notes"][0]
+    assert told[0]["step"] == 0 and "starts again at its first step" in told[0]["notes"][0]
     assert [event["step"] for event in current(read_events(tmp_path)) if event["type"] == "step"].count(5) == 2
 
 
@@ -185,12 +185,12 @@ def test_a_run_goes_on_with_another_number_of_workers_and_says_what_that_means(
     assert all(after[shard] >= tuple(before[shard]) for shard in before)  # nothing is read again
     assert sum(read for _, read in after.values()) == 9 * 2 * 2 + (STEPS - 9) * 2 * workers
     notes = [note for event in events_of(tmp_path, "resumed") for note in event["notes"]]
-    assert f"the data is shared out anew, from 2 workers to {workers}" in notes
+    assert f"the shards are dealt again, from 2 workers to {workers}" in notes
     if workers == 3:
         assert "worker 2 is new: it starts from the anchor, with the inner optimizer of worker 0" in notes
     else:
         lost = 3 if sync is PLAIN else 9 - 0
-        assert f"worker 1 takes no further part: its {lost} inner steps since its last round are lost" in notes
+        assert f"worker 1 is not started again: its {lost} inner steps since its last round are lost" in notes
 
 
 def test_what_is_not_known_of_a_worker_that_is_left_out_is_said(
@@ -202,7 +202,7 @@ def test_what_is_not_known_of_a_worker_that_is_left_out_is_said(
         path.unlink()
     train(tmp_path, replace(config, workers=2), corpus, resume=True, ends={0: 10, 1: 10})
     notes = [note for event in events_of(tmp_path, "resumed") for note in event["notes"]]
-    lost = "worker 2 takes no further part: its inner steps since its last round are lost; no checkpoint of it here"
+    lost = "worker 2 is not started again: its inner steps since its last round are lost; no checkpoint of it here"
     assert any(note.startswith(lost) for note in notes)
     for worker, shard in ((0, 2), (1, 5)):
         unknown = f"no checkpoint here tells how far the shards {shard} had been read: worker {worker} reads them from"

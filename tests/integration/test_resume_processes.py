@@ -75,5 +75,5 @@ def test_a_killed_run_of_sharded_workers_falls_back_from_damage_and_goes_on_with
         for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"):
             path.write_bytes(b"")
         assert run.code() == 1
-        assert "no checkpoint that all workers can go on from" in " ".join(run.errors.split())
+        assert "no checkpoint that all workers can resume from" in " ".join(run.errors.split())
         assert run.errors.startswith("error:")  # and no worker's traceback before it

@@ -62,7 +62,7 @@ def test_a_refused_resume_changes_nothing_in_the_run_folder(
     before = content(ended)
     other = write_text(tmp_path / "other.txt", 1900)
     for options, message in (
-        (["--steps=5"], "is at step 9 already: give --steps more"),
+        (["--steps=5"], "is at step 9 already: give --steps at least that"),
         (["--steps=12", f"--data.source={other}"], "was saved with corpus = "),
     ):
         (ended / "summary.json").unlink()  # it would be complete with 5 steps
@@ -82,7 +82,7 @@ def test_a_run_that_has_ended_without_a_checkpoint_does_not_begin_again(
     assert content(ended) == before
     save(ended, 0, *config)  # but worker 1 could not
     for refused in (lambda: check_resumable(ended, range(2), *config_and_digest(config)), lambda: agreed(ended, 2)):
-        with pytest.raises(CheckpointError, match="to begin again at the first step would replace its model"):
+        with pytest.raises(CheckpointError, match="to start again at the first step would replace its model"):
             refused()
 
 

@@ -109,8 +109,8 @@ def test_a_disk_that_hangs_costs_the_next_checkpoints_but_does_not_hold_up_train
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.1)
     checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True), tell=told)
     save(checkpoints, 10, 20, 30)  # returns, though nothing is written
-    assert [event["step"] for event in told.of("checkpoint_skipped")] == [20, 30] and checkpoints.failed == 2
-    reason = told.of("checkpoint_skipped")[0]["reason"]
+    assert [event["step"] for event in told.of("checkpoint_failed")] == [20, 30] and checkpoints.failed == 2
+    reason = told.of("checkpoint_failed")[0]["reason"]
     assert reason == "the disk is too slow: the checkpoint of step 10 is still being written"
     disk.released.set()
     checkpoints.close()
@@ -129,9 +129,9 @@ def test_at_the_end_a_disk_that_hangs_is_waited_for_within_a_bound_and_what_is_m
     for step in (10, 20):  # the one being written is not a skipped one
         checkpoints.save(step, 2, TENSORS, {}, last=True)
     checkpoints.close()
-    assert [event["step"] for event in told.of("checkpoint_skipped")] == [20]
-    (failed,) = told.of("checkpoint_failed")
-    assert failed["step"] == 10 and "the disk has not finished within 0.1 s" in failed["reason"]
+    skipped, unfinished = told.of("checkpoint_failed")
+    assert skipped["step"] == 20 and "step 10 is still being written" in skipped["reason"]
+    assert unfinished["step"] == 10 and "the disk has not finished within 0.1 s" in unfinished["reason"]
     assert checkpoints.failed == 2
     disk.released.set()
 

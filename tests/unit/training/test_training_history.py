@@ -85,8 +85,8 @@ def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
     assert view.step == 10 and view.validations == [(10, 2.7)] and view.notes == ["continuing from step 10"]
     view.update(event("checkpoint_failed", 102.0, 1, step=15, reason="full"))
     assert view.notes[-1] == "worker 1 could not write the checkpoint of step 15: full"
-    view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 takes no further part"]))
-    assert set(view.workers) == {0} and "worker 1 takes no further part" in view.notes
+    view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 is not started again"]))
+    assert set(view.workers) == {0} and "worker 1 is not started again" in view.notes
 
 
 def test_a_log_of_an_earlier_start_is_kept_under_a_number(tmp_path: Path) -> None:

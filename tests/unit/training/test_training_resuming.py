@@ -118,7 +118,7 @@ def test_if_all_are_damaged_nothing_starts_and_nothing_is_removed(tmp_path: Path
         path = worker_folder(tmp_path, step, 0) / "rank-0.safetensors"
         path.write_bytes(path.read_bytes()[:-3])
     before = files(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint that all workers can go on from .*Nothing was removed"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint that all workers can resume from .*Nothing was removed"):
         agreed(tmp_path, 2)
     assert files(tmp_path) == before
 
@@ -137,7 +137,7 @@ def test_a_run_that_has_lost_a_workers_checkpoints_does_not_begin_again(tmp_path
         checkpoints.save(20, 2, {}, {})
     for step in (10, 20):
         shutil.rmtree(worker_folder(tmp_path, step, 1))
-    with pytest.raises(CheckpointError, match="no moment is there on all workers"):
+    with pytest.raises(CheckpointError, match="the workers have no moment in common"):
         agreed(tmp_path, 2)
 
 
@@ -168,8 +168,7 @@ def test_the_shards_of_a_worker_without_that_moment_go_on_from_its_newest_checkp
         assert start.checkpoint is not None and start.checkpoint.step == 20
         assert start.progress == {shard: ShardProgress(0, 10 if shard % 3 == 2 else 20) for shard in range(6)}
         assert start.warnings == (
-            "worker 2 has no checkpoint of this moment here: 2 shards go on from what it had read at step 10, in its "
-            "newest one",
+            "worker 2 has no checkpoint of this moment here: 2 shards are read on from step 10, its newest one",
         )
 
 

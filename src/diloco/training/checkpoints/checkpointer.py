@@ -89,7 +89,7 @@ class Checkpointer:
         """What the user should know of this start; worker 0 says what concerns all workers."""
         owner, checkpoint = self.checkpoints.owner, start.checkpoint
         if checkpoint is None:
-            return ["there is no checkpoint yet: the run begins again at its first step"] if owner.worker == 0 else []
+            return ["there is no checkpoint yet: the run starts again at its first step"] if owner.worker == 0 else []
         before, notes = checkpoint.moment.workers, []
         if owner.workers is None:
             return []
@@ -100,11 +100,11 @@ class Checkpointer:
             )
         if owner.worker == 0:
             notes += [
-                f"worker {worker} takes no further part: {_lost(self.checkpoints.folder, start, worker)}"
+                f"worker {worker} is not started again: {_lost(self.checkpoints.folder, start, worker)}"
                 for worker in range(owner.workers, before)
             ]
             if before != owner.workers:
-                notes.append(f"the data is shared out anew, from {before} workers to {owner.workers}")
+                notes.append(f"the shards are dealt again, from {before} workers to {owner.workers}")
         return notes
 
 
@@ -117,7 +117,7 @@ def _lost(run_folder: Path, start: Start, worker: int) -> str:
         if checkpoint.worker == worker and checkpoint.moment == start.checkpoint.moment
     ]
     if not theirs:
-        return "its inner steps since its last round are lost; no checkpoint of it here tells how many"
+        return "its inner steps since its last round are lost; no checkpoint of it here says how many"
     outer = theirs[-1].state["outer"]
     taken = theirs[-1].step - outer.get("jumped", 0)
     lost = taken - min((value for key, value in outer.items() if key.endswith(".merged_at")), default=taken)

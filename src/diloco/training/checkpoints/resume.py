@@ -1,12 +1,12 @@
-"""From which checkpoint the workers go on: all must take states that belong together, and every byte is checked first.
+"""Which checkpoint each worker resumes from: the states must belong together, and every byte is checked first.
 
-Workers may be on machines that share nothing, so each looks at what it has itself, and they tell each other. They take
-the latest moment that all have (manifests.py says why a moment is a number of rounds), and in it each takes its own
-latest good state. If a worker has none, all take the moment before, and say so. If nothing is left, nothing is removed
-and the run does not start.
+Workers may be on machines that share no disk, so each lists its own checkpoints and they exchange the lists. All take
+the latest moment that all have (manifests.py: a moment is a number of rounds), and each its own latest undamaged state
+of it. If a worker has none, all take the moment before, with a warning. If none is left, nothing is removed and the run
+does not start.
 
-With another number of workers than were saved, worker i starts from the state of worker i mod k, and the progress of
-the data is shared out anew; training/loop.py says what becomes of local work.
+With k saved workers and another number now, worker i starts from the state of worker i mod k, and the shards are dealt
+again; training/loop.py says what becomes of local work.
 """
 
 import json
@@ -27,20 +27,20 @@ from diloco.training.records.history import current
 logger = logging.getLogger(__name__)
 
 Gather = Callable[[bytes], list[bytes]]
-"""Collective: everyone's bytes."""
+"""Collective: the bytes of all ranks."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a worker begins."""
+    """Where a worker starts."""
 
     attempt: int = 1
     checkpoint: Checkpoint | None = None
-    """None: at the first step."""
+    """None: start at the first step."""
     progress: Mapping[int, ShardProgress] | None = None
-    """What has been read of all shards, if they are to be shared out anew."""
+    """What has been read of all shards, if they are dealt again."""
     warnings: tuple[str, ...] = ()
-    """What was found damaged, or not found."""
+    """What is damaged or missing."""
 
     @property
     def workers_before(self) -> int | None:
@@ -48,17 +48,19 @@ class Start:
 
 
 @dataclass
-class _Here:
-    """What this worker has on its machine."""
+class _OwnCheckpoints:
+    """The checkpoints of this worker on its machine."""
 
     checkpoints: dict[Moment, list[Checkpoint]] = field(default_factory=dict)
     """Oldest first."""
     attempt: int = 0
+    """The newest start of the run that saved one."""
     had_common: bool = False
+    """Whether all workers have once had a checkpoint in common."""
     damage: list[str] = field(default_factory=list)
 
     def latest_good(self, moment: Moment) -> tuple[Checkpoint | None, list[str]]:
-        """Reads every byte; and what is wrong with those that are not good."""
+        """The newest undamaged one, and what is damaged in newer ones. Reads every byte."""
         damage: list[str] = []
         for checkpoint in reversed(self.checkpoints[moment]):
             found = checkpoint.damage()
@@ -69,37 +71,39 @@ class _Here:
 
 
 def agree_on_start(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
-    """Collective: the start that all workers take. Every rank of a worker calls it."""
-    here = _look(run_folder, worker)
-    told = _exchange(
+    """Collective: the start of this worker, which fits those of the others. Every rank of a worker calls it."""
+    own = _find_own(run_folder, worker)
+    reports = _exchange(
         gather,
         {
-            "moments": [list(moment) for moment in here.checkpoints],
-            "attempt": here.attempt,
-            "had_common": here.had_common,
-            "damage": here.damage,
+            "moments": [list(moment) for moment in own.checkpoints],
+            "attempt": own.attempt,
+            "had_common": own.had_common,
+            "damage": own.damage,
         },
     )
-    warnings = [text for one in told for text in one["damage"]]
-    attempt = 1 + max(one["attempt"] for one in told)
-    common = set.intersection(*({Moment(*moment) for moment in one["moments"]} for one in told))
+    warnings = [text for report in reports for text in report["damage"]]
+    attempt = 1 + max(report["attempt"] for report in reports)
+    common = set.intersection(*({Moment(*moment) for moment in report["moments"]} for report in reports))
     for moment in sorted(common, reverse=True):
-        checkpoint, damage = here.latest_good(moment)
+        checkpoint, damage = own.latest_good(moment)
         found = _exchange(gather, {"damage": damage, "good": checkpoint is not None})
         warnings += [text for one in found for text in one["damage"]]
         if checkpoint is not None and all(one["good"] for one in found):
             if moment.workers == workers:
                 return Start(attempt, checkpoint, None, tuple(dict.fromkeys(warnings)))
-            progress, older = _progress(run_folder, moment, gather)
+            progress, older = _saved_progress(run_folder, moment, gather)
             return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings + older)))
     finished = max(one["finished"] for one in _exchange(gather, {"finished": _finished_steps(run_folder)}))
-    _refuse_to_begin_again(run_folder, any(one["had_common"] for one in told), finished, warnings)
+    _check_may_start_again(run_folder, any(report["had_common"] for report in reports), finished, warnings)
     return Start(attempt)
 
 
 def newest_start(run_folder: Path) -> Start:
-    """In a swarm whoever is the first to come back goes on from the newest good checkpoint of this machine, whichever
-    of its workers wrote it; the others come to it."""
+    """For the first worker of a swarm that resumes: the newest undamaged checkpoint of any worker on this machine.
+
+    The other workers join it and get its state.
+    """
     complete, damage = find_checkpoints(run_folder)
     warnings = [str(one) for one in damage]
     attempt = 1 + max((checkpoint.moment.attempt for checkpoint in complete), default=0)
@@ -108,88 +112,91 @@ def newest_start(run_folder: Path) -> Start:
         if not found:
             return Start(attempt, checkpoint, None, tuple(warnings))
         warnings += map(str, found)
-    _refuse_to_begin_again(run_folder, False, _finished_steps(run_folder), warnings)
+    _check_may_start_again(run_folder, False, _finished_steps(run_folder), warnings)
     return Start(attempt)
 
 
 def check_resumable(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
-    """Before anything in the run folder is changed: refuse what these workers would refuse, by the manifests here."""
-    here = [_look(run_folder, worker) for worker in workers]
-    common = set.intersection(*(set(one.checkpoints) for one in here))
+    """Refuse what these workers would refuse, by the manifests alone, before anything in the run folder is changed."""
+    own = [_find_own(run_folder, worker) for worker in workers]
+    common = set.intersection(*(set(one.checkpoints) for one in own))
     if not common:
-        damage = [text for one in here for text in one.damage]
-        had_common = any(one.had_common for one in here)
-        _refuse_to_begin_again(run_folder, had_common, _finished_steps(run_folder), damage)
+        damage = [text for one in own for text in one.damage]
+        had_common = any(one.had_common for one in own)
+        _check_may_start_again(run_folder, had_common, _finished_steps(run_folder), damage)
         return
-    for one in here:
+    for one in own:
         checkpoint = one.checkpoints[max(common)][-1]
         model = str(checkpoint.manifests[0].config["model"])  # which no option can change
         check_same_run(checkpoint, config.lasting(corpus_digest, model))
         check_steps(checkpoint, config.steps)
 
 
-def _exchange(gather: Gather, mine: Mapping[str, Any]) -> list[Any]:
-    return [json.loads(data) for data in gather(json.dumps(mine).encode())]
+def _exchange(gather: Gather, report: Mapping[str, Any]) -> list[Any]:
+    """Collective: the reports of all ranks."""
+    return [json.loads(data) for data in gather(json.dumps(report).encode())]
 
 
-def _look(run_folder: Path, worker: int) -> _Here:
-    """This worker's checkpoints by moment."""
+def _find_own(run_folder: Path, worker: int) -> _OwnCheckpoints:
+    """This worker's checkpoints by moment; of worker i mod k where there were k workers."""
     complete, damage = find_checkpoints(run_folder)
-    here = _Here(damage=[str(one) for one in damage])
+    own = _OwnCheckpoints(damage=[str(one) for one in damage])
     for checkpoint in complete:
         manifest = checkpoint.manifests[0]
-        here.attempt = max(here.attempt, checkpoint.moment.attempt)
-        here.had_common = here.had_common or manifest.common_step > 0
+        own.attempt = max(own.attempt, checkpoint.moment.attempt)
+        own.had_common = own.had_common or manifest.common_step > 0
         if checkpoint.worker == worker % checkpoint.moment.workers:
-            here.checkpoints.setdefault(checkpoint.moment, []).append(checkpoint)
-    return here
+            own.checkpoints.setdefault(checkpoint.moment, []).append(checkpoint)
+    return own
 
 
 def _finished_steps(run_folder: Path) -> int:
-    """How far the workers had come that ended by themselves: at their last step, or at a stop."""
+    """The steps of the workers that ended regularly: at their last step, or at a stop."""
     ended = [event for event in current(read_events(run_folder)) if event["type"] == "worker_finished"]
     return max((event["inner_steps"] for event in ended), default=0)
 
 
-def _refuse_to_begin_again(run_folder: Path, had_common: bool, finished: int, warnings: list[str]) -> None:
-    """A run that was killed before its first checkpoint begins again; one that has lost its checkpoints does not, nor
-    one that has ended without any."""
+def _check_may_start_again(run_folder: Path, had_common: bool, finished: int, warnings: list[str]) -> None:
+    """A run that was killed before its first checkpoint starts again at step 0.
+
+    A run that has lost its checkpoints does not, nor one that ended without any.
+    """
     if warnings or had_common:
-        found = "; ".join(dict.fromkeys(warnings)) or "no moment is there on all workers"
+        found = "; ".join(dict.fromkeys(warnings)) or "the workers have no moment in common"
         raise CheckpointError(
-            f"{run_folder} has no checkpoint that all workers can go on from ({found}). Nothing was removed: restore "
-            f"the files, or remove {run_folder / 'checkpoints'} on every machine to begin again at the first step"
+            f"{run_folder} has no checkpoint that all workers can resume from ({found}). Nothing was removed: restore "
+            f"the files, or remove {run_folder / 'checkpoints'} on every machine to start again at the first step"
         )
     if finished:
         raise CheckpointError(
-            f"{run_folder} has ended after {finished} inner steps and has no checkpoint that all workers can go on "
-            "from: to begin again at the first step would replace its model. Start a new run instead (with "
+            f"{run_folder} has ended after {finished} inner steps and has no checkpoint that all workers can "
+            "resume from: to start again at the first step would replace its model. Start a new run instead (with "
             "checkpoint.interval = 0 none is saved)"
         )
 
 
 def check_steps(checkpoint: Checkpoint, steps: int) -> None:
-    """Refuse an end that lies behind."""
+    """Refuse a last step before the checkpoint's."""
     if checkpoint.step > steps:
         raise ConfigError(
-            f"steps = {steps}, but {checkpoint.folder} is at step {checkpoint.step} already: give --steps more"
+            f"steps = {steps}, but {checkpoint.folder} is at step {checkpoint.step} already: give --steps at least that"
         )
 
 
 def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
-    """Refuse what would make another run of it."""
+    """Refuse to resume with another value of what must stay the same (`RunConfig.lasting`)."""
     saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
     other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if other:
         key = other[0]
         raise ConfigError(
             f"{checkpoint.folder} was saved with {key} = {saved.get(key)!r}, and the run now has {now.get(key)!r}: a "
-            f"run goes on with what it began with ({', '.join(other)} differ); start a new run for another"
+            f"run keeps what it began with ({', '.join(other)} differ); start a new run to change it"
         )
 
 
 class _Read(NamedTuple):
-    """What a checkpoint tells of a shard; the greater one is to be believed."""
+    """How far a shard had been read, by one checkpoint; of several for a shard the greatest counts."""
 
     of_this_moment: bool
     moment: Moment
@@ -198,26 +205,25 @@ class _Read(NamedTuple):
     progress: ShardProgress
 
 
-def _progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[dict[int, ShardProgress], list[str]]:
-    """What all the saved workers had read, also those that are gone, as far as any machine here knows it.
+def _saved_progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[dict[int, ShardProgress], list[str]]:
+    """Collective: how far each shard had been read, by the checkpoints of all machines, and warnings.
 
-    Of a worker that has no checkpoint of this moment its newest counts: to skip a little is better than to repeat much.
-    Also returns what is to be said of that.
+    If a worker has no checkpoint of this moment, its newest counts: skipping a little is better than repeating much.
     """
     mine: dict[int, _Read] = {}
     for one in find_checkpoints(run_folder)[0]:
         for shard, read in one.manifests[0].state["also"]["reading"]["progress"].items():
-            told = _Read(one.moment == moment, one.moment, one.step, one.worker, ShardProgress(*read))
-            mine[int(shard)] = max(mine.get(int(shard), told), told)
+            seen = _Read(one.moment == moment, one.moment, one.step, one.worker, ShardProgress(*read))
+            mine[int(shard)] = max(mine.get(int(shard), seen), seen)
     latest: dict[int, _Read] = {}
     for machine in _exchange(gather, {"shards": list(mine.items())}):
-        for shard, (here, when, step, worker, read) in machine["shards"]:
-            told = _Read(here, Moment(*when), step, worker, ShardProgress(*read))
-            latest[shard] = max(latest.get(shard, told), told)
+        for shard, (of_this, when, step, worker, read) in machine["shards"]:
+            seen = _Read(of_this, Moment(*when), step, worker, ShardProgress(*read))
+            latest[shard] = max(latest.get(shard, seen), seen)
     older = Counter((read.worker, read.step) for read in latest.values() if not read.of_this_moment)
     notes = [
-        f"worker {worker} has no checkpoint of this moment here: {count} shards go on from what it had read at step "
-        f"{step}, in its newest one"
+        f"worker {worker} has no checkpoint of this moment here: {count} shards are read on from step {step}, its "
+        "newest one"
         for (worker, step), count in sorted(older.items())
     ]
     return {shard: read.progress for shard, read in latest.items()}, notes

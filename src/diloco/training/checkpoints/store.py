@@ -137,7 +137,7 @@ class CheckpointStore:
         self.failed += 1
         reason = f"the disk is too slow: the checkpoint of step {self._write.step} is still being written"
         logger.warning("no checkpoint of step %d: %s; training goes on", step, reason)
-        self._report("checkpoint_skipped", step=step, reason=reason)
+        self._report("checkpoint_failed", step=step, reason=reason)
 
     def became_due(self, due: int) -> bool:
         """In a swarm, where a worker's step may jump: whether more checkpoints are due than at the last call."""
