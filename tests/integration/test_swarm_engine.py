@@ -29,7 +29,7 @@ from diloco.engines.swarm.sidecar import child_process, supervisor
 from diloco.errors import ConfigError, EngineError, RoundFailed
 from support.processes import context
 from support.rounds import contribution, decoded, values
-from support.swarm.sidecars import COMMAND, processes_with
+from support.swarm.sidecars import COMMAND, processes_with, told
 
 pytestmark = pytest.mark.slow
 
@@ -165,8 +165,9 @@ def test_files_and_progress_reach_the_node_and_its_status_comes_back(
     engine, _, _ = shared_engine
     engine.serve_files({"config.toml": tmp_path / "config.toml"})
     engine.progress(inner_steps=12, tokens=345, loss=2.5, step_seconds=0.1)
-    assert eventually(lambda: engine.status().get("inner_steps") == 12)
-    assert engine.status()["files"] == {"config.toml": str(tmp_path / "config.toml")}
+    assert eventually(lambda: told(engine.settings).get("inner_steps") == 12)
+    assert told(engine.settings)["files"] == {"config.toml": str(tmp_path / "config.toml")}
+    assert [one["number"] for one in engine.status()["members"]] == [3, 7, 8] and engine.workers == 2
     engine.fetch_file("tokenizer.json", tmp_path / "here")
     assert (tmp_path / "here").read_text() == "tokenizer.json"
     with pytest.raises(EngineError, match="nobody has the file missing"):
@@ -199,7 +200,7 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoundFailed, match="round 2: the swarm's process was lost") as caught:
         posted(engine, 2).wait()  # first it must know what it has missed
     assert caught.value.resync and engine.fetch_state() is not None  # waits for the next sidecar
-    assert engine.status()["next_round"] == 3
+    assert told(engine.settings)["next_round"] == 3
     assert posted(engine, 2).wait().total_weight == 2.0
     frozen = posted(engine, 3, b"freeze")
     with monkeypatch.context() as patch:
@@ -210,9 +211,9 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoundFailed, match="exit code 1"):  # p2pd died: a new process can help
         posted(engine, 4, b"lose").wait()
     assert engine.fetch_state() is not None
-    assert eventually(lambda: engine.status().get("files") == {"a": str(folder / "a")})
-    told = [type_ for type_, _ in events if type_.startswith("sidecar")]
-    assert told == ["sidecar_lost", "sidecar_restarted"] * 3
+    assert eventually(lambda: told(engine.settings).get("files") == {"a": str(folder / "a")})
+    lives = [type_ for type_, _ in events if type_.startswith("sidecar")]
+    assert lives == ["sidecar_lost", "sidecar_restarted"] * 3
     engine.close()
     with pytest.raises(EngineError, match="is closed: no round can follow"):
         posted(engine, 5)
@@ -222,9 +223,10 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_that_is_not_ended_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_round, "_GRACE_SECONDS", 0.1)
     engine = made(tmp_path)
+    sidecar = told(engine.settings)["pid"]
     with pytest.raises(RoundFailed, match="round 0: the swarm's process did not end it in time"):
         posted(engine, 0, b"sleep", seconds=0.1).wait()
-    assert eventually(lambda: not processes_with(str(engine.status()["pid"])), 5.0)
+    assert eventually(lambda: not Path(f"/proc/{sidecar}").exists())
     engine.close()  # while the next one is starting
     assert not processes_with(str(tmp_path))
 
@@ -250,7 +252,7 @@ def test_a_swarm_that_cannot_be_joined_says_why_and_leaves_nothing(
 
 def trainer(folder: str, tell: Connection, end: str) -> None:
     engine = SwarmEngine(Settings(folder, "worker-0"), command=COMMAND)
-    tell.send(engine.status()["pid"])
+    tell.send(told(engine.settings)["pid"])
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     atexit._run_exitfuncs()  # as at the end of a program that did not close the engine
@@ -269,7 +271,7 @@ def test_no_sidecar_outlives_its_trainer(tmp_path: Path, end: str) -> None:
 
 
 def test_without_its_packages_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(installed, "_PACKAGES", ("hivemind_is_missing",))
+    monkeypatch.setattr(installed, "PACKAGES", ("hivemind_is_missing",))
     with pytest.raises(ConfigError, match=r"needs hivemind_is_missing: .*pip install .*\.\[swarm\]"):
         SwarmEngine(Settings(str(tmp_path / "swarm"), "worker-0"))
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ note of a round, and files in the swarm's folder at the start, tell it to misbeh
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic_files import write_file
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.trainer import (
     FetchedState,
@@ -28,15 +30,22 @@ from diloco.engines.swarm.sidecar import process as sidecar
 from diloco.errors import ConfigError, RendezvousError
 
 COMMAND = (sys.executable, __file__)
+_TOLD_FILE = "told.json"
 
 
 class LonelyNode:
+    """Writes what it is told to a file; `told` reads it."""
+
     number = 7
 
     def __init__(self, settings: Settings, trainer: Trainer) -> None:
         self.settings, self.trainer = settings, trainer
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.told: dict[str, Any] = {}
+        self._told: dict[str, Any] = {"pid": os.getpid()}
+
+    def tell(self, **fields: Any) -> None:
+        self._told |= fields
+        write_file(self.settings.path(_TOLD_FILE), json.dumps(self._told))
 
     async def start(self) -> None:
         starts = self.settings.path("starts")
@@ -101,11 +110,11 @@ class LonelyNode:
         copy = Snapshot(snapshot.data, {**snapshot.numbers, "same": int(same)}, snapshot.layout_digest, snapshot.note)
         return FetchedState(copy, means, 6, 60)
 
-    def progress(self, **told: Any) -> None:
-        self.told |= told
+    def progress(self, **fields: Any) -> None:
+        self.tell(**fields)
 
     def serve_files(self, files: Mapping[str, Path]) -> None:
-        self.told["files"] = {name: str(path) for name, path in files.items()}
+        self.tell(files={name: str(path) for name, path in files.items()})
 
     async def fetch_file(self, name: str, path: Path) -> None:
         if name == "missing":
@@ -116,7 +125,12 @@ class LonelyNode:
         self.settings.path("left").touch()
 
     def status(self) -> dict[str, Any]:
-        return {"members": [_member(3), _member(7), _member(8, live=False)], "pid": os.getpid(), **self.told}
+        return {"members": [_member(3), _member(7), _member(8, live=False)]}
+
+
+def told(settings: Settings) -> dict[str, Any]:
+    """What the node of the worker with these settings was told: next_round, files, progress; and its "pid"."""
+    return dict(json.loads(settings.path(_TOLD_FILE).read_text()))
 
 
 def _member(number: int, *, live: bool = True) -> dict[str, Any]:
@@ -125,7 +139,7 @@ def _member(number: int, *, live: bool = True) -> dict[str, Any]:
 
 async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> sidecar.NodeWithNetwork:
     node = LonelyNode(settings, trainer)
-    node.told["next_round"] = next_round
+    node.tell(next_round=next_round)
 
     async def close() -> None:
         settings.path("closed").touch()
