@@ -1,4 +1,4 @@
-"""A worker of a swarm in a process of its own, without a model: waits for the others, averages, says what came."""
+"""A worker of a swarm in a process of its own, without a model: waits for the others, averages, prints the means."""
 
 import hashlib
 import json
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_SECONDS = 200.0
 
 
 def main(given: dict[str, Any]) -> None:
@@ -27,14 +29,19 @@ def main(given: dict[str, Any]) -> None:
 
     engine.serve_state(state)
     engine.fetch_state()
-    own = next(one for one in engine.status()["members"] if one["number"] == engine.worker)
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        own = next(one for one in engine.status()["members"] if one["number"] == engine.worker)
+        if not given["relayed"] or any("/p2p-circuit" in address for address in own["addresses"]):
+            break
+        assert time.monotonic() < deadline, f"no relay has a reservation for this worker: {own}"
+        time.sleep(0.05)
     print(json.dumps({"worker": engine.worker, "addresses": own["addresses"]}), flush=True)
-    deadline = time.monotonic() + 60
     while sum(one["live"] and one["holds"] for one in engine.status()["members"]) < given["workers"]:
         assert time.monotonic() < deadline, f"only {engine.status()} are here"
         time.sleep(0.05)
     for sequence in range(given["rounds"]):
-        result = average(engine, sequence, 60.0, numel=given["numel"], name="int8")
+        result = average(engine, sequence, _SECONDS, numel=given["numel"], name="int8")
         mean = hashlib.sha256(result.mean.data.numpy().tobytes()).hexdigest()
         print(json.dumps({"contributors": result.contributors, "mean": mean, "sent": result.bytes_sent}), flush=True)
     sys.stdin.readline()  # others may still be fetching the last mean

@@ -1,6 +1,6 @@
-"""Networks inside this machine: an internet, machines with an address of their own in it, and homes behind routers.
+"""Networks inside this machine: an internet, machines with a public address in it, and homes behind routers.
 
-Made of network namespaces, so that it needs root, iproute2 and nftables. `missing()` tells what is not here.
+They are network namespaces, which need root, iproute2 and nftables. `missing()` says what this machine lacks.
 """
 
 import itertools
@@ -13,15 +13,22 @@ from typing import Any
 
 _numbers = itertools.count()
 REQUIRED = "DILOCO_REQUIRE_NETNS"
-"""Set in CI: there a test that cannot be run has failed."""
+"""If this is set (CI does), a test that cannot run here fails instead of being skipped."""
+_REMEDY = "apt-get install iproute2 nftables, and run the tests as root"
 
 
 def missing() -> str | None:
+    """Why these tests cannot run here, and how to get them; None if they can."""
+    reason = _missing()
+    return f"{reason}: {_REMEDY}" if reason else None
+
+
+def _missing() -> str | None:
     if os.name != "posix" or os.geteuid() != 0:
         return "network namespaces need root"
     absent = [name for name in ("ip", "nft") if shutil.which(name) is None]
     if absent:
-        return f"needs {' and '.join(absent)} (iproute2, nftables)"
+        return f"{' and '.join(absent)} not found"
     name = f"dl{os.getpid()}probe"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -34,7 +41,7 @@ def missing() -> str | None:
 
 
 class Internet:
-    """Public machines are at 5.5.5.N (addresses that nothing outside can be reached at from in here)."""
+    """Public machines are at 5.5.5.N. Nothing outside this machine can be reached from them."""
 
     def __init__(self) -> None:
         self._prefix = f"dl{os.getpid()}n{next(_numbers)}"
@@ -63,7 +70,7 @@ class Internet:
         self._in(far, "ip", "link", "set", far_end, "up")
 
     def _connect(self, name: str) -> str:
-        """A leg in the internet, for a machine or a router."""
+        """Connect a machine or a router to the internet; returns its address there."""
         number = next(self._hosts)
         self._wire(name, "wan", "net", f"w{number}")
         self._in("net", "ip", "link", "set", f"w{number}", "master", "wire")
@@ -72,14 +79,14 @@ class Internet:
         return f"5.5.5.{number}"
 
     def public(self, name: str) -> str:
-        """A machine with a public address, which is returned."""
+        """Add a machine with a public address, which is returned."""
         self._add(name)
         return self._connect(name)
 
     def home(self, name: str, *, open_ports: Sequence[int] = (), symmetric: bool = False) -> str:
-        """A machine behind a router that masquerades; returns the router's public address. Ports may be forwarded.
+        """Add a machine behind a router that masquerades; returns the router's public address. Ports may be forwarded.
 
-        `symmetric`: the router gives every connection a port of its own, so that nobody can be called back.
+        `symmetric`: the router gives every connection a random port, so that hole punching cannot work.
         """
         router, number = f"r{name}", next(self._homes)
         self._add(router)

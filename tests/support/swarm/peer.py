@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 PROTOCOL = "/diloco-test/1"
-_SECONDS = 10.0
+_SECONDS = 60.0
 
 
 class LaunchedPeer:
-    """`command` wraps a command line, so that it runs on some machine. Peers start at the same time; see `ready`."""
+    """`command` wraps a command line, so that it runs on some machine. Several peers start at the same time: `ready`.
+
+    `punch_seconds`: how long an attempt at hole punching may take.
+    """
 
     def __init__(
         self,
@@ -24,15 +27,17 @@ class LaunchedPeer:
         command: Callable[[Sequence[str]], list[str]] = list,
         port: int | None = None,
         announce: Sequence[str] = (),
+        punch_seconds: float = 20.0,
     ) -> None:
-        given = json.dumps({"key": str(key), "seeds": seeds, "port": port, "announce": announce})
+        given = json.dumps(
+            {"key": str(key), "seeds": seeds, "port": port, "announce": announce, "punch_seconds": punch_seconds}
+        )
         line = command([sys.executable, __file__, given])
         self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.name = self.kind = ""
+        self.name = ""
 
     def ready(self) -> None:
-        told = self._hear()
-        self.name, self.kind = told["peer"], told["kind"]
+        self.name = self._hear()["peer"]
 
     def _hear(self) -> Any:
         assert self.process.stdout is not None
@@ -50,19 +55,25 @@ class LaunchedPeer:
         return told["value"]
 
     def wait_for_address(self, part: str) -> list[str]:
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            addresses: list[str] = self.do("addresses")
-            if any(part in address for address in addresses):
-                return addresses
+        found: list[str] = self._wait_for("addresses", lambda addresses: any(part in a for a in addresses))
+        return found
+
+    def wait_for_kind(self, kind: str) -> None:
+        """Until the peer knows that it is public or private."""
+        self._wait_for("kind", lambda found: found == kind)
+
+    def _wait_for(self, what: str, wanted: Callable[[Any], bool]) -> Any:
+        end = time.monotonic() + 2 * _SECONDS
+        while not wanted(found := self.do(what)):
+            assert time.monotonic() < end, f"the {what} of this peer are still {found}"
             time.sleep(0.05)
-        raise AssertionError(f"no address with {part}: {addresses}")
+        return found
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(_SECONDS)
         finally:
             self.process.kill()
             self.process.wait()
@@ -70,6 +81,7 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
+    from diloco.engines.swarm.network import hole_punching, reachability
     from diloco.engines.swarm.network.addresses import ListenConfig
     from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
     from diloco.engines.swarm.network.transport import Stream
@@ -85,6 +97,8 @@ async def _main() -> None:
         match what:
             case "addresses":
                 return await transport.addresses()
+            case "kind":
+                return transport.reachability.kind
             case "connect":
                 return await transport.connect(*arguments, _SECONDS)
             case "call":
@@ -101,10 +115,12 @@ async def _main() -> None:
         raise ValueError(what)
 
     given = json.loads(sys.argv[1])
-    network = ListenConfig(port=given["port"], announce=tuple(given["announce"]))
-    transport = await P2pdTransport.create(Path(given["key"]), PROTOCOL, network, given["seeds"])
+    hole_punching.SECONDS = given["punch_seconds"]
+    reachability._DIAL_BACK_SECONDS = 4.0  # a busy machine may need more than the usual 1.5
+    config = ListenConfig(port=given["port"], announce=tuple(given["announce"]))
+    transport = await P2pdTransport.create(Path(given["key"]), PROTOCOL, config, given["seeds"])
     await transport.serve(answer, echo)
-    print(json.dumps({"peer": transport.peer, "kind": transport.reachability.kind}), flush=True)
+    print(json.dumps({"peer": transport.peer}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
             told = {"value": await do(*json.loads(line))}
