@@ -18,13 +18,12 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
-from diloco.core.fragments import PartLayout, span_elements
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.settings import Settings
 from diloco.optimizer import DiLoCo
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 from support.swarm.trainers import Vector
 from swarm_hivemind import Exchange
 
@@ -105,7 +104,7 @@ def train_freely(settings: Settings, pipe: Connection, numel: int, sync: SyncCon
         rounds.append((event.key.sequence, time.monotonic(), mine))
 
     optimizer.loop.on_round = note
-    pipe.send((True, Joined(engine.worker, optimizer.loop.sequence, member_seconds, time.monotonic() - began)))
+    pipe.send((True, Joined(engine.worker, optimizer.loop.state.sequence, member_seconds, time.monotonic() - began)))
     model.vector.grad = torch.randn(numel)
     while not pipe.poll():
         time.sleep(step_seconds)

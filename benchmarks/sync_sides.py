@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import diloco
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 
 PLAIN, TORCHFT = "plain AdamW", "torchft 0.2.0"
 WORKERS, STEPS_PER_SYNC, LIMIT_SECONDS = 2, 2, 300.0

@@ -21,7 +21,8 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
-from diloco.outer.elastic_loop import ElasticLoop
+from diloco.outer.elastic import ElasticMembership
+from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
 from diloco.outer.model_tensors import model_tensors
 from diloco.outer.tensor_pieces import as_tensors, copy_into
@@ -42,27 +43,30 @@ class DiLoCo(torch.optim.Optimizer):
         outer: OuterOptimizer | None = None,
         weight: float = 1.0,
         identity: str = "",
+        restoring: bool = False,
     ) -> None:
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
         Load weights and move the model to its device before: what changes the parameters later counts as training.
         `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
         `identity` names what else must be the same on all workers (the data, say): they refuse each other if it is not.
+        `restoring`: a saved state is loaded right after, on every worker, so no parameters are sent now.
         """
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"weight = {weight} must be a finite number above 0")
         self.inner = inner
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
-        loop = ElasticLoop if engine.elastic else OuterLoop
-        self.loop: OuterLoop = loop(
+        self.loop = OuterLoop(
             model_tensors(model, inner),
             engine,
             sync or SyncConfig(),
             outer or Nesterov(),
-            weight,
-            identity,
-            lambda: (parameter for group in inner.param_groups for parameter in group["params"]),
+            ElasticMembership if engine.elastic else FixedMembership,
+            weight=weight,
+            identity=identity,
+            inner_parameters=lambda: (parameter for group in inner.param_groups for parameter in group["params"]),
+            restoring=restoring,
         )
 
     # The three parts of a step, and the end
@@ -75,7 +79,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
-        self.loop.refuse_inside_evaluation()
+        self.loop.refuse_while_evaluating()
         loss: float | None = None
         if self._unscaled():
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
@@ -132,7 +136,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def anchor_digest(self) -> str:
         """Sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
-        return self.loop.anchor_digest()
+        return self.loop.state.anchor_digest()
 
     # The optimizer that torch knows: groups and state are the inner optimizer's
 
@@ -165,21 +169,21 @@ class DiLoCo(torch.optim.Optimizer):
 
         Waits for rounds in flight, which stay unmerged: call it on every worker after the same round was posted.
         """
-        self.loop.refuse_inside_evaluation()
+        self.loop.refuse_while_evaluating()
         self.loop.settle()
-        held, numbers = self.loop.saved()
+        tensors, numbers = self.loop.saved()
         state = super().state_dict()
-        state["diloco"] = {"tensors": as_tensors(held), "numbers": numbers | {"skipped": self.skipped_steps}}
+        state["diloco"] = {"tensors": as_tensors(tensors), "numbers": numbers | {"skipped": self.skipped_steps}}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where state_dict() was taken; load the model's own state dict too."""
-        self.loop.refuse_inside_evaluation()
+        self.loop.refuse_while_evaluating()
         if "diloco" not in state_dict:
             raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
         saved = state_dict["diloco"]
-        held, loaded = self.loop.restoring(saved["numbers"])
-        copy_into(held, saved["tensors"])
+        memory, loaded = self.loop.memory_to_load(saved["numbers"])
+        copy_into(memory, saved["tensors"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         loaded()
         self.skipped_steps = saved["numbers"]["skipped"]

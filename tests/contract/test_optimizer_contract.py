@@ -212,7 +212,7 @@ def test_finish_leaves_the_outer_parameters_in_the_model_and_runs_the_callback_w
     optimizer.finish(before_confirming=lambda: seen.append(flat(model)))
     assert torch.equal(seen[0], anchors(optimizer))
     assert torch.equal(flat(model), anchors(optimizer))
-    assert optimizer.loop.in_flight == 0
+    assert len(optimizer.loop.in_flight) == 0
 
 
 def test_the_first_round_comes_after_exactly_h_steps_of_the_optimizer() -> None:

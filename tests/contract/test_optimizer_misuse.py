@@ -27,11 +27,11 @@ def test_freezing_the_model_inside_an_evaluation_leaves_anchor_and_parameters_as
     model = nn.Linear(4, 3)
     optimizer = built(model, H=10)
     steps(model, optimizer, 3)
-    anchor, own = optimizer.loop.fragments[0].anchor.clone(), model.weight.detach().clone()
+    anchor, own = optimizer.loop.state.fragments[0].anchor.clone(), model.weight.detach().clone()
     with optimizer.outer_parameters():
         model.requires_grad_(False)
     model.requires_grad_(True)
-    assert torch.equal(optimizer.loop.fragments[0].anchor, anchor)
+    assert torch.equal(optimizer.loop.state.fragments[0].anchor, anchor)
     assert torch.equal(model.weight, own)
 
 

@@ -42,7 +42,7 @@ def test_frozen_parameters_are_made_equal_and_then_left_alone() -> None:
     for model, engine in zip(models, world, strict=True):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = DiLoCo(model, torch.optim.SGD(trainable, lr=0.1), engine)
-        names = {name for fragment in optimizer.loop.fragments for name in fragment.names}
+        names = {name for fragment in optimizer.loop.state.fragments for name in fragment.names}
         assert not any(name.startswith("entrance") for name in names)
     assert torch.equal(models[0].entrance.weight, models[1].entrance.weight)
     assert torch.equal(models[1].entrance.weight, net(seed=0).entrance.weight)
@@ -76,7 +76,7 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
         DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), engine, sync=SyncConfig(1, "fp32"), outer=SGD())
         for model, engine in zip(models, LocalSwarm(2).engines(), strict=True)
     ]
-    assert optimizers[0].loop.fragments[0].numel == 12 * 12 + 12 + 12 + 12 * 3 + 3
+    assert optimizers[0].loop.state.fragments[0].numel == 12 * 12 + 12 + 12 + 12 * 3 + 3
     for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         loss_of(model, worker, 0).backward()
         optimizer.inner_step()
@@ -156,5 +156,5 @@ def test_parameters_in_bf16_end_up_as_the_rounded_anchor() -> None:
             shown = flat(model)
         anchor = anchors(optimizer)
         assert torch.equal(shown, anchor.to(torch.bfloat16).float())
-    assert optimizer.loop.fragments[0].anchor.dtype == torch.float32
+    assert optimizer.loop.state.fragments[0].anchor.dtype == torch.float32
     assert optimizer.anchor_digest() == made_digest(optimizer)

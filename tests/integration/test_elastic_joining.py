@@ -35,13 +35,13 @@ def test_a_joiner_has_the_others_anchors_and_position_and_is_in_the_next_rounds(
     joiner = world.join(2)
     others = world.workers[0].loop
     assert torch.equal(
-        torch.cat([fragment.read(span) for fragment in joiner.loop.fragments for span in fragment.spans()]),
+        torch.cat([fragment.read(span) for fragment in joiner.loop.state.fragments for span in fragment.spans()]),
         anchors(joiner.optimizer),
     )
     assert joiner.loop.joined_at == joiner.loop.inner_steps == others.inner_steps == 14
-    assert joiner.loop.steps_taken == 0 and joiner.loop.sequence == others.sequence
+    assert joiner.loop.state.steps_taken == 0 and joiner.loop.state.sequence == others.sequence
     world.step(times=6)
-    assert joiner.loop.rounds_failed == joiner.loop.resyncs == 0 and joiner.loop.steps_taken == 6
+    assert joiner.loop.rounds_failed == joiner.loop.resyncs == 0 and joiner.loop.state.steps_taken == 6
     world.finish()
     assert len(world.digests()) == 1 and joiner.loop.rounds == others.rounds
     assert torch.equal(flat(joiner.model), flat(world.workers[0].model))
@@ -63,7 +63,7 @@ def test_a_joiner_takes_over_outer_momentum_and_not_only_anchors() -> None:
     world = ElasticWorld(1, SYNCS["plain"], Nesterov())
     world.step(times=12)
     joiner = world.join(1)
-    mine, theirs = joiner.loop.fragments[0], world.workers[0].loop.fragments[0]
+    mine, theirs = joiner.loop.state.fragments[0], world.workers[0].loop.state.fragments[0]
     assert theirs.state["momentum"].any() and torch.equal(mine.state["momentum"], theirs.state["momentum"])
     assert mine.rounds == theirs.rounds == 2
 
@@ -86,7 +86,7 @@ def test_a_joiner_after_the_end_of_the_run_is_at_its_end() -> None:
     world.finish()
     joiner = world.join(1).loop
     joiner.end_at(8)
-    assert (joiner.inner_steps, joiner.steps_taken) == (8, 0)
+    assert (joiner.inner_steps, joiner.state.steps_taken) == (8, 0)
 
 
 def broken(state: GlobalState, what: str) -> GlobalState:
@@ -117,7 +117,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(what: str,
     before = world.workers[1].optimizer.anchor_digest()
     world.step(times=6)
     away = world.workers[1]
-    assert (away.loop.resyncs, away.loop.sequence) == (0, 1)
+    assert (away.loop.resyncs, away.loop.state.sequence) == (0, 1)
     assert away.optimizer.anchor_digest() == before
     world.swarm.freeze(1)  # its state is that before round 0, which the mean of round 0 follows
     with pytest.raises(EngineError, match=f"no worker gave its state.*{named}"):

@@ -35,7 +35,7 @@ def parameters(world: ElasticWorld, number: int) -> list[torch.Tensor]:
     """Of each fragment, as one vector."""
     return [
         torch.cat([fragment.read(span).clone() for span in fragment.spans()])
-        for fragment in world.workers[number].loop.fragments
+        for fragment in world.workers[number].loop.state.fragments
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_calm_elastic_run_is_the_local_engines_bit_for_bit(sync: SyncConfig) -
         assert [worker.optimizer.anchor_digest() for worker in elastic.workers.values()] == local.digests()
     for mine, theirs in zip(elastic.workers.values(), local.models, strict=True):
         assert torch.equal(flat(mine.model), flat(theirs))
-        assert mine.loop.steps_taken == mine.loop.inner_steps == 15
+        assert mine.loop.state.steps_taken == mine.loop.inner_steps == 15
 
 
 def test_an_elastic_worker_that_is_alone_at_the_moment_sends_what_a_joiner_could_average_with() -> None:
@@ -74,7 +74,7 @@ def test_a_worker_that_is_called_early_jumps_to_the_round_and_weighs_as_much_as_
     own = [flat(world.workers[number].model).double() for number in (0, 1)]
     world.post()
     slow = world.workers[1].loop
-    assert (slow.inner_steps, slow.steps_taken) == (6, 2)
+    assert (slow.inner_steps, slow.state.steps_taken) == (6, 2)
     world.merge()
     assert events[0].result.total_weight == 8.0
     for worker in world.workers.values():
@@ -88,7 +88,7 @@ def test_a_worker_that_is_called_early_jumps_to_the_round_and_weighs_as_much_as_
     world.post()
     world.merge()
     assert [member.weight for member in events[1].result.members] == [6.0, 5.0]  # of its own work since, not of H
-    assert (slow.inner_steps, slow.steps_taken) == (12, 7)
+    assert (slow.inner_steps, slow.state.steps_taken) == (12, 7)
 
 
 def test_a_worker_without_work_that_is_called_adds_nothing_and_follows() -> None:
@@ -113,7 +113,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
     for step in range(1, 37):
         world.inner_step(0)
         world.post(0)
-        world.swarm.call(world.workers[0].loop.sequence - 1)
+        world.swarm.call(world.workers[0].loop.state.sequence - 1)
         if step % 3 == 0:
             world.inner_step(1)
         world.post(1)
@@ -123,7 +123,7 @@ def test_a_jump_brings_the_merges_that_belong_before_it(sync: SyncConfig) -> Non
     world.finish()
     assert len(world.digests()) == 1
     assert torch.equal(flat(world.workers[0].model), flat(world.workers[1].model))
-    assert world.workers[1].loop.steps_taken == 12
+    assert world.workers[1].loop.state.steps_taken == 12
 
 
 # Missing rounds
@@ -143,13 +143,13 @@ def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_kee
         world.inner_step()
         world.post()
         own = parameters(world, 1)
-        missed = [p.key.fragment for p in missing._posted if p.key.sequence in (0, 1)]
+        missed = [p.key.fragment for p in missing.in_flight if p.key.sequence in (0, 1)]
         failed = missing.rounds_failed
         world.merge(0, 2)
         world.merge(1)
         if missing.rounds_failed > failed:
             assert all(torch.equal(parameters(world, 1)[index], own[index]) for index in missed)
-            assert missing.sequence == world.workers[0].loop.sequence
+            assert missing.sequence == world.workers[0].loop.state.sequence
     assert (missing.rounds_failed, missing.resyncs) == (2, 1 if sync.overlap_steps else 2)
     assert told[0] == ("round 0: it ended without worker 1", told[0][1]) and told[0][1] >= 1
     world.finish()
@@ -216,15 +216,15 @@ def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_m
     world.swarm.means_only = means_only
     events = heard(world, 0)
     world.step(times=6)
-    own, anchor = parameters(world, 1)[2], world.workers[1].loop.fragments[2].anchor.clone()
-    assert [posted.key.sequence for posted in world.workers[1].loop._posted] == [0, 1, 2]
+    own, anchor = parameters(world, 1)[2], world.workers[1].loop.state.fragments[2].anchor.clone()
+    assert [posted.key.sequence for posted in world.workers[1].loop.in_flight] == [0, 1, 2]
     world.inner_step(0, times=1)
     world.merge(0)
     world.workers[1].loop.inner_steps += 1
     world.merge(1)
     assert world.workers[1].loop.resyncs == 1
     assert world.swarm.states_sent == (1 if means_only else 2)  # one when it joined; its own was sound all the time
-    moved = world.workers[1].loop.fragments[2].anchor
+    moved = world.workers[1].loop.state.fragments[2].anchor
     assert not torch.equal(moved, anchor)
     torch.testing.assert_close(parameters(world, 1)[2], own.lerp(moved, 1 - mixing), rtol=1e-6, atol=1e-7)
     world.step(times=11)
@@ -245,7 +245,7 @@ def test_what_ended_well_after_a_missed_round_is_merged_if_nobody_is_left_to_giv
     assert (left.in_flight, left.rounds, left.rounds_failed, left.resyncs) == (0, 2, 1, 0)
     assert world.swarm.providers[1]().numbers["sequence"] == 3
     for index in (left.schedule.fragment_of(1), left.schedule.fragment_of(2)):
-        assert torch.equal(parameters(world, 1)[index], left.fragments[index].anchor)
+        assert torch.equal(parameters(world, 1)[index], left.state.fragments[index].anchor)
 
 
 def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_at_the_next_post() -> None:
@@ -260,7 +260,7 @@ def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_
     world.swarm.leave_out(1, 1)
     world.post()
     world.merge()
-    assert (away.resyncs, away.sequence, away.steps_taken, world.swarm.unavailable) == (0, 1, 12, 0)
+    assert (away.resyncs, away.sequence, away.state.steps_taken, world.swarm.unavailable) == (0, 1, 12, 0)
     world.step(times=5)
     assert away.resyncs == 0  # not tried after every step
     world.step()
@@ -276,10 +276,10 @@ def test_a_worker_that_went_astray_takes_the_parameters_too_and_says_so() -> Non
     stray.loop.on_resync = lambda _, sequence: told.append(sequence)
     world.step(times=6)
     with torch.no_grad():
-        stray.loop.fragments[0].anchor[7] += 100.0
+        stray.loop.state.fragments[0].anchor[7] += 100.0
         stray.model.entrance.weight.view(-1)[7] += 100.0
     stray.loop.state.lanes[0].take_digests()
-    stray.loop.state.gather_digests([0])
+    stray.loop.state._replica.update_digests()
     world.step(times=5)
     world.inner_step()
     world.post()
@@ -309,8 +309,8 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     assert strayed.loop.resyncs == 0
     world.inner_step(7)
     world.post(7)
-    assert (strayed.loop.resyncs, strayed.loop.inner_steps, strayed.loop.sequence) == (1, 36, 2)
-    assert strayed.loop.in_flight == 1
+    assert (strayed.loop.resyncs, strayed.loop.inner_steps, strayed.loop.state.sequence) == (1, 36, 2)
+    assert len(strayed.loop.in_flight) == 1
     world.step(0, 1, times=5)
     world.inner_step(0, 1)
     world.post(0, 1)
@@ -318,7 +318,7 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     assert len(world.digests()) == 1 and strayed.loop.rounds == 2
     world.inner_step(7)
     world.post(7)
-    assert strayed.loop.sequence == 3
+    assert strayed.loop.state.sequence == 3
 
 
 # The end
@@ -335,7 +335,7 @@ def test_a_worker_that_stops_leaves_alone_with_the_anchor_and_the_others_go_on()
     )
     assert seen == [True] and not leaver.loop.in_flight
     assert torch.equal(
-        torch.cat([fragment.read(span) for fragment in leaver.loop.fragments for span in fragment.spans()]),
+        torch.cat([fragment.read(span) for fragment in leaver.loop.state.fragments for span in fragment.spans()]),
         anchors(leaver.optimizer),
     )
     world.leave(1)
@@ -358,7 +358,7 @@ def test_all_end_with_the_same_parameters_where_the_run_ends_also_who_is_called_
     for _ in range(3):
         world.inner_step(0)
         world.post(0)
-        if fast._posted:
+        if fast.in_flight:
             world.swarm.call(fast.sequence - 1)
             world.post(1)
         world.merge()
@@ -371,7 +371,7 @@ def test_all_end_with_the_same_parameters_where_the_run_ends_also_who_is_called_
     world.workers[1].optimizer.finish()
     ending.join(20.0)
     assert not ending.is_alive()
-    assert fast.inner_steps == slow.inner_steps == 14 and slow.steps_taken < 14
+    assert fast.inner_steps == slow.inner_steps == 14 and slow.state.steps_taken < 14
     assert fast.sequence == slow.sequence and fast.rounds_failed == slow.rounds_failed == 0
     assert len(world.digests()) == 1
     assert torch.equal(flat(world.workers[0].model), flat(world.workers[1].model))
@@ -417,7 +417,7 @@ def test_position_and_work_are_saved_apart_and_an_older_state_is_refused_by_name
     model, again = build(ElasticSwarm().engine(0), PLAIN)
     model.load_state_dict(weights)
     again.load_state_dict(saved)
-    assert (again.loop.inner_steps, again.loop.steps_taken, again.loop.sequence) == (6, 2, 1)
+    assert (again.loop.inner_steps, again.loop.state.steps_taken, again.loop.state.sequence) == (6, 2, 1)
     assert again.loop.state.merged_at == [2] and again.loop.state.unmerged == 1
     del saved["diloco"]["numbers"]["jumped"]
     with pytest.raises(ConfigError, match="earlier version"):
@@ -497,7 +497,7 @@ def _step_if_it_need_not_wait(world: ElasticWorld, number: int) -> None:
     outer = world.workers[number].loop
 
     def ended() -> bool:
-        return all(world.swarm.rounds[posted.key.sequence].decision is not None for posted in outer._posted)
+        return all(world.swarm.rounds[posted.key.sequence].decision is not None for posted in outer.in_flight)
 
     if ended():
         world.merge(number)

@@ -71,9 +71,9 @@ def test_i2_every_element_is_averaged_exactly_once_within_a_rotation(fragments: 
     world = InTurn(workers, SyncConfig(H, "fp32", fragments), SGD(lr=1.0), sgd=True)
     for optimizer in world.optimizers:
         optimizer.param_groups[0]["lr"] = 0.0
-        for fragment in optimizer.loop.fragments:
+        for fragment in optimizer.loop.state.fragments:
             fragment.anchor.zero_()
-        optimizer.loop.state.digests = ["same"] * len(optimizer.loop.fragments)
+        optimizer.loop.replica.digests[:] = ["same"] * len(optimizer.loop.state.fragments)
     count = flat(world.models[0]).numel()
     own = [torch.arange(count).remainder(1009) * 2.0, torch.arange(count).remainder(997) * 4.0]
     for model, values in zip(world.models, own, strict=True):
@@ -82,15 +82,17 @@ def test_i2_every_element_is_averaged_exactly_once_within_a_rotation(fragments: 
     for model in world.models:
         assert torch.equal(flat(model), (own[0] + own[1]) / 2)
     for optimizer in world.optimizers:
-        assert [fragment.rounds for fragment in optimizer.loop.fragments] == [1] * len(optimizer.loop.fragments)
-        parts = sum(fragment.layout.num_parts for fragment in optimizer.loop.fragments)
-        assert optimizer.loop.bytes_sent == parts * 4096 + HEADER_BYTES * len(optimizer.loop.fragments)
+        assert [fragment.rounds for fragment in optimizer.loop.state.fragments] == [1] * len(
+            optimizer.loop.state.fragments
+        )
+        parts = sum(fragment.layout.num_parts for fragment in optimizer.loop.state.fragments)
+        assert optimizer.loop.bytes_sent == parts * 4096 + HEADER_BYTES * len(optimizer.loop.state.fragments)
 
 
 def test_i2_the_fragments_hold_every_parameter_of_the_model_once() -> None:
     for fragments in (1, 2, 4):
         (optimizer,) = InTurn(1, SyncConfig(6, fragments=fragments)).optimizers
-        held = [tensor for fragment in optimizer.loop.fragments for tensor in fragment.tensors]
+        held = [tensor for fragment in optimizer.loop.state.fragments for tensor in fragment.tensors]
         inside = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         assert sorted(map(id, held)) == sorted(map(id, inside))
 

@@ -11,8 +11,8 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
-from diloco.outer.in_flight import Posted
 from diloco.outer.loop import OuterLoop
+from diloco.outer.rounds import Posted
 from support.in_turn import InTurn
 from support.problem import Story, anchors, flat, train
 from support.threads import in_threads
@@ -51,7 +51,7 @@ def test_i6_its_work_is_in_the_next_mean_taken_from_the_others_anchor(H: int, wo
     world.step(H - 1)
     world.inner_step()
     anchor = anchors(world.optimizers[0]).double()
-    momentum = world.optimizers[0].loop.fragments[0].state["momentum"].double().clone()
+    momentum = world.optimizers[0].loop.state.fragments[0].state["momentum"].double().clone()
     own = [flat(model).double() for model in world.models]
     world.post()
     assert torch.equal(anchors(world.optimizers[1]).double(), anchor)  # it has caught up before it posted
@@ -135,7 +135,7 @@ def test_a_worker_whose_anchor_went_astray_takes_over_the_others_and_adds_nothin
     world.step(2)
     stray = world.optimizers[-1]
     with torch.no_grad():
-        stray.loop.fragments[0].anchor[7] += 100.0
+        stray.loop.state.fragments[0].anchor[7] += 100.0
         world.models[-1].entrance.weight.view(-1)[7] += 100.0
     world.step(2)
     assert len(set(world.digests())) == 2

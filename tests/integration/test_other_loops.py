@@ -166,7 +166,7 @@ def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(
 ) -> None:
     accelerator, optimizer, model, train = _accelerate(8, sync)
     train(steps)
-    assert optimizer.loop.in_flight == sync.overlap_steps
+    assert len(optimizer.loop.in_flight) == sync.overlap_steps
     accelerator.save_state(str(tmp_path))
     train(8 - steps)
     AcceleratorState._reset_state(reset_partial_state=True)

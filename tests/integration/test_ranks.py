@@ -60,7 +60,7 @@ def _nan(model: Any, optimizer: DiLoCo) -> None:
 
 @torch.no_grad()
 def _astray(model: Any, optimizer: DiLoCo) -> None:
-    optimizer.loop.fragments[-1].anchor[7] += 1.0
+    optimizer.loop.state.fragments[-1].anchor[7] += 1.0
 
 
 def saved_and_loaded(engine: RankedEngine) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def saved_and_loaded(engine: RankedEngine) -> dict[str, Any]:
         optimizer.zero_grad()
         rank_loss(model, engine, step).backward()
         optimizer.step()
-    in_flight = optimizer.loop.in_flight
+    in_flight = len(optimizer.loop.in_flight)
     state = optimizer.state_dict()
     held = optimizer.loop.saved()[0]
     local = {name: _local(p) for name, p in model.named_parameters()}

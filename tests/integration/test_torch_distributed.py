@@ -82,7 +82,7 @@ def _disturbed(engine: Engine, disturb: Callable[[int, nn.Module, DiLoCo], None]
 
 def _back_to_the_anchor(optimizer: DiLoCo) -> None:
     """What a user may do when all parameters are lost."""
-    for fragment in optimizer.loop.fragments:
+    for fragment in optimizer.loop.state.fragments:
         fragment.adopt_anchor()
 
 
@@ -99,7 +99,7 @@ def one_goes_astray(engine: Engine) -> Story:
     def disturb(step: int, model: Any, optimizer: DiLoCo) -> None:
         if step == 3 and engine.worker == 1:
             with torch.no_grad():
-                optimizer.loop.fragments[0].anchor[7] += 1.0
+                optimizer.loop.state.fragments[0].anchor[7] += 1.0
                 model.entrance.weight.view(-1)[7] += 1.0
 
     return _disturbed(engine, disturb)

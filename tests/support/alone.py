@@ -26,5 +26,5 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 
 def made_digest(optimizer: DiLoCo) -> str:
     """The digest computed anew from the anchors as they are now."""
-    optimizer.loop.state.digests = [digest(fragment.anchor) for fragment in optimizer.loop.fragments]
+    optimizer.loop.replica.digests[:] = [digest(fragment.anchor) for fragment in optimizer.loop.state.fragments]
     return optimizer.anchor_digest()

@@ -277,7 +277,7 @@ class ElasticWorld:
         for worker in self._of(numbers):
             for _ in range(times):
                 worker.optimizer.zero_grad()
-                loss_of(worker.model, worker.number, worker.loop.steps_taken).backward()
+                loss_of(worker.model, worker.number, worker.loop.state.steps_taken).backward()
                 worker.optimizer.inner_step()
 
     def post(self, *numbers: int) -> None:

@@ -12,7 +12,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
 from diloco.optimizer import DiLoCo
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 
 WIDTH, INPUTS, OUTPUTS, BATCH = 48, 12, 3, 8
 _seeding = threading.Lock()  # torch's generator is shared by the threads of a process
@@ -59,7 +59,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def anchors(optimizer: DiLoCo) -> Tensor:
     """All anchors, copied, as one vector (in the fragments' order)."""
-    return torch.cat([fragment.anchor.clone() for fragment in optimizer.loop.fragments])
+    return torch.cat([fragment.anchor.clone() for fragment in optimizer.loop.state.fragments])
 
 
 @dataclass

@@ -14,9 +14,8 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import diverged
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
-from diloco.engines.reduction import Decision, decide, reduce_parts
+from diloco.engines.reduction import Decision, decide, reduce_parts, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
-from diloco.engines.waves import traffic
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 _START_SECONDS = 60.0

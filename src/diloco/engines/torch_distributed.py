@@ -29,9 +29,8 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
 from diloco.engines.process_groups import end_group, new_group
-from diloco.engines.reduction import Decision, decide, reduce_parts
+from diloco.engines.reduction import Decision, Wave, decide, reduce_parts, traffic, waves
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
-from diloco.engines.waves import Wave, traffic, waves
 from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")

@@ -6,40 +6,37 @@ Needs no memory: parameters and anchors change places (core/fragments.py). Train
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from diloco.errors import ConfigError
+from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
 
 
-class OuterParameters:
-    """Of one worker."""
+class Evaluation:
+    """Of one worker; `active` while the anchors are in the model."""
 
-    def __init__(self, state: OuterState, replica: Replica) -> None:
-        self._state, self._replica = state, replica
-        self._inside = False
-
-    def refuse_inside(self) -> None:
-        if self._inside:
-            raise ConfigError("inside outer_parameters(): leave the evaluation before training on")
+    def __init__(self, state: OuterState, replica: "Replica | RankedReplica", *, serves_copies: bool) -> None:
+        """`serves_copies`: other workers get copies of the anchors, from wherever they are, and need not wait."""
+        self._state, self._replica, self._serves_copies = state, replica, serves_copies
+        self.active = False
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Live tensors are not served meanwhile; copies are, from wherever the anchor is: no joiner waits so long."""
-        self.refuse_inside()
-        lock, elastic = self._state.lock, self._replica.engine.elastic
-        with nullcontext() if elastic else lock:
-            with lock if elastic else nullcontext():
+        """Parameters and anchors change places. Live anchors are not served meanwhile."""
+        lock = self._state.lock
+        whole, moment = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
+        with whole:
+            with moment:
                 self._exchange()
             try:
                 yield
             finally:
-                with lock if elastic else nullcontext():
+                with moment:
                     self._exchange()
 
     def _exchange(self) -> None:
-        if not self._inside:
-            self._replica.settle_buffers(self._replica.tensors.averaged_buffers)
+        if not self.active:
+            self._replica.average_buffers(self._replica.tensors.averaged_buffers)
         for fragment in self._state.fragments:
             fragment.exchange()
         self._replica.changed()
-        self._inside = not self._inside
+        self.active = not self.active

@@ -13,7 +13,6 @@ it differently still know each other's parameters.
 """
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,27 +35,6 @@ class ModelTensors:
     @property
     def all(self) -> dict[str, Tensor]:
         return {**self.averaged, **self.averaged_buffers, **self.equal_at_start}
-
-    def drop_gathered(self) -> None:
-        """Before parameters are read or written here: what FSDP2 gathered for a forward pass would be out of date."""
-        for module in self.sharded_modules:
-            module.reshard()  # type: ignore[operator]
-
-    def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
-        """A parameter that is unfrozen or added later would train without being averaged."""
-        known = {id(tensor) for tensor in self.averaged.values()}
-        added = [tuple(p.shape) for p in inner_parameters if p.requires_grad and id(p) not in known]
-        if added and not any(tensor.requires_grad for tensor in self.equal_at_start.values()):
-            raise ConfigError(
-                f"the inner optimizer got parameters after DiLoCo was built (shapes {added}): they would not be "
-                "averaged. Add them before building DiLoCo"
-            )
-        for name, tensor in self.equal_at_start.items():
-            if tensor.requires_grad:
-                raise ConfigError(
-                    f"parameter '{name}' was frozen when DiLoCo was built and is trainable now: it would not be "
-                    "averaged. Set requires_grad before building DiLoCo, and build it anew to change it"
-                )
 
 
 def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensors:

@@ -1,25 +1,143 @@
-"""A worker's model on one of its ranks: its tensors, cut into lanes, and what keeps the ranks' copies the same.
+"""A worker's model as the outer loop sees it: fragments, the memory that travels, and the engine that averages them.
 
-Whatever the outer loop writes into parameters goes through here to the other ranks (`changed`): copies that all of them
-have are shared, and what FSDP2 has gathered from old shards is dropped.
+A `Lane` is what one engine averages. A worker of one rank has a single lane with all of its tensors: the `Replica` in
+this file. Workers of several ranks have several lanes, and agree on what a round did: ranks/replica.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
-from diloco.core.lanes import lay_lanes
-from diloco.engines.base import Connection
-from diloco.engines.rounds import GlobalState
-from diloco.errors import EngineError
-from diloco.outer.lane import Group, LaneBuilder
+from diloco.core.digest import Digest, digest
+from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
+from diloco.core.lanes import Piece
+from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.engines.base import Connection, Engine, PendingRound
+from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.errors import ConfigError
+from diloco.outer.local_tensors import local_tensors
 from diloco.outer.model_tensors import ModelTensors
-from diloco.outer.ranks.local_tensors import local_tensors, share, take_first
+from diloco.outer.rounds import Outcome, PendingOutcome
+from diloco.outer.tensor_pieces import Piece as TensorPiece
+from diloco.outer.tensor_pieces import TensorPieces
+
+NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
+
+
+@dataclass(frozen=True)
+class Group:
+    """The names of one fragment's tensors, and the outer optimizer that steps them."""
+
+    names: tuple[str, ...]
+    outer: OuterOptimizer
+
+
+@dataclass(eq=False)
+class Lane:
+    """`fragments`, `pieces`, `vectors` and `digests` are in the order of the groups."""
+
+    number: int
+    """In the order of all lanes of the run, of which this rank may have some only."""
+    engine: Engine
+    fragments: list[Fragment | None]
+    """None where the lane holds nothing of a group: it takes part in those rounds with a header alone."""
+    pieces: list[list[Piece]]
+    vectors: list[EncodedVector]
+    start: dict[str, Tensor]
+    """What is not averaged, but the same on all workers before the first step."""
+    layout_digest: str
+    """Of everything that must be the same on all ranks of the lane."""
+
+    def __post_init__(self) -> None:
+        self.digests = [NO_DIGEST] * len(self.fragments)
+        self._norms = [0.0] * len(self.fragments)  # of this worker's latest outer gradients
+        self.take_digests()
+
+    def take_digests(self) -> None:
+        for index, fragment in enumerate(self.fragments):
+            if fragment is not None:
+                self.digests[index] = digest(fragment.anchor)
+
+    def encode(self, index: int) -> float:
+        """Put the outer gradient of a fragment into its vector; its norm."""
+        fragment, vector = self.fragments[index], self.vectors[index]
+        norms = []
+        if fragment is not None:
+            for span, delta in outer_gradient(fragment):
+                norms.append(torch.linalg.vector_norm(delta))
+                if vector.num_bytes:
+                    vector.encode(span.first_part, delta)
+        self._norms[index] = _total(norms)
+        return self._norms[index]
+
+    def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:
+        """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
+        fragment = self.fragments[index]
+        if fragment is None:
+            return 0.0
+        device, taken = fragment.device, Digest(fragment.device)
+        norms: list[Tensor] = []
+
+        def mean(span: Span) -> Tensor:
+            delta = encoded.decode(span.first_part, span.num_parts, device)
+            norms.append(torch.linalg.vector_norm(delta))
+            return delta
+
+        outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken)
+        self.digests[index] = taken.hexdigest()
+        return _total(norms) if encoded.num_bytes else self._norms[index]
+
+    def anchors(self) -> dict[str, Tensor]:
+        return {f"{index}.anchor": f.anchor for index, f in enumerate(self.fragments) if f is not None}
+
+    def outer_tensors(self) -> dict[str, Tensor]:
+        """Anchors and outer momentum."""
+        tensors = self.anchors()
+        for index, fragment in enumerate(self.fragments):
+            if fragment is not None:
+                tensors |= {f"{index}.{name}": buffer for name, buffer in fragment.state.items()}
+        return tensors
+
+    def start_tensors(self) -> dict[str, Tensor]:
+        return {f"start.{name}": tensor.detach() for name, tensor in self.start.items()}
+
+    def copies(self) -> dict[str, Tensor]:
+        """What a joiner needs, copied to the CPU."""
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.start_tensors().items()}
+        for index, fragment in enumerate(self.fragments):
+            if fragment is not None:
+                tensors[f"{index}.anchor"] = fragment.anchor_values()
+                tensors |= {f"{index}.{name}": flat.to("cpu", copy=True) for name, flat in fragment.state.items()}
+        return tensors
+
+    def tensor_pieces(self, index: int, prefix: str, flat: Tensor) -> dict[str, TensorPieces]:
+        """A flat buffer of a fragment, by parameter: whole rows of each, or all of it."""
+        fragment = self.fragments[index]
+        if fragment is None:
+            return {}
+        found = {}
+        for piece, (label, view) in zip(self.pieces[index], fragment.views(flat).items(), strict=True):
+            whole = label == piece.name
+            here = TensorPiece(piece.offsets, view if whole else view.view(piece.shape))
+            found[f"{prefix}.{piece.name}"] = TensorPieces(piece.whole, view.dtype, (here,), replicated=whole)
+        return found
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+        for name, tensor in into.items():
+            if tensors[name].data_ptr() != tensor.data_ptr():
+                tensor.copy_(tensors[name])
+        self.take_digests()
 
 
 class Replica:
-    """`groups` say what each fragment is; `lanes` are those that this rank is in."""
+    """The model of a worker of one rank, where every other worker is of one rank too: one lane, nothing to agree on."""
 
     def __init__(
         self,
@@ -29,44 +147,119 @@ class Replica:
         sync: SyncConfig,
         common: tuple[object, ...],
     ) -> None:
-        """Collective: all ranks of all workers. `common`: what else must be the same on all workers."""
+        """`groups` say what each fragment is; `common` is what else must be the same on all workers."""
         self.tensors, self.engine, self.groups = tensors, engine, groups
-        self._local = local_tensors(tensors.all, engine.ranks)
-        take_first(self._local.values(), engine.ranks)
-        layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
-        alone = len(engine.sizes) == 1 and not engine.elastic
-        builder = LaneBuilder(self._local, groups, engine.ranks.rank, engine.sizes, sync, common, alone)
-        engines = engine.lanes([layout.owners for layout in layouts])
-        mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
-        self.lanes = [builder.build(*lane) for lane in mine]
-        self.num_lanes = len(layouts)
+        local = local_tensors(tensors.all, engine.ranks)
+        memory = {name: one.local for name, one in local.items()}
+        self._sharded = [one for one in local.values() if one.local is not one.tensor]
+        grouped = [
+            [Piece(name, tuple(memory[name].shape), 0, memory[name].numel()) for name in g.names] for g in groups
+        ]
+        fragments = cut_fragments(groups, [[(name, memory[name]) for name in g.names] for g in groups], sync)
+        inside = {name for group in groups for name in group.names}
+        start = {name: tensor for name, tensor in memory.items() if name not in inside}
+        alone = engine.workers == 1 and not engine.elastic
+        vectors = [new_vector(fragment, sync, alone=alone) for fragment in fragments]
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
+        layout = layout_digest([fragment for fragment in fragments if fragment], shapes, *common)
+        [lane_engine] = engine.lanes([(0,) * len(engine.sizes)])
+        assert lane_engine is not None
+        self.lane = Lane(0, lane_engine, fragments, grouped, vectors, start, layout)
+        self.lanes = [self.lane]
+        self.digests = self.lane.digests
+        """Of the worker's anchors, one for each fragment."""
 
     def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
-        """The model is as it was when DiLoCo was built: the same parameters, in the same memory."""
-        self.tensors.check_unchanged(inner_parameters)
-        for one in self._local.values():
+        """The model still has the trainable parameters that it had when DiLoCo was built, in the same memory."""
+        refuse_new_parameters(self.tensors, inner_parameters)
+        for one in self._sharded:
             one.check_in_place()
 
-    def changed(self, index: int | None = None) -> None:
-        """Parameters were written here, of one fragment or of all: the worker's ranks must see the same."""
-        names = self._local if index is None else self.groups[index].names
-        share((self._local[name] for name in names), self.engine.ranks)
-        self.tensors.drop_gathered()
+    def encode(self, index: int, stopping: bool) -> tuple[float, bool]:
+        """The outer gradient of a fragment into what travels: its norm, and whether this worker stops."""
+        return self.lane.encode(index), stopping
 
-    def settle_buffers(self, names: Iterable[str]) -> None:
-        """What each rank has counted by itself (batch-norm statistics) becomes the worker's mean."""
-        for name in names:
-            if name in self.tensors.averaged_buffers and self._local[name].copied:
-                self.engine.ranks.average(self._local[name].local)
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
+        """One contribution for each lane; returns at once."""
+        return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds))
+
+    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float) -> float:
+        """The outer step of a fragment; the norm of the mean outer gradient."""
+        norm = self.lane.merge(index, means[0], mixing)
+        self.changed(index)
+        return norm
+
+    def changed(self, index: int | None = None) -> None:
+        """Parameters of one fragment, or of all, were written: what FSDP2 has gathered of them is out of date."""
+        del index
+        for module in self.tensors.sharded_modules:
+            module.reshard()  # type: ignore[operator]
+
+    def update_digests(self) -> None:
+        """The lane's digests are the worker's."""
+
+    def average_buffers(self, names: Iterable[str]) -> None:
+        """A single rank has nothing to average among its own."""
+        del names
 
     def fetch_states(self) -> list[GlobalState] | None:
-        """The others' state for each lane, if this worker must take it over. Raises on all its ranks or on none."""
-        states: list[GlobalState | None] = []
-        problem = None
-        try:
-            states = [lane.engine.fetch_state() for lane in self.lanes]
-        except EngineError as error:
-            problem = error
-        self.engine.ranks.agree(problem)
-        theirs = [state for state in states if state is not None]
-        return theirs if len(theirs) == len(self.lanes) else None
+        """The others' state for each lane, if this worker must take it over."""
+        state = self.lane.engine.fetch_state()
+        return None if state is None else [state]
+
+
+def refuse_new_parameters(tensors: ModelTensors, inner_parameters: Iterable[Tensor]) -> None:
+    """A parameter that is unfrozen or added after DiLoCo was built would train without being averaged."""
+    known = {id(tensor) for tensor in tensors.averaged.values()}
+    added = [tuple(p.shape) for p in inner_parameters if p.requires_grad and id(p) not in known]
+    for name, tensor in tensors.equal_at_start.items():
+        if tensor.requires_grad:
+            raise ConfigError(
+                f"parameter '{name}' was frozen when DiLoCo was built and is trainable now: it would not be averaged. "
+                "Set requires_grad before building DiLoCo, and build it anew to change it"
+            )
+    if added:
+        raise ConfigError(
+            f"the inner optimizer got parameters after DiLoCo was built (shapes {added}): they would not be averaged. "
+            "Add them before building DiLoCo"
+        )
+
+
+class _LaneRound:
+    """A round of a worker with one lane."""
+
+    def __init__(self, pending: PendingRound) -> None:
+        self._pending = pending
+
+    def wait(self) -> Outcome:
+        result = self._pending.wait()
+        return Outcome(result, [result.mean])
+
+
+def cut_fragments(
+    groups: Sequence[Group], members: Sequence[Sequence[tuple[str, Tensor]]], sync: SyncConfig
+) -> list[Fragment | None]:
+    """A fragment for each group, of its (label, tensor) pairs; None where there are none."""
+    fragments: list[Fragment | None] = [None] * len(groups)
+    for outer in {group.outer: None for group in groups}:
+        mine = [i for i, group in enumerate(groups) if group.outer == outer and members[i]]
+        labels = [[label for label, _ in members[i]] for i in mine]
+        built = build_fragments(dict(pair for i in mine for pair in members[i]), labels, outer, offload=sync.offload)
+        for i, fragment in zip(mine, built, strict=True):
+            fragments[i] = fragment
+    return fragments
+
+
+def new_vector(fragment: Fragment | None, sync: SyncConfig, *, alone: bool) -> EncodedVector:
+    """The memory in which a fragment's outer gradient travels; none for a worker alone, whose mean is its own."""
+    how = codec(sync.codec)
+    if fragment is None or (how.lossless and alone and not sync.overlap_steps):
+        return EncodedVector(how, PartLayout(0))
+    if sync.offload:
+        return EncodedVector(how, fragment.layout, pinned=True)
+    return EncodedVector(how, fragment.layout, fragment.device)
+
+
+def _total(norms: Sequence[Tensor]) -> float:
+    """Asked for once: on a GPU every question waits for all that was begun before it."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0

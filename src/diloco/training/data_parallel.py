@@ -151,7 +151,7 @@ class DataParallel:
         """Everything but the model and the inner optimizer."""
         return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
 
-    def restoring(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
+    def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
         """The memory to load a saved state into, and what to call then."""
 
         def loaded() -> None:

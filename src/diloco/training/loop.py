@@ -22,7 +22,7 @@ from diloco.errors import EngineError
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 from diloco.training.batches import Reading, Texts
 from diloco.training.checkpoints.checkpointer import Checkpointer
 from diloco.training.checkpoints.resume import Start

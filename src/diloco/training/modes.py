@@ -117,7 +117,7 @@ class DiLoCoMode(Mode):
 
     @property
     def steps_taken(self) -> int:
-        return self.averager.steps_taken
+        return self.averager.state.steps_taken
 
     @property
     def skipped_steps(self) -> int:
@@ -142,7 +142,6 @@ class DiLoCoMode(Mode):
 
     def start_from_anchor(self) -> None:
         self.averager.state.start_from_anchor()
-        self.averager.replica.changed()
         self.averager.bytes_sent, self.averager.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
 from diloco.errors import EngineError
 from diloco.outer.loop import OuterLoop
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 from diloco.training.batches import Reading, Texts, as_json
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import EventLog

@@ -28,7 +28,7 @@ from diloco.errors import DiLoCoError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 
 H = 10
 LENGTH, BATCH = 32, 8
@@ -191,7 +191,7 @@ def _train(engine: SwarmEngine, pipe: Connection, task: Task, story: Story) -> N
     here: dict[str, Any] = {"number": engine.worker}
 
     def place() -> dict[str, Any]:
-        state = {"digest": optimizer.anchor_digest(), "position": outer.inner_steps, "work": outer.steps_taken}
+        state = {"digest": optimizer.anchor_digest(), "position": outer.inner_steps, "work": outer.state.steps_taken}
         return here | state | {"sequence": outer.sequence}
 
     outer.on_round = lambda event: story.tell("round", **place() | _told(event, losses))
@@ -201,11 +201,11 @@ def _train(engine: SwarmEngine, pipe: Connection, task: Task, story: Story) -> N
     pipe.recv()
     while outer.inner_steps < last:
         began = time.monotonic()
-        losses.append(inner_step(model, optimizer, engine.worker, outer.steps_taken, last))
+        losses.append(inner_step(model, optimizer, engine.worker, outer.state.steps_taken, last))
         time.sleep(max(0.0, began + task.step_seconds - time.monotonic()))
         engine.progress(
             inner_steps=outer.inner_steps,
-            tokens=outer.steps_taken * BATCH * LENGTH,
+            tokens=outer.state.steps_taken * BATCH * LENGTH,
             loss=losses[-1],
             step_seconds=time.monotonic() - began,
         )

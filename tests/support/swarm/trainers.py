@@ -16,7 +16,7 @@ from diloco.core.outer_optimizers import SGD
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.settings import Settings
 from diloco.optimizer import DiLoCo
-from diloco.outer.ranks.worker_round import RoundEvent
+from diloco.outer.rounds import RoundEvent
 
 _RAMP = 7
 """A gradient's elements are its size times 1, 2, …, 7, 1, 2, …"""

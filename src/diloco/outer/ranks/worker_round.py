@@ -5,40 +5,15 @@ the ranks of a worker make sure of it: the round is good if it is good in all la
 lane is merged, and if a rank cannot go on, none of its worker does. So a worker is never in two rounds at once.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import diverged, mean_cosine
 from diloco.engines.base import PendingRound
 from diloco.engines.rounds import Contribution, RoundKey, RoundResult
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
-from diloco.outer.lane import Lane
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`result` is the whole worker's, `means` has the mean of each lane that this rank is in."""
-
-    result: RoundResult
-    means: list[EncodedVector]
-
-
-@dataclass(frozen=True)
-class RoundEvent:
-    """One round as this worker saw it: either a result, or the reason why there is none."""
-
-    key: RoundKey
-    inner_step: int
-    waited_seconds: float
-    norm: float
-    """Of this worker's own outer gradient."""
-    mean_norm: float | None
-    similarity: float | None
-    """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
-    result: RoundResult | None
-    failure: str | None
+from diloco.outer.replica import Lane
+from diloco.outer.rounds import Outcome
 
 
 class WorkerRound:
@@ -49,15 +24,15 @@ class WorkerRound:
         lanes: Sequence[Lane],
         ranks: WorkerRanks,
         key: RoundKey,
-        contribution: Callable[[Lane], Contribution],
+        contributions: Sequence[Contribution],
         seconds: float,
     ) -> None:
         self._key, self._ranks = key, ranks
         self._error: EngineError | None = None  # raised where all ranks can hear of it
         self._pending: list[PendingRound] = []
         try:
-            for lane in lanes:
-                self._pending.append(lane.engine.start_round(key, contribution(lane), seconds))
+            for lane, contribution in zip(lanes, contributions, strict=True):
+                self._pending.append(lane.engine.start_round(key, contribution, seconds))
         except EngineError as error:
             self._error = error
 
@@ -98,15 +73,3 @@ class WorkerRound:
             reason = failures[0].reason if failures else f"round {self._key.sequence} failed on another rank"
             # What failed here in part, others may have merged.
             raise RoundFailed(reason, stopping=stopping, resync=resync or succeeded)
-
-
-def similarity(result: RoundResult, mean_norm: float) -> float | None:
-    """Mean cosine between the contributions of a round, from the norm of their mean."""
-    members = [member for member in result.members if member.worker in result.contributors]
-    return mean_cosine([member.weight for member in members], [member.norm for member in members], mean_norm)
-
-
-def went_astray(result: RoundResult, worker: int) -> bool:
-    """Whether this worker's anchor is not the others': their mean must not be added to it."""
-    strays = diverged([member.anchor_digest for member in result.members])
-    return worker in result.refused and any(result.members[position].worker == worker for position in strays)

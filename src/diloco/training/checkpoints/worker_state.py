@@ -98,7 +98,7 @@ class WorkerState:
         """Load everything, from however many ranks saved it; returns the numbers."""
         numbers: Numbers = dict(checkpoint.manifests[self.rank % len(checkpoint.manifests)].state)
         saved = saved_tensors(checkpoint.folder)
-        outer, outer_loaded = self.mode.averager.restoring(numbers["outer"])
+        outer, outer_loaded = self.mode.averager.memory_to_load(numbers["outer"])
         inner = self._inner_targets(saved)
         also = {name: _empty(data) for name, data in saved.items() if name.startswith("also.")}
         random = {name: _empty(data) for name, data in saved.items() if name.startswith(self._random_prefix(saved))}

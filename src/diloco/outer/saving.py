@@ -1,12 +1,11 @@
-"""Rounds that are posted and not yet merged, and how they are saved.
+"""How rounds in flight are saved: settled, unmerged, and with the fp32 values that their means decode to.
 
-A round in flight when a worker is saved ends as it would have ended: its result is waited for, and kept unmerged. The
-mean is saved as the fp32 values that it decodes to, by parameter, so that neither the codec's parts nor the number of
-ranks matter to whoever goes on; merging it later gives the same bits.
+The values are saved by parameter, so that neither the codec's parts nor the number of ranks matter when the run goes
+on; merging them later gives the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,83 +16,41 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.ranks.worker_round import Outcome, WorkerRound
+from diloco.outer.rounds import Outcome, Posted, Settled, settled_result
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 
-@dataclass(frozen=True)
-class Posted:
-    """A round in flight."""
-
-    key: RoundKey
-    at_step: int
-    """The position at which it was posted."""
-    work: int
-    """The inner steps that this worker had taken by then."""
-    norm: float
-    pending: "WorkerRound | Settled"
-
-
-class Settled:
-    """A round whose outcome is known."""
-
-    def __init__(self, outcome: Outcome | RoundFailed) -> None:
-        self.outcome = outcome
-
-    def wait(self) -> Outcome:
-        if isinstance(self.outcome, RoundFailed):
-            raise self.outcome
-        return self.outcome
-
-
-def settle(posted: Posted) -> Posted:
-    """Wait for the round's outcome without merging it."""
-    if isinstance(posted.pending, Settled):
-        return posted
-    try:
-        return replace(posted, pending=Settled(posted.pending.wait()))
-    except RoundFailed as failure:
-        return replace(posted, pending=Settled(failure))
-
-
-def outcome(posted: Posted) -> RoundResult | RoundFailed:
-    """Of a settled round, for the whole worker."""
-    assert isinstance(posted.pending, Settled)
-    ended = posted.pending.outcome
-    return ended if isinstance(ended, RoundFailed) else ended.result
-
-
 def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:
     """Settled rounds as tensors and numbers."""
-    held: dict[str, TensorPieces] = {}
+    tensors: dict[str, TensorPieces] = {}
     numbers = [_to_numbers(posted) for posted in rounds]
     for posted, told in zip(rounds, numbers, strict=True):
         if _has_mean(told):
-            held |= _held_means(posted.key, _decoded_means(posted, state), state)
-    return held, numbers
+            tensors |= _mean_pieces(posted.key, _decoded_means(posted, state), state)
+    return tensors, numbers
 
 
-def restoring_rounds(
+def restored_rounds(
     numbers: Sequence[Numbers], state: OuterState
 ) -> tuple[dict[str, TensorPieces], Callable[[], list[Posted]]]:
     """The memory to load the rounds' means into, and what then gives the rounds."""
-    held: dict[str, TensorPieces] = {}
+    tensors: dict[str, TensorPieces] = {}
     means: list[list[Tensor]] = []
     for saved in numbers:
         key = RoundKey(**saved["key"])
         mine = [fragment for _, fragment in state.fragments_of(key.fragment)]
         means.append([torch.empty_like(fragment.anchor) for fragment in mine] if _has_mean(saved) else [])
-        held |= _held_means(key, means[-1], state) if _has_mean(saved) else {}
+        tensors |= _mean_pieces(key, means[-1], state) if _has_mean(saved) else {}
 
     def rounds() -> list[Posted]:
         return [_from_numbers(saved, state, loaded) for saved, loaded in zip(numbers, means, strict=True)]
 
-    return held, rounds
+    return tensors, rounds
 
 
-def _held_means(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, TensorPieces]:
-    return state.held_of(key.fragment, f"in_flight.{key.sequence}", means)
+def _mean_pieces(key: RoundKey, means: Sequence[Tensor], state: OuterState) -> dict[str, TensorPieces]:
+    return state.tensor_pieces(key.fragment, f"in_flight.{key.sequence}", means)
 
 
 def _has_mean(numbers: Mapping[str, Any]) -> bool:
@@ -117,7 +74,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     """All of a settled round but its mean."""
     numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm")}
     numbers["key"] = asdict(posted.key)
-    ended = outcome(posted)
+    ended = settled_result(posted)
     if isinstance(ended, RoundFailed):
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
@@ -130,7 +87,7 @@ _RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "r
 
 
 def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:
-    """The round again, settled; `loaded` is what its means decoded to. Whoever stopped then does not stop now."""
+    """The round again, settled; `loaded` is what its means decoded to. A worker that stopped then does not stop now."""
     key = RoundKey(**numbers["key"])
     if numbers["result"] is None:
         ended: Outcome | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])

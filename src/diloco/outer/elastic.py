@@ -1,0 +1,241 @@
+"""The policy of a swarm: workers come and go while the others train, and the others do not wait for ever.
+
+The m-th round is the same fragment on every worker, whenever it joined (`Schedule.fragment_of`). A round that the
+others call for is posted at once, with the work there is, and this worker's *position* jumps to where that round
+belongs in the schedule; the *work* behind a contribution is counted apart (`steps_taken`), and its weight follows it.
+
+A worker that missed a round, or whose anchor is not the others', takes over their state right away (catch_up.py).
+A worker that stops leaves alone; all end together only where the run ends (`OuterLoop.end_at`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from diloco.engines.rounds import GlobalState, RoundResult
+from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.outer.catch_up import CatchUp
+from diloco.outer.loop import OuterLoop
+from diloco.outer.policy import Policy
+from diloco.outer.replica import Lane
+from diloco.outer.rounds import Outcome, Posted, settled_result
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Missed:
+    """What this worker lacks of the others' state since a round that it missed."""
+
+    reason: str
+    strayed: set[int] = field(default_factory=set)
+    """Fragments whose parameters came from an anchor that no other worker has."""
+    later: list[tuple[Posted, Outcome]] = field(default_factory=list)
+    """Rounds after the missed one that ended well, and are not merged."""
+
+
+class ElasticMembership(Policy):
+    """For an engine that is elastic."""
+
+    serves_copies = True
+
+    def __init__(self, loop: OuterLoop) -> None:
+        if loop.engine.ranks.count > 1:
+            raise ConfigError(
+                f"a worker of {loop.engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use "
+                "ranks = 1"
+            )
+        self.loop, self.state, self.replica, self.schedule = loop, loop.state, loop.replica, loop.schedule
+        self.missed: Missed | None = None
+        self._joined = False  # this worker has the run's state
+        self._leaving = False
+        self._catch_up = CatchUp(loop.state, loop.replica, loop.schedule)
+
+    # The start
+
+    def join(self) -> None:
+        for lane in self.replica.lanes:
+            lane.engine.serve_state(partial(self._served, lane))
+        try:
+            states = self.replica.fetch_states()
+            if states is not None:
+                self._catch_up.take_over(states, start=True)
+                self.loop.arrived_note = states[0].note
+                self.state.start_from_anchor()
+        except RoundFailed as failure:
+            raise EngineError(f"no worker gave its state to start from: {failure.reason}") from failure
+        self.replica.changed()
+        self._joined = True
+
+    def _served(self, lane: Lane) -> GlobalState:
+        """Copies on the CPU: a joiner asks in another thread, at any moment."""
+        with self.state.lock:
+            if not self._joined or (self.missed is not None and self.missed.strayed):
+                raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
+            return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.loop.note())
+
+    # What is due
+
+    def due(self) -> Iterator[int]:
+        """What the schedule says, and what the others wait for no longer.
+
+        Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
+        """
+        posted: set[int] = set()
+        while self._calls():
+            if self.missed is not None:  # a post from an old anchor would be refused
+                if not self._resync():
+                    return
+                continue
+            index = self.schedule.fragment_of(self.state.sequence)
+            if index in posted:
+                return
+            if any(one.key.fragment == index for one in self.loop.in_flight):
+                self.loop.merge_next()  # the earlier round of this fragment comes first
+                continue
+            self._jump_to_next_post()
+            posted.add(index)
+            yield index
+
+    def _calls(self) -> bool:
+        """Whether something must be done before the next inner step."""
+        sequence, loop = self.state.sequence, self.loop
+        wanted = loop.engine.wanted(sequence)
+        if not wanted and self.schedule.post_step(sequence) > self.state.inner_steps:
+            return False
+        if loop.ends_at is not None and sequence > self._last_round():
+            return False
+        if self.missed is not None:  # the others' state is not asked for after every step
+            return bool(wanted or self.schedule.posts_at(self.state.inner_steps))
+        return True
+
+    def _jump_to_next_post(self) -> None:
+        step, end = self.schedule.post_step(self.state.sequence), self.loop.ends_at
+        self.state.jump_to(step if end is None else min(step, end))
+
+    # What rounds do
+
+    def heard(self, posted: Posted, result: RoundResult) -> None:
+        del posted
+        if result.resync:
+            self._miss("its anchor is not the others'")
+
+    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+        del posted
+        if failure.resync:
+            self._miss(failure.reason)
+
+    def refused_for_its_anchor(self, posted: Posted) -> None:
+        self._miss(f"round {posted.key.sequence}: its anchor is not the others'").strayed.add(posted.key.fragment)
+
+    def _miss(self, reason: str) -> Missed:
+        self.missed = self.missed or Missed(reason)
+        return self.missed
+
+    def merge(self, posted: Posted, outcome: Outcome) -> float | None:
+        """The outer step, unless an earlier round was missed: the anchor then comes with the others' state."""
+        if self.missed is not None:
+            self.missed.later.append((posted, outcome))
+            return None
+        return self.loop.outer_step(posted, outcome)
+
+    def after_round(self, posted: Posted) -> None:
+        if self.missed is None:
+            self.state.unmerged = posted.key.sequence + 1
+        elif not self._leaving:
+            while self.loop.in_flight:  # their means have this worker's work, which must not come again
+                self.loop.end_round(self.loop.in_flight.pop(0))
+            self._resync()
+
+    def _resync(self) -> bool:
+        """Take over the others' state; False if it cannot be had now, and is to be tried again at the next post.
+
+        Rounds after the missed one are in the others' state; if this worker has the state itself, it merges them.
+        """
+        assert self.missed is not None
+        started, missed, loop = time.monotonic(), self.missed, self.loop
+        taken = self._take_over_state(missed)
+        if taken is not None:
+            self.missed = None
+            for posted, outcome in missed.later:
+                if not taken:
+                    loop.outer_step(posted, outcome)
+                elif posted.key.sequence < self.state.sequence:
+                    self._catch_up.follow(posted, loop.sync.mixing)
+            self.state.unmerged = self.state.sequence
+        loop.sync_seconds += time.monotonic() - started
+        if taken:
+            if loop.ends_at is not None:
+                loop.end_at(loop.ends_at)
+            loop.resyncs += 1
+            if loop.on_resync is not None:
+                loop.on_resync(missed.reason, self.state.sequence)
+        return taken is not None
+
+    def _take_over_state(self, missed: Missed) -> bool | None:
+        """True if the others' state was taken over, False if this worker has it, None if it cannot be had now."""
+        worker = self.loop.engine.worker
+        try:
+            states = self.replica.fetch_states()
+            if states is None:
+                return False
+            following = {posted.key.fragment for posted, _ in missed.later}
+            self._catch_up.take_over(states, following=following)
+        except RoundFailed as failure:
+            logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)
+            return None
+        self.loop.arrived_note = states[0].note
+        self._catch_up.leave(missed.strayed)
+        self.replica.changed()
+        logger.info("worker %d has the others' state again; it goes on with round %d", worker, self.state.sequence)
+        return True
+
+    # The end
+
+    @property
+    def stopping(self) -> bool:
+        """Never: a worker that stops leaves alone."""
+        return False
+
+    def _last_round(self) -> int:
+        """The last round of a run that ends here: one turn through all fragments after the last scheduled one."""
+        end = self.state.inner_steps if self.loop.ends_at is None else self.loop.ends_at
+        return self.schedule.posts_until(end) + self.state.num_fragments - 1
+
+    def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
+        """Early: what is in flight is merged, and no more. Else a last turn and the confirmation, if they work."""
+        self._leaving = early
+        self.loop.merge_pending()
+        if not early:
+            self._last_turn()
+        self.state.adopt_anchors()
+        before_confirming()
+        if not early:
+            self._confirm()
+        self._leaving = False
+
+    def _last_turn(self) -> None:
+        last = self._last_round()
+        while self.state.sequence <= last and (self.missed is None or self._resync()):
+            self.loop.post_fragment(self.schedule.fragment_of(self.state.sequence))
+            self.loop.merge_pending()
+
+    def _confirm(self) -> None:
+        try:
+            self.loop.confirm()
+        except RoundFailed as failure:
+            self.loop.rounds_failed += 1
+            logger.warning("no other worker has confirmed the last parameters: %s", failure.reason)
+        self.state.unmerged = self.state.sequence
+
+    # Saving
+
+    def unsavable(self) -> str | None:
+        if self.missed is not None or any(settled_result(posted).resync for posted in self.loop.in_flight):
+            return "this worker's anchors may not be the others'"
+        return None
+
+    def loaded(self) -> None:
+        self.missed, self._joined = None, True

@@ -1,0 +1,176 @@
+"""The policy of a fixed membership: all workers are there from the first step to the last, and post the same rounds.
+
+Rounds are numbered in the order in which they are posted, which is the same on every worker. That makes an early end
+safe: a worker that stops says so in its header, and all end after the same full turn through the fragments.
+
+A worker that missed a round takes over the others' anchor of that fragment before it posts the fragment again, and
+keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries the work. A worker whose
+anchor was its own alone takes the parameters too, and its work since is lost.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from diloco.engines.rounds import GlobalState, RoundResult
+from diloco.errors import EngineError, RoundFailed
+from diloco.outer.loop import OuterLoop
+from diloco.outer.policy import Policy
+from diloco.outer.replica import Lane
+from diloco.outer.rounds import Outcome, Posted, settled_result
+
+logger = logging.getLogger(__name__)
+
+
+class FixedMembership(Policy):
+    """For an engine whose workers are the same throughout."""
+
+    def __init__(self, loop: OuterLoop) -> None:
+        self.loop, self.state, self.replica, self.schedule = loop, loop.state, loop.replica, loop.schedule
+        self._started = False
+        self._last_round: int | None = None  # set once a worker stops: after this round every worker does
+        self._missed: set[int] = set()  # fragments whose anchor may not be the others'
+        self._strayed: set[int] = set()  # of those, the ones whose parameters came from an anchor of this worker alone
+
+    # The start
+
+    def join(self) -> None:
+        """All take worker 0's parameters. Momentum is zero everywhere, and a state that is loaded next has it all."""
+        for lane in self.replica.lanes:
+            lane.engine.serve_state(partial(self._served, lane))
+        try:
+            states = self.replica.fetch_states()
+        except RoundFailed as failure:
+            raise EngineError(f"no worker gave its state to start from: {failure.reason}") from failure
+        self._started = True
+        if self.loop.restoring:
+            return
+        if states is not None:
+            with self.state.lock:
+                for lane, theirs in zip(self.replica.lanes, states, strict=True):
+                    lane.copy(theirs.tensors, lane.anchors() | lane.start_tensors())
+            self.state.set_position(states[0].numbers)
+            self.state.adopt_anchors()
+        self.replica.changed()
+
+    def _served(self, lane: Lane) -> GlobalState:
+        with self.state.lock:
+            if self._started:
+                tensors = lane.outer_tensors() | lane.start_tensors()
+            else:
+                tensors = {} if self.loop.restoring else lane.anchors() | lane.start_tensors()
+            return GlobalState(tensors, self.state.served_numbers(), lane.layout_digest)
+
+    # Rounds
+
+    def due(self) -> Iterator[int]:
+        for index in self.schedule.posts_at(self.state.inner_steps):
+            self._catch_up(index)
+            yield index
+
+    def merge(self, posted: Posted, outcome: Outcome) -> float | None:
+        return self.loop.outer_step(posted, outcome)
+
+    def heard(self, posted: Posted, result: RoundResult) -> None:
+        if _stops(result):
+            self._save_before_cut(posted)
+            self._end_after(posted)
+        if result.resync:
+            self._missed.add(posted.key.fragment)
+
+    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+        if failure.stopping:
+            self._end_after(posted)
+        if failure.resync:
+            self._missed.add(posted.key.fragment)
+
+    def refused_for_its_anchor(self, posted: Posted) -> None:
+        self._strayed.add(posted.key.fragment)
+
+    def _catch_up(self, index: int) -> None:
+        """After a missed round of a fragment: the others' anchor. One fragment at a time, others may be in flight."""
+        if index not in self._missed:
+            return
+        started = time.monotonic()
+        self._missed.remove(index)
+        states = self.replica.fetch_states()
+        if states is not None:
+            self.state.take_over_fragment(index, states)
+            if index in self._strayed:
+                for _, fragment in self.state.fragments_of(index):
+                    fragment.adopt_anchor()
+                self.state.merged_at[index] = self.state.steps_taken
+                self._strayed.remove(index)
+            self.replica.changed()
+            worker = self.loop.engine.worker
+            logger.info("worker %d has the others' anchor of fragment %d again", worker, index)
+        self.loop.sync_seconds += time.monotonic() - started
+
+    # The end
+
+    @property
+    def stopping(self) -> bool:
+        return self._last_round is not None
+
+    def _end_after(self, posted: Posted) -> None:
+        """A worker stops: all end one full turn after the round that told of it."""
+        last = posted.key.sequence + self.state.num_fragments - 1
+        self._last_round = last if self._last_round is None else min(last, self._last_round)
+
+    def _save_before_cut(self, posted: Posted) -> None:
+        """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
+
+        Not if it stops itself (it has saved before its last rounds), nor if it has trained on since.
+        """
+        loop = self.loop
+        if loop.on_cut is None or self.stopping or posted.at_step != self.state.inner_steps:
+            return
+        later, loop.in_flight = loop.in_flight, []
+        sequence, self.state.sequence = self.state.sequence, posted.key.sequence
+        try:
+            loop.on_cut()
+        finally:
+            loop.in_flight, self.state.sequence = later, sequence
+
+    def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
+        """All take the last turn, even a worker that has nothing left: another may have missed a round, or end early
+        at this very step. A round without work is headers only."""
+        loop, state = self.loop, self.state
+        loop.merge_pending()
+        loop.report = replace(loop.report, stopping=loop.report.stopping or early)
+        if self._last_round is None:
+            self._last_round = state.sequence + state.num_fragments - 1
+        for index in self.schedule.rotation(state.inner_steps):
+            if state.sequence <= self._last_round:
+                self._catch_up(index)
+                loop.post_fragment(index)
+                loop.merge_pending()
+        for index in range(state.num_fragments):
+            self._catch_up(index)
+        state.adopt_anchors()
+        before_confirming()
+        loop.confirm()
+        self._last_round = None  # all have ended together, and may train on together
+        loop.report = replace(loop.report, stopping=False)
+
+    # Saving
+
+    def unsavable(self) -> str | None:
+        ended = [settled_result(posted) for posted in self.loop.in_flight]
+        if self.stopping or any(_stops(one) for one in ended):
+            return "a round has been cut short by a worker that stops"
+        if self._missed or any(one.resync for one in ended):
+            return "this worker's anchors may not be the others'"
+        return None
+
+    def loaded(self) -> None:
+        self._last_round, self._missed, self._strayed = None, set(), set()
+
+
+def _stops(result: RoundResult | RoundFailed) -> bool:
+    """Whether a member of the round asked for the end."""
+    if isinstance(result, RoundFailed):
+        return result.stopping
+    return any(member.report.stopping for member in result.members)

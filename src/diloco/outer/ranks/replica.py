@@ -1,0 +1,129 @@
+"""The model of a worker where workers have several ranks: cut into lanes, with one decision for all ranks of a worker.
+
+Whatever the outer loop writes into parameters goes through here to the worker's other ranks (`changed`): copies that
+all of them have are shared, and what FSDP2 has gathered from old shards is dropped. Every method is collective among
+the worker's ranks.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.core.config import SyncConfig
+from diloco.core.fragments import layout_digest
+from diloco.core.lanes import LaneLayout, Piece, lay_lanes
+from diloco.engines.base import Connection, Engine
+from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.errors import EngineError
+from diloco.outer.local_tensors import local_tensors, share, take_first
+from diloco.outer.model_tensors import ModelTensors
+from diloco.outer.ranks.worker_round import WorkerRound
+from diloco.outer.replica import NO_DIGEST, Group, Lane, cut_fragments, new_vector, refuse_new_parameters
+from diloco.outer.rounds import PendingOutcome
+
+
+class RankedReplica:
+    """What outer/replica.py's Replica is to a worker of one rank; `lanes` are those that this rank is in."""
+
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        engine: Connection,
+        groups: Sequence[Group],
+        sync: SyncConfig,
+        common: tuple[object, ...],
+    ) -> None:
+        """Collective: all ranks of all workers. `common`: what else must be the same on all workers."""
+        self.tensors, self.engine, self.groups, self._sync, self._common = tensors, engine, groups, sync, common
+        self._local = local_tensors(tensors.all, engine.ranks)
+        take_first(self._local.values(), engine.ranks)
+        layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
+        engines = engine.lanes([layout.owners for layout in layouts])
+        mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
+        self.lanes = [self._lane(*lane) for lane in mine]
+        self._num_lanes = len(layouts)
+        self.digests = [NO_DIGEST] * len(groups)
+        self.update_digests()
+
+    def _lane(self, number: int, layout: LaneLayout, engine: Engine) -> Lane:
+        """What is in no group is made equal at the start."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in self._local}
+        for piece in layout.pieces:
+            pieces[piece.name].append(piece)
+        grouped = [[piece for name in group.names for piece in pieces.pop(name)] for group in self.groups]
+        views = [[(str(piece), self._view(piece)) for piece in group] for group in grouped]
+        fragments = cut_fragments(self.groups, views, self._sync)
+        vectors = [new_vector(fragment, self._sync, alone=len(self.engine.sizes) == 1) for fragment in fragments]
+        start = {str(piece): self._view(piece) for rest in pieces.values() for piece in rest}
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
+        cut = (self.engine.sizes, [list(map(str, group)) for group in grouped])
+        digest = layout_digest([fragment for fragment in fragments if fragment], shapes, *self._common, *cut)
+        return Lane(number, engine, fragments, grouped, vectors, start, digest)
+
+    def _view(self, piece: Piece) -> Tensor:
+        return self._local[piece.name].view(piece, self.engine.ranks.rank)
+
+    def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
+        """The model is as it was when DiLoCo was built: the same parameters, in the same memory."""
+        refuse_new_parameters(self.tensors, inner_parameters)
+        for one in self._local.values():
+            one.check_in_place()
+
+    def encode(self, index: int, stopping: bool) -> tuple[float, bool]:
+        """The norm of the whole worker's outer gradient, and whether any of its ranks stops."""
+        self.average_buffers(self.groups[index].names)
+        own = math.hypot(*(lane.encode(index) for lane in self.lanes))
+        told = self.engine.ranks.gather_numbers(own, stopping)
+        return math.hypot(*(norm for norm, _ in told)), any(stops for _, stops in told)
+
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
+        """One contribution for each lane; returns at once."""
+        return WorkerRound(self.lanes, self.engine.ranks, key, contributions, seconds)
+
+    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float) -> float:
+        """The outer step of a fragment in every lane; the norm of the whole mean outer gradient."""
+        own = [lane.merge(index, mean, mixing) for lane, mean in zip(self.lanes, means, strict=True)]
+        self.update_digests()
+        self.changed(index)
+        return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
+
+    def changed(self, index: int | None = None) -> None:
+        """Parameters of one fragment, or of all, were written here: the worker's ranks must see the same."""
+        names = self._local if index is None else self.groups[index].names
+        share((self._local[name] for name in names), self.engine.ranks)
+        for module in self.tensors.sharded_modules:
+            module.reshard()  # type: ignore[operator]
+
+    def update_digests(self) -> None:
+        """The worker's digest of each fragment: a hash of its lanes' digests in lane order, the same on all ranks."""
+        own = [[NO_DIGEST] * self._num_lanes for _ in self.groups]
+        for lane in self.lanes:
+            for row, digest in zip(own, lane.digests, strict=True):
+                row[lane.number] = digest
+        told = self.engine.ranks.gather("".join("".join(row) for row in own).encode())
+        for index in range(len(self.groups)):
+            cells = range(index * self._num_lanes, (index + 1) * self._num_lanes)
+            lanes = [max(rank[16 * cell : 16 * cell + 16].decode() for rank in told) for cell in cells]
+            joined = hashlib.sha256("".join(lanes).encode()).hexdigest()[:16]
+            self.digests[index] = lanes[0] if self._num_lanes == 1 else joined
+
+    def average_buffers(self, names: Iterable[str]) -> None:
+        """What each rank has counted by itself (batch-norm statistics) becomes the worker's mean."""
+        for name in names:
+            if name in self.tensors.averaged_buffers and self._local[name].copied:
+                self.engine.ranks.average(self._local[name].local)
+
+    def fetch_states(self) -> list[GlobalState] | None:
+        """The others' state for each lane, if this worker must take it over. Raises on all its ranks or on none."""
+        states: list[GlobalState | None] = []
+        problem = None
+        try:
+            states = [lane.engine.fetch_state() for lane in self.lanes]
+        except EngineError as error:
+            problem = error
+        self.engine.ranks.agree(problem)
+        theirs = [state for state in states if state is not None]
+        return theirs if len(theirs) == len(self.lanes) else None

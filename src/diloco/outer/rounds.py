@@ -1,0 +1,85 @@
+"""One worker's rounds: posted, ended, and as they are told of.
+
+A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (saving.py).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.engines.rounds import RoundKey, RoundResult
+from diloco.errors import RoundFailed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`result` is the whole worker's; `means` has one encoded mean for each lane of this rank."""
+
+    result: RoundResult
+    means: list[EncodedVector]
+
+
+class PendingOutcome(Protocol):
+    """A worker's round on its way."""
+
+    def wait(self) -> Outcome:
+        """The outcome; raises RoundFailed if this round gave none, EngineError if no later one can."""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A round that is posted and not yet merged."""
+
+    key: RoundKey
+    at_step: int
+    """The position in the schedule at which it was posted."""
+    work: int
+    """The inner steps that this worker had taken by then."""
+    norm: float
+    """Of this worker's outer gradient."""
+    pending: PendingOutcome
+
+
+class Settled:
+    """A round whose outcome is known."""
+
+    def __init__(self, outcome: Outcome | RoundFailed) -> None:
+        self.outcome = outcome
+
+    def wait(self) -> Outcome:
+        if isinstance(self.outcome, RoundFailed):
+            raise self.outcome
+        return self.outcome
+
+
+def settle(posted: Posted) -> Posted:
+    """Wait for the round's outcome without merging it."""
+    if isinstance(posted.pending, Settled):
+        return posted
+    try:
+        return replace(posted, pending=Settled(posted.pending.wait()))
+    except RoundFailed as failure:
+        return replace(posted, pending=Settled(failure))
+
+
+def settled_result(posted: Posted) -> RoundResult | RoundFailed:
+    """The whole worker's result of a settled round."""
+    assert isinstance(posted.pending, Settled)
+    outcome = posted.pending.outcome
+    return outcome if isinstance(outcome, RoundFailed) else outcome.result
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """One round as this worker saw it: either a result, or the reason why there is none."""
+
+    key: RoundKey
+    inner_step: int
+    waited_seconds: float
+    norm: float
+    """Of this worker's own outer gradient."""
+    mean_norm: float | None
+    similarity: float | None
+    """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
+    result: RoundResult | None
+    failure: str | None
