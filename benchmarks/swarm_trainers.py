@@ -18,6 +18,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
+from diloco.core.fragments import PartLayout, span_elements
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine

@@ -65,7 +65,7 @@ class DiLoCo(torch.optim.Optimizer):
             ElasticMembership if engine.elastic else FixedMembership,
             weight=weight,
             identity=identity,
-            inner_parameters=lambda: (parameter for group in inner.param_groups for parameter in group["params"]),
+            inner_parameters=lambda: [parameter for group in inner.param_groups for parameter in group["params"]],
             restoring=restoring,
         )
 
@@ -73,8 +73,8 @@ class DiLoCo(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = self.inner_step(closure)
-        self.post()
-        self.merge()
+        self.loop.post()
+        self.loop.merge()
         return loss
 
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -95,8 +95,8 @@ class DiLoCo(torch.optim.Optimizer):
         """
         self.skipped_steps += 1
         self.loop.inner_steps += 1
-        self.post()
-        self.merge()
+        self.loop.post()
+        self.loop.merge()
 
     def _unscaled(self) -> bool:
         """Apply what GradScaler left for this step, if anything; False if the step must be skipped."""

@@ -23,7 +23,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.engines import waves
+from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import GlobalState, Report, RoundKey
@@ -421,8 +421,8 @@ def test_start_round_returns_before_the_others_have_posted_and_raises_after_clos
 def means_over_waves(engine: TorchDistributedEngine) -> dict[int, tuple[bytes, int]]:
     """The same average with ever smaller waves: all at once, some, and one part for each worker at a time."""
     means = {}
-    for sequence, size in enumerate((1 << 21, 10_000, 1)):
-        waves._WAVE_BYTES_PER_WORKER = size
+    for sequence, (wanted, size) in enumerate(((1, 1 << 21), (32, 10_000), (1 << 20, 1))):
+        reduction._WAVES_WANTED, reduction._MIN_WAVE_BYTES_PER_WORKER = wanted, size
         result = average(engine, sequence, numel=61 * 1024 + 5, name="int8")
         means[size] = result.mean.data.numpy().tobytes(), result.bytes_sent
     return means

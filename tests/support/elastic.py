@@ -17,7 +17,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.merging import diverged
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack
+from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack, unpack
 from diloco.engines.reduction import Decision, decide, reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import RoundFailed
@@ -166,8 +166,8 @@ class ElasticEngine(Engine):
         with self.swarm.changed:
             round_ = self.swarm.round(key.sequence)
             if round_.decision is None:
-                header = Header(self.worker, pack(key, contribution))
-                header.member = replace(header.member, note=contribution.note)
+                header = unpack(self.worker, pack(key, contribution))
+                header = replace(header, member=replace(header.member, note=contribution.note))
                 round_.posted[self.worker] = replace(contribution, vector=kept)
                 round_.headers[self.worker] = header
                 self.swarm.end_rounds()

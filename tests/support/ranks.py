@@ -105,7 +105,7 @@ def told(story: RankStory, model: nn.Module, optimizer: DiLoCo, engine: Connecti
     story.digests.append(optimizer.anchor_digest())
     story.final = whole_parameters(model).tolist()
     story.failed, story.refused, story.bytes_sent = outer.rounds_failed, outer.contributions_refused, outer.bytes_sent
-    story.state_elements = sum(fragment.numel for fragment in outer.fragments)
+    story.state_elements = sum(fragment.numel for fragment in outer.state.fragments)
     story.member_digests = tuple(member.anchor_digest for member in engine.members())
     dist.barrier()
     return story

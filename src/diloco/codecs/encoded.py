@@ -5,12 +5,15 @@ the encoded mean into the same memory; the worker decodes the mean span by span.
 the model.
 """
 
+import mmap
+import threading
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
-from diloco.codecs.scratch import scratch
-from diloco.core.fragments import PartLayout
+from diloco.core.fragments import PartLayout, span_elements
 
 
 class EncodedVector:
@@ -24,10 +27,7 @@ class EncodedVector:
         self.layout = layout
         rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
         self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device, pin_memory=pinned)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel()
+        self.num_bytes = self.data.numel()
 
     def encode(self, first_part: int, values: Tensor) -> None:
         """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing.
@@ -56,3 +56,24 @@ class EncodedVector:
         out = scratch("decoded", (num_parts, part), device)
         self.codec.decode(self.data[first_part : first_part + num_parts].to(device, non_blocking=True), out)
         return out.view(-1)[: self.layout.numel - first_part * part]
+
+
+_blocks = threading.local()
+_BLOCK_ELEMENTS = span_elements(torch.device("cpu"))
+
+
+def scratch(use: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Contiguous fp32 of any content. This thread's next call for the same `use` may return the same memory.
+
+    The allocator would return blocks of this size to the system and fault them in again, which costs more than the
+    arithmetic done in them. Each thread has its own, because rounds are reduced beside training.
+    """
+    numel = torch.Size(shape).numel()
+    if device.type != "cpu" or numel > _BLOCK_ELEMENTS:
+        return torch.empty(shape, device=device)
+    block: Tensor | None = getattr(_blocks, use, None)
+    if block is None:
+        # A separate mapping: inside the heap it would fragment the space where gradients are allocated and freed.
+        block = torch.frombuffer(mmap.mmap(-1, 4 * _BLOCK_ELEMENTS), dtype=torch.float32)
+        setattr(_blocks, use, block)
+    return block[:numel].view(shape)

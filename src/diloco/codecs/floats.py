@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
-from diloco.codecs.scratch import scratch
-from diloco.core.gpu import use_kernels
+from diloco.codecs.encoded import scratch
+from diloco.core.gpu import has_triton
 
 _FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
 _FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
@@ -94,4 +94,4 @@ class Float16(Codec):
 
 
 def _on_gpu(*tensors: Tensor) -> bool:
-    return all(use_kernels(tensor.device) and tensor.is_contiguous() for tensor in tensors)
+    return all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors) and has_triton()

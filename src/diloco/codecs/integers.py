@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
-from diloco.codecs.scratch import scratch
+from diloco.codecs.encoded import scratch
 from diloco.core.fragments import PART_QUANTUM
 
 _BLOCK = 256

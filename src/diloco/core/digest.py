@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from diloco.core.gpu import use_kernels
+from diloco.core.gpu import has_triton
 
 ROW = 1024  # elements a row: each column has a multiplier, and each row has one
 _ROWS_AT_ONCE = {"cpu": 128}  # 512 KiB: stays in cache
@@ -69,7 +69,7 @@ class Digest:
             padded = chunk.new_zeros(-(-chunk.numel() // ROW) * ROW)
             padded[: chunk.numel()] = chunk
             chunk = padded
-        if use_kernels(chunk.device):
+        if chunk.is_cuda and has_triton():
             from diloco.core.kernels import weighted_row_sums
 
             return weighted_row_sums(chunk, self._columns)

@@ -14,6 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from diloco.core import offload as offloading
-from diloco.core.gpu import use_kernels
+from diloco.core.gpu import has_triton
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
 
@@ -45,12 +46,12 @@ class PartLayout:
 
     numel: int
 
-    @property
+    @cached_property
     def part_elements(self) -> int:
         wanted = -(-self.numel // _PARTS_WANTED)
         return min(_MAX_PART_ELEMENTS, max(PART_QUANTUM, -(-wanted // PART_QUANTUM) * PART_QUANTUM))
 
-    @property
+    @cached_property
     def num_parts(self) -> int:
         return -(-self.numel // self.part_elements)
 
@@ -166,7 +167,9 @@ class Fragment:
     @property
     def kernels(self) -> "Kernels | None":
         """The one-pass kernels for this fragment; only for fp32 parameters on a GPU."""
-        if not use_kernels(self.device) or any(tensor.dtype != torch.float32 for tensor in self.tensors):
+        if self.device.type != "cuda" or not has_triton():
+            return None
+        if any(tensor.dtype != torch.float32 for tensor in self.tensors):
             return None
         if self._kernels is None or self._kernels.moved:
             from diloco.core.kernels import Kernels

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can be used: torch brings Triton for NVIDIA GPUs on Linux.
+"""Whether Triton is here: torch brings it for NVIDIA GPUs on Linux.
 
 Without it tensor operations compute the same bits, in more passes over memory.
 """
@@ -6,13 +6,7 @@ Without it tensor operations compute the same bits, in more passes over memory.
 from functools import cache
 from importlib.util import find_spec
 
-import torch
-
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-def use_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 from diloco.core.merging import Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
@@ -26,21 +26,28 @@ def pack(key: RoundKey, contribution: Contribution) -> bytes:
     )
 
 
+@dataclass(frozen=True)
 class Header:
-    """A received header; refuses bytes that another version wrote."""
+    """What one worker says of its contribution to a round."""
 
-    def __init__(self, worker: int, data: bytes) -> None:
-        magic, sequence, fragment, weight, norm, anchor, layout, *report = _FORMAT.unpack(data)
-        if magic != _MAGIC:
-            raise EngineError(
-                f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
-                "run the same version of diloco everywhere"
-            )
-        self.worker = worker
-        self.key = RoundKey(sequence, fragment)
-        self.claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"))
-        self.layout_digest: str = layout.rstrip(b"\0").decode("ascii", "replace")
-        self.member = Member(worker, self.claim.anchor_digest, weight, norm, Report(*report))
+    worker: int
+    key: RoundKey
+    claim: Claim
+    layout_digest: str
+    member: Member
+
+
+def unpack(worker: int, data: bytes) -> Header:
+    """A received header; refuses bytes that another version wrote."""
+    magic, sequence, fragment, weight, norm, anchor, layout, *report = _FORMAT.unpack(data)
+    if magic != _MAGIC:
+        raise EngineError(
+            f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
+            "run the same version of diloco everywhere"
+        )
+    claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"))
+    member = Member(worker, claim.anchor_digest, weight, norm, Report(*report))
+    return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
 
 
 def check_same_round(headers: list[Header], mine: Header) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import diverged
+from diloco.core.merging import Claim, diverged
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
+from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
 from diloco.engines.reduction import Decision, decide, reduce_parts, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
@@ -142,7 +142,10 @@ class _Round:
     def post(self, worker: int, key: RoundKey, contribution: Contribution) -> None:
         if worker in self.headers:
             raise EngineError(f"worker {worker} posted round {key.sequence} twice")
-        self.headers[worker] = Header(worker, pack(key, contribution))
+        digest, weight, norm = contribution.anchor_digest, contribution.weight, contribution.norm
+        member = Member(worker, digest, weight, norm, contribution.report)
+        claim = Claim(weight, norm, digest)
+        self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
         if worker not in self.lost:
             self.contributions[worker] = contribution
         if len(self.headers) == self.swarm.workers:
@@ -159,12 +162,13 @@ class _Round:
 
     def _reduce(self) -> None:
         present = sorted(self.contributions)
-        try:
-            for worker in present:
-                check_same_round([self.headers[w] for w in sorted(self.headers)], self.headers[worker])
-        except EngineError as error:
-            self.error = error
-            return
+        if len({(header.key, header.layout_digest) for header in self.headers.values()}) > 1:
+            try:
+                for worker in present:
+                    check_same_round([self.headers[w] for w in sorted(self.headers)], self.headers[worker])
+            except EngineError as error:
+                self.error = error
+                return
         if not present:
             self.decision = Decision((), (), {}, resync=False)
             return

@@ -7,6 +7,7 @@ and its mean is accumulated in worker order wherever that is done.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Decision:
     refused: dict[int, str]
     resync: bool
 
-    @property
+    @cached_property
     def total_weight(self) -> float:
         return sum(self.weights)
 

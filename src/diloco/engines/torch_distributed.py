@@ -27,7 +27,7 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, pack
+from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group, new_group
 from diloco.engines.reduction import Decision, Wave, decide, reduce_parts, traffic, waves
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
@@ -176,7 +176,7 @@ class TorchDistributedEngine(Engine):
     ) -> RoundResult:
         started = time.monotonic()
         rows = self._gather(pack(key, contribution), deadline)
-        headers = [Header(worker, row) for worker, row in enumerate(rows)]
+        headers = [unpack(worker, row) for worker, row in enumerate(rows)]
         check_same_round(headers, headers[self.worker])
         decision = decide(range(self.workers), [header.claim for header in headers], contribution.max_norm_ratio)
         self._members = tuple(header.member for header in headers)

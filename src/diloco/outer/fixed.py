@@ -89,6 +89,9 @@ class FixedMembership(Policy):
     def refused_for_its_anchor(self, posted: Posted) -> None:
         self._strayed.add(posted.key.fragment)
 
+    def after_round(self, posted: Posted) -> None:
+        """Nothing: what was missed is made up for before the fragment's next post."""
+
     def _catch_up(self, index: int) -> None:
         """After a missed round of a fragment: the others' anchor. One fragment at a time, others may be in flight."""
         if index not in self._missed:

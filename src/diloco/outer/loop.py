@@ -169,14 +169,18 @@ class OuterLoop:
         self.replica.check_unchanged(self._inner_parameters())
         norm, stopping = self.replica.encode(index, self.report.stopping)
         self.report = replace(self.report, stopping=stopping)
-        work = self.state.steps_taken - self.state.merged_at[index]
+        taken = self.state.steps_taken
+        weight = self.weight * (taken - self.state.merged_at[index])
         vectors = [lane.vectors[index] for lane in self.replica.lanes]
-        self._start(index, vectors, self.weight * work, norm, self.replica.digests[index])
+        self._start(index, vectors, weight, norm, self.replica.digests[index], taken)
         if self.on_post is not None:
             self.on_post(self.in_flight[-1].key)
         self.sync_seconds += time.monotonic() - started
 
-    def _start(self, index: int, vectors: Sequence[EncodedVector], weight: float, norm: float, digest: str) -> None:
+    def _start(
+        self, index: int, vectors: Sequence[EncodedVector], weight: float, norm: float, digest: str, taken: int
+    ) -> None:
+        """`taken`: the inner steps that this worker has taken by now."""
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -195,7 +199,7 @@ class OuterLoop:
         ]
         key = RoundKey(self.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        self.in_flight.append(Posted(key, self.inner_steps, self.state.steps_taken, norm, pending))
+        self.in_flight.append(Posted(key, self.inner_steps, taken, norm, pending))
         self.state.sequence += 1
 
     def end_round(self, posted: Posted) -> None:
@@ -222,8 +226,8 @@ class OuterLoop:
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
         result, key = outcome.result, posted.key
-        self.bytes_sent += result.bytes_sent
         self.policy.heard(posted, result)
+        self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("round %d: the contribution of worker %d was refused: %s", key.sequence, worker, reason)
@@ -243,7 +247,7 @@ class OuterLoop:
     def confirm(self) -> None:
         """A last round without payload: every worker learns every other's final digest and report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
-        self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0.0, 0.0, self.state.anchor_digest())
+        self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0.0, 0.0, self.state.anchor_digest(), 0)
         self.bytes_sent += self.in_flight.pop().pending.wait().result.bytes_sent
 
     # Evaluation

@@ -48,7 +48,8 @@ class Policy(ABC):
     def merge(self, posted: Posted, outcome: Outcome) -> float | None:
         """What a round's mean does: `loop.outer_step`, or something else. The mean's norm if it moved the anchor."""
 
-    def after_round(self, posted: Posted) -> None:  # noqa: B027 - only a policy that can miss rounds has more to do
+    @abstractmethod
+    def after_round(self, posted: Posted) -> None:
         """A round is over, with or without a mean."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from diloco.core.gpu import use_kernels
+from diloco.core.gpu import has_triton
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
 from diloco.training.config.tables import ComputeConfig
@@ -31,7 +31,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *, sharded: bool = False) -> None:
     """Change how `model` computes, in place; `sharded`: FSDP gathers each block when it is called."""
-    if device.type == "cuda" and not use_kernels(device):
+    if device.type == "cuda" and not has_triton():
         logger.warning("Triton is not installed: outer steps and the loss take more passes over the GPU's memory")
     if config.checkpoint_activations:
         found = blocks(model)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from diloco.engines.base import PendingRound
-from diloco.engines.header import Header
+from diloco.engines.header import unpack
 from diloco.engines.rounds import Contribution, Member, RoundResult
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
 from diloco.engines.swarm.shared_memory import SharedMemory
@@ -167,7 +167,7 @@ class SwarmRound(PendingRound):
 
 def _member(present: PresentWorker) -> Member:
     try:
-        return replace(Header(present.worker, present.header).member, note=present.note)
+        return replace(unpack(present.worker, present.header).member, note=present.note)
     except struct.error as error:
         raise EngineError(
             f"worker {present.worker} sent a header of {len(present.header)} bytes, which this version cannot read: "

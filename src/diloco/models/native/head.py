@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diloco.core.gpu import use_kernels
+from diloco.core.gpu import has_triton
 
 _ROWS_AT_ONCE = 16384
 
 
 def next_token_loss(hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
     """hidden (N, D), matrix (V, D), targets (N): mean cross entropy in nats, fp32."""
-    if use_kernels(hidden.device) and hidden.dtype == torch.bfloat16 and torch.is_grad_enabled():
+    if hidden.is_cuda and has_triton() and hidden.dtype == torch.bfloat16 and torch.is_grad_enabled():
         loss: Tensor = _FusedLoss.apply(hidden, matrix.bfloat16(), targets)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(F.linear(hidden, matrix).float(), targets)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from diloco.engines.header import HEADER_BYTES, Header
+from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.wire import Malformed, Message
@@ -59,7 +59,7 @@ def parse_header(number: int, data: bytes) -> Header:
     if len(data) != HEADER_BYTES:
         raise Malformed(f"a header of {len(data)} bytes instead of {HEADER_BYTES}: run the same version everywhere")
     try:
-        return Header(number, data)
+        return unpack(number, data)
     except EngineError as error:
         raise Malformed(str(error)) from error
 
