@@ -9,10 +9,10 @@ from types import FrameType
 
 import pytest
 import torch
-from support.in_turn import InTurn
 
 import diloco
 from diloco.core.config import SyncConfig
+from support.in_turn import InTurn
 
 PACKAGE = str(Path(diloco.__file__).parent)
 MOST_FILES, MOST_CHANGES = 15, 70

@@ -64,7 +64,7 @@ def average(settings: Settings, pipe: Connection, numel: int, sync: SyncConfig) 
     outer = optimizer.loop
     while pipe.recv() is not None:
         while outer.inner_steps < outer.schedule.post_step(outer.sequence):
-            torch.mul(ramp, gradient(engine.worker, outer.steps_taken), out=model.vector.grad)
+            torch.mul(ramp, gradient(engine.worker, outer.state.steps_taken), out=model.vector.grad)
             optimizer.inner_step()
         pipe.send((True, _round(engine, optimizer, ramp)))
     engine.close()
@@ -78,7 +78,7 @@ def _round(engine: SwarmEngine, optimizer: DiLoCo, ramp: Tensor) -> Round:
     outer.post()
     outer.merge_pending()
     seconds = time.monotonic() - started
-    anchor = outer.fragments[0].anchor_values()
+    anchor = outer.state.fragments[0].anchor_values()
     size = float(anchor[0])
     event = events[-1] if events else None
     result = None if event is None else event.result
@@ -91,7 +91,7 @@ def _round(engine: SwarmEngine, optimizer: DiLoCo, ramp: Tensor) -> Round:
         weights,
         optimizer.anchor_digest(),
         size if torch.allclose(anchor, ramp * size, rtol=1e-5, atol=0.0) else float("nan"),
-        outer.steps_taken,
+        outer.state.steps_taken,
         outer.resyncs,
         0 if result is None else result.bytes_sent,
     )
