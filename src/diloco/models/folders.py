@@ -1,4 +1,4 @@
-"""Model folders: written whole or not at all, never in the place of something else."""
+"""Model folders that appear whole or not at all; whether a path is free; sizes as users write them."""
 
 import json
 import re

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diloco.atomic_files import move_folder
+from diloco.atomic_files import PARTIAL, move_folder
 from diloco.data.config import DataConfig
 from diloco.data.corpus import FORMAT_VERSION, Corpus
 from diloco.data.preparation.builder import Preparation, Progress
@@ -159,8 +159,8 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete interrupted preparations of other corpora that were not continued for a week."""
-    for leftover in set(folder.parent.glob(".*.preparing")) - {_working(folder)}:
+    """Delete interrupted preparations of other corpora that were not continued for a week, and interrupted moves."""
+    for leftover in {*folder.parent.glob(".*.preparing"), *folder.parent.glob(f".*{PARTIAL}")} - {_working(folder)}:
         with suppress(FileNotFoundError):  # it has just been finished
             last_write = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
             if time.time() - last_write > ABANDONED_AFTER_SECONDS:

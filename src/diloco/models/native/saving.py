@@ -54,7 +54,7 @@ def save_model(
 
     # fp32 whatever the training type, as config.json says.
     state = model.state_dict()
-    tensors = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in state.items()}
+    tensors = {name: t.detach().float() for name, t in state.items()}
     with replace_file(directory / WEIGHTS_FILE) as file:
         for chunk in file_chunks(tensors, {"format": "pt"}):
             file.write(chunk)

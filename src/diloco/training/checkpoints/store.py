@@ -177,7 +177,7 @@ class CheckpointStore:
         self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
     ) -> int:
         owner = self.owner
-        path, listed = folder / f"rank-{owner.rank}{SUFFIX}", manifest_path(folder, owner.rank)
+        path, manifest = folder / f"rank-{owner.rank}{SUFFIX}", manifest_path(folder, owner.rank)
         make_folder(folder)
         with replace_file(path, durable=True) as file:
             write_tensors(file, tensors)
@@ -185,15 +185,15 @@ class CheckpointStore:
             text = Manifest(
                 moment, step, owner.worker, owner.rank, owner.ranks, files, self.common_step, self.lasting, state
             ).text()
-            listed.unlink(missing_ok=True)  # until here an earlier checkpoint of this step stays complete
+            manifest.unlink(missing_ok=True)  # until here an earlier checkpoint of this step is complete
         try:
             if owner.rank == 0:
                 self._remove_surplus(folder)
             for parent in (folder.parent, folder.parent.parent, self.folder):
                 sync_folder(parent)
-            write_file(listed, text, durable=True)
+            write_file(manifest, text, durable=True)
         except OSError:
-            listed.unlink(missing_ok=True)  # it may have been renamed already, and not be on the disk
+            manifest.unlink(missing_ok=True)  # it may have been renamed already, and not be on the disk
             raise
         return files[path.name].bytes
 

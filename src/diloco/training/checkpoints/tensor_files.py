@@ -7,8 +7,7 @@ of the pieces it needs with the pieces in all files. Nothing is pickled, and ran
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,22 +97,24 @@ def _plan_copies(
     copies, read = [], 0
     for piece in tensor.pieces:
         for offsets, stored in saved.pieces.items():
-            starts = tuple(map(max, piece.offsets, offsets))
-            ends = [
-                min(mine + size, theirs + stored_size)
-                for mine, size, theirs, stored_size in zip(
-                    piece.offsets, piece.tensor.shape, offsets, stored.sizes, strict=True
-                )
-            ]
-            if any(start >= end for start, end in zip(starts, ends, strict=True)):
-                continue
-            target = piece.tensor[_slices(starts, ends, piece.offsets)]
-            copies.append((target, stored, _slices(starts, ends, offsets)))
-            read += target.numel()
-    if read < sum(math.prod(piece.tensor.shape) for piece in tensor.pieces):
+            both = _overlap(piece.offsets, piece.tensor.shape, offsets, stored.sizes)
+            if all(start < end for start, end in both):
+                target = piece.tensor[_slices(both, piece.offsets)]
+                copies.append((target, stored, _slices(both, offsets)))
+                read += target.numel()
+    if read < sum(piece.tensor.numel() for piece in tensor.pieces):
         raise CheckpointError(f"'{name}' is in the checkpoint in part only: a rank's file is not of this checkpoint")
     return copies
 
 
-def _slices(starts: tuple[int, ...], ends: list[int], offsets: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, end - o) for start, end, o in zip(starts, ends, offsets, strict=True))
+def _overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Start and end in each dimension; start >= end in one of them if the two have nothing in common."""
+    dimensions = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    return [(max(a, b), min(a + size_a, b + size_b)) for a, size_a, b, size_b in dimensions]
+
+
+def _slices(region: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """A region of the whole tensor, within a piece at these offsets."""
+    return tuple(slice(start - o, end - o) for (start, end), o in zip(region, offsets, strict=True))
