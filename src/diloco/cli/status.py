@@ -1,4 +1,4 @@
-"""`diloco status RUN|INVITATION`: who is in a swarm, where each one is, and what it last gave; seen from outside."""
+"""`diloco status RUN|INVITATION`: the workers of a swarm, their progress and speed, asked for over the network."""
 
 import json
 import time
@@ -32,7 +32,7 @@ _LEFT = ("worker", "where", "")
 
 
 def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
-    """Show who is in a swarm: its workers, the round, speed, lag, last contribution.
+    """Show the workers of a swarm: round, speed, lag, last contribution.
 
     Example:  diloco status runs/mine
 
@@ -41,7 +41,7 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
     run
         A run folder of a swarm, or an invitation.
     as_json
-        For programs: everything that is known, as JSON.
+        Print everything that is known, as JSON.
     """
     check_swarm()
     from diloco.engines.swarm.node.guest import Guest
@@ -49,57 +49,57 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     try:
         with Guest(_invitation(run, folder)) as guest:
-            told = guest.status()
+            swarm = guest.status()
     except RendezvousError as error:
         if folder is None:
             raise
-        here = "its workers here do not answer" if trains(folder) else "no worker of it runs on this machine"
+        here = "its workers here do not answer" if trains(folder) else "none of its workers runs on this machine"
         raise RendezvousError(f"{here}, and {error}") from error
     if as_json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(swarm, indent=1))
         return
     console = Console()
-    console.print(Text(printable(headline(told))), soft_wrap=True)
+    console.print(Text(printable(headline(swarm))), soft_wrap=True)
     if console.is_terminal:
-        console.print(_table(told))
+        console.print(_table(swarm))
     else:
-        for line in lines(told):
+        for line in lines(swarm):
             console.print(Text(line), soft_wrap=True)
 
 
 def _invitation(run: str, folder: Path | None) -> Any:
-    """The one given, or that of the run folder with the addresses that are known there."""
-    from diloco.engines.swarm.trust import run_owner as inviting
+    """The invitation given, or the one of the run folder with the addresses that are known there."""
+    from diloco.engines.swarm.trust import run_owner
     from diloco.engines.swarm.trust.invitation import Invitation
 
     if folder is None:
         if "/" in run or run.startswith("."):
-            raise ConfigError(f"{run} is not a run folder: there is no such folder; nor is it an invitation")
+            raise ConfigError(f"{run} is not a run folder: there is no such folder, and it is not an invitation")
         return Invitation.parse(run, time.time())
-    return inviting.own_invitation(inviting.swarm_folder(folder), time.time())
+    return run_owner.own_invitation(run_owner.swarm_folder(folder), time.time())
 
 
-def headline(told: dict[str, Any]) -> str:
-    here = present(told)
-    leader = next((str(one["number"]) for one in here if one["peer"] == told["leader"]), "none")
-    rounds = sorted(map(int, told["leading"]))
-    now = f"round {rounds[0] + 1} in progress ({told['leading'][str(rounds[0])]})" if rounds else "between rounds"
-    ended = max((one["ended"] + 1 for one in here), default=0)
-    speed = sum(1 / one["step_seconds"] for one in here if one["step_seconds"] > 0)
-    workers = "1 worker" if len(here) == 1 else f"{len(here)} workers"
+def headline(swarm: dict[str, Any]) -> str:
+    live = live_workers(swarm)
+    leader = next((str(one["number"]) for one in live if one["peer"] == swarm["leader"]), "none")
+    rounds = sorted(map(int, swarm["leading"]))
+    now = f"round {rounds[0] + 1} in progress ({swarm['leading'][str(rounds[0])]})" if rounds else "between rounds"
+    ended = max((one["ended"] + 1 for one in live), default=0)
+    speed = sum(1 / one["step_seconds"] for one in live if one["step_seconds"] > 0)
+    workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
     return (
-        f"run {told['run']} · {workers} · {ended} rounds · {now} · {speed:.2f} steps/s in all · led by worker {leader}"
+        f"run {swarm['run']} · {workers} · {ended} rounds · {now} · {speed:.2f} steps/s in all · led by worker {leader}"
     )
 
 
-def present(told: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in told["members"] if one["live"] and one["number"] >= 0]
+def live_workers(swarm: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in swarm["members"] if one["live"] and one["number"] >= 0]
 
 
-def rows(told: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Of everyone that is here, or was and may come back; one for each column."""
-    first = max((one["position"] for one in present(told)), default=0)
-    shown = [one for one in told["members"] if one["number"] >= 0]
+def rows(swarm: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each worker that is here, or was and may come back."""
+    first = max((one["position"] for one in live_workers(swarm)), default=0)
+    shown = [one for one in swarm["members"] if one["number"] >= 0]
     return [
         (
             str(one["number"]),
@@ -119,7 +119,7 @@ def rows(told: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _was_heard(one: dict[str, Any]) -> bool:
-    """Others may have told of it only: then nothing but its number is known."""
+    """False if this worker is known only from others: then nothing but its number is known."""
     return bool(one["live"] or one["left"] or one["label"] or one["position"])
 
 
@@ -133,14 +133,16 @@ def _state(one: dict[str, Any]) -> str:
     return "training" if one["holds"] else "receiving the state"
 
 
-def lines(told: dict[str, Any]) -> list[str]:
-    return ["  ".join(f"{name} {cell}".strip() for name, cell in zip(_COLUMNS, row, strict=True)) for row in rows(told)]
+def lines(swarm: dict[str, Any]) -> list[str]:
+    return [
+        "  ".join(f"{name} {cell}".strip() for name, cell in zip(_COLUMNS, row, strict=True)) for row in rows(swarm)
+    ]
 
 
-def _table(told: dict[str, Any]) -> Table:
+def _table(swarm: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _LEFT else "right")
-    for row in rows(told):
+    for row in rows(swarm):
         table.add_row(*row)
     return table

@@ -182,10 +182,10 @@ class _SwarmChecks:
                 await self._hello(peer)
             latency = await self._latency(peer)
             up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
-            ways = (await self._transport.connections()).get(peer, [])
+            used = (await self._transport.connections()).get(peer, [])
         except (*Problem, ConfigError) as error:
             return Finding(name, "warning", f"{peer[-8:]} does not answer here: {error}", _NO_ANSWER)
-        how = "through a relay" if ways and all(multiaddr.CIRCUIT in way for way in ways) else "directly"
+        how = "through a relay" if used and all(multiaddr.CIRCUIT in address for address in used) else "directly"
         message = f"{peer[-8:]} {how}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
         return Finding(name, "ok", message)
 

@@ -1,4 +1,4 @@
-"""Where a peer listens and what it tells others to call: the options --host, --port and --announce as multiaddrs.
+"""Where a peer listens and which addresses it announces: the options --host, --port and --announce as multiaddrs.
 
 Nothing is connected to here, and only names that the user has written are looked up.
 """
@@ -16,14 +16,14 @@ _CALLABLE = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/[0
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """Where this peer listens and what it tells others."""
+    """Where this peer listens, and which addresses it announces."""
 
     host: str | None = None
     """An address or name of this machine; None: all its addresses, IPv4 and IPv6."""
     port: int | None = None
     """None: any free port."""
     announce: tuple[str, ...] = ()
-    """What others are told to call, instead of the addresses that this machine finds itself."""
+    """The addresses that others call, instead of those that this machine finds itself."""
     guest: bool = False
     """This peer only calls others, for a short while: it relays nothing and needs no relay."""
 

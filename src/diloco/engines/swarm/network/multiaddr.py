@@ -125,7 +125,7 @@ def split_peer(address: str) -> tuple[str, str]:
 
 
 def route_to(peer: str, address: str) -> str | None:
-    """The address without its /p2p/PEER; None if it is not valid or leads to another peer. It may come from anyone."""
+    """The address without its /p2p/PEER; None if it is not valid or leads to another peer. Accepts any text."""
     try:
         route, name = split_peer(address)
         to_bytes(route)

@@ -37,7 +37,7 @@ async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:
         if byte < 0x80:
             break
         if shift > 28:
-            raise DaemonGone("p2pd sent a length of more than four bytes")
+            raise DaemonGone("p2pd sent a message length that is not valid")
     if size > _MAX_MESSAGE_BYTES:
         raise DaemonGone(f"p2pd sent a message of {size} bytes; at most {_MAX_MESSAGE_BYTES} are allowed")
     return await read_exactly(size)

@@ -1,8 +1,8 @@
 """Certificates and credentials: how a peer proves to every other that it was invited to the run.
 
 A certificate is the public half of an invitation, signed by the run's key. A credential is a certificate and the
-peer's libp2p id, signed with the invitation's private half: anyone who has the run's public key can check it, and it is
-of no use to a peer of another id. Nothing here reads a clock or remembers a peer (permissions.py does).
+peer's libp2p id, signed with the invitation's private half: every peer that has the run's public key can check it, and
+it is of no use to a peer of another id. Nothing here reads a clock or remembers a peer (permissions.py does).
 """
 
 from datetime import UTC, datetime

@@ -81,14 +81,14 @@ def own_invitation(folder: Path, now: float) -> Invitation:
     return own.with_addresses(_addresses(folder))
 
 
-def revoke(folder: Path, who: str, now: float) -> RevokeResult:
-    """Exclude a peer and its invitation. `who`: its worker number, its id, or a unique beginning or end of the id.
+def revoke(folder: Path, which: str, now: float) -> RevokeResult:
+    """Exclude a peer and its invitation. `which`: its worker number, its id, or a unique beginning or end of the id.
 
     The record names the other peers that came with the same invitation: they stay.
     """
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
-    peer = _find(peers, who)
+    peer = _find(peers, which)
     own = _own_peers(folder)
     if peer.local_name is not None or peer.peer in own:
         name = peer.local_name or own[peer.peer]
@@ -141,19 +141,21 @@ def _renew(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitat
     return fresh
 
 
-def _find(peers: list[KnownPeer], who: str) -> KnownPeer:
-    if who.isdecimal() and len(who) < 9:
-        found = [peer for peer in peers if peer.worker == int(who)]
+def _find(peers: list[KnownPeer], which: str) -> KnownPeer:
+    if which.isdecimal() and len(which) < 9:
+        found = [peer for peer in peers if peer.worker == int(which)]
     else:
-        found = [peer for peer in peers if who and (peer.peer.startswith(who) or peer.peer.endswith(who))]
-        if not found and len(who) == _PEER_ID_LENGTH and who.isalnum():
-            return KnownPeer(who, None, ())
+        found = [peer for peer in peers if which and (peer.peer.startswith(which) or peer.peer.endswith(which))]
+        if not found and len(which) == _PEER_ID_LENGTH and which.isalnum():
+            return KnownPeer(which, None, ())
     if len(found) == 1:
         return found[0]
     names = ", ".join(_name(peer) for peer in (found or peers)[:_MAX_NAMES]) or "none"
     if found:
-        raise ConfigError(f"{who!r} fits {len(found)} peers: {names}; write more of the id")
-    raise ConfigError(f"{who!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id")
+        raise ConfigError(f"{which!r} fits {len(found)} peers: {names}; write more of the id")
+    raise ConfigError(
+        f"{which!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id"
+    )
 
 
 def _name(peer: KnownPeer) -> str:

@@ -2,7 +2,7 @@
 
     word = length (2 letters: how many follow) + base58(data + 4 bytes of checksum)
 
-The length tells a paste that was cut from one that was changed. Nothing is hidden: anyone can read the data.
+The length tells a paste that was cut from one that was changed. The data is not encrypted.
 """
 
 import base58
