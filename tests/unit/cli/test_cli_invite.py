@@ -184,7 +184,7 @@ def test_addresses_lead_to_different_machines() -> None:
     assert choose_addresses([own, second]) == [at("8.8.8.8", OWN), at("10.0.0.1", OWN), at("8.8.8.8", EVE)]
 
 
-def test_who_is_dead_or_never_became_a_member_is_in_no_invitation() -> None:
+def test_dead_peers_and_peers_that_never_became_members_are_in_no_invitation() -> None:
     own = KnownPeer(OWN, 0, (at("10.0.0.1", OWN),), seen=1000.0, local_name="worker-0")
     before = KnownPeer("earlier", 7, (at("10.0.0.1", "earlier"),), seen=100.0, local_name="worker-1")
     dead = KnownPeer(EVE, 1, (at("8.8.8.8", EVE),), seen=900.0)
@@ -193,7 +193,7 @@ def test_who_is_dead_or_never_became_a_member_is_in_no_invitation() -> None:
     assert choose_addresses([own, before, dead, knocking, live]) == [at("10.0.0.1", OWN), at("10.1.1.1", BOB)]
 
 
-def test_those_who_have_been_members_for_longest_come_first() -> None:
+def test_the_oldest_members_come_first() -> None:
     many = [KnownPeer(f"p{i}", i, (at("8.8.8.8", f"p{i}"),), seen=float(i)) for i in range(9)]
     assert choose_addresses(many) == [at("8.8.8.8", f"p{i}") for i in range(4)]
 
@@ -269,7 +269,7 @@ def test_a_second_time_changes_nothing(capsys: pytest.CaptureFixture[str], found
     assert (founded.swarm / REVOCATIONS_FILE).read_bytes() == before
 
 
-def test_a_peer_never_met_can_be_revoked_by_its_whole_id_and_the_limit_of_that_is_told(
+def test_a_peer_never_met_can_be_revoked_by_its_whole_id_with_a_warning(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
     stranger = BOB[:-1] + "7"
@@ -279,9 +279,9 @@ def test_a_peer_never_met_can_be_revoked_by_its_whole_id_and_the_limit_of_that_i
     assert "0123456789abcdef" in succeeds(capsys, "revoke", str(founded.path), stranger)[1]
 
 
-@pytest.mark.parametrize("who", ["9", "12D3KooWx", "nobody", "", "²"])
-def test_who_is_not_known_is_not_revoked(capsys: pytest.CaptureFixture[str], founded: Founded, who: str) -> None:
-    assert f"{BOB} (worker 1)" in refused(capsys, "revoke", str(founded.path), who)
+@pytest.mark.parametrize("peer", ["9", "12D3KooWx", "nobody", "", "²"])
+def test_an_unknown_peer_is_not_revoked(capsys: pytest.CaptureFixture[str], founded: Founded, peer: str) -> None:
+    assert f"{BOB} (worker 1)" in refused(capsys, "revoke", str(founded.path), peer)
     assert not (founded.swarm / REVOCATIONS_FILE).exists()
 
 

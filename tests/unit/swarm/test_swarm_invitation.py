@@ -1,4 +1,4 @@
-"""An invitation survives a chat, and nothing else than itself passes for it."""
+"""An invitation survives a chat, and no other text is accepted as one."""
 
 import stat
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_two_invitations_of_a_run_are_different_and_of_the_same_run() -> None:
     assert len(INVITATION.run_id) == len(INVITATION.id) == 16
 
 
-def test_anyone_may_write_other_addresses_in() -> None:
+def test_every_member_may_replace_the_addresses() -> None:
     moved = parsed(TEXT).with_addresses([f"/dns/example.org/tcp/1/p2p/{BOB}"])
     again = parsed(moved.text())
     assert again.addresses == (f"/dns/example.org/tcp/1/p2p/{BOB}",) and again.peers == (BOB,)
@@ -364,7 +364,7 @@ def test_a_signature_made_for_one_purpose_does_not_serve_for_another() -> None:
 # Revocations
 
 
-def test_a_revocation_puts_out_its_peers_and_those_of_its_invitation_but_the_kept() -> None:
+def test_a_revocation_excludes_its_peers_and_those_of_its_invitation_except_the_kept() -> None:
     record = Revocation.read(RUN.revoke([ALICE], INVITATION.id, [BOB], NOW).data, RUN.public)
     assert record.excludes(ALICE, None) and record.excludes(ALICE, "another")
     assert record.excludes("newcomer", INVITATION.id)

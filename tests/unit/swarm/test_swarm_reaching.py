@@ -1,4 +1,4 @@
-"""What p2pd is told and what its errors mean; who may have this machine connect somewhere. No p2pd here."""
+"""p2pd's arguments, the meaning of its errors, and which requests make this machine connect. No p2pd runs here."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def test_a_dial_that_was_not_even_tried_tells_what_the_last_one_told(before: boo
 
 
 @pytest.mark.parametrize(
-    ("network", "kind"),
+    ("config", "kind"),
     [
         (ListenConfig(host="127.0.0.1"), "unknown"),
         (ListenConfig(host="5.5.5.5"), "public"),
@@ -54,8 +54,10 @@ def test_a_dial_that_was_not_even_tried_tells_what_the_last_one_told(before: boo
         (ListenConfig(announce=("home.example.org:4000",)), "public"),
     ],
 )
-def test_who_has_or_tells_a_public_address_is_taken_for_public(network: ListenConfig, kind: str) -> None:
-    assert reachability.guess_reachability(network).kind == kind
+def test_a_peer_with_a_public_address_of_its_own_or_announced_is_taken_for_public(
+    config: ListenConfig, kind: str
+) -> None:
+    assert reachability.guess_reachability(config).kind == kind
 
 
 def test_a_public_peer_relays_and_a_private_one_asks_its_relays() -> None:

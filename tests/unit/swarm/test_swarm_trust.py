@@ -1,4 +1,4 @@
-"""Who may be here: told by credentials, revocations and conduct, within limits that no outsider can widen."""
+"""Permissions: credentials, revocations and offences decide, within limits that no outsider can widen."""
 
 import threading
 from pathlib import Path
@@ -45,14 +45,14 @@ def shown(peer: str) -> bytes:
     return FIRST.credential(peer).data()
 
 
-def turned_away(permissions: Permissions, peer: str, credential: bytes | None = None) -> str:
+def refusal(permissions: Permissions, peer: str, credential: bytes | None = None) -> str:
     """The kind of refusal: of a hello, or without a credential of anything else."""
     with pytest.raises(PeerRefused) as caught:
         permissions.check(peer) if credential is None else permissions.admit(peer, credential)
     return caught.value.kind
 
 
-# Coming
+# Hellos
 
 
 def test_a_peer_that_has_shown_its_credential_is_in_good_standing(permissions: Permissions) -> None:
@@ -76,27 +76,27 @@ def test_a_node_does_not_start_with_a_credential_of_another(clock: Clock) -> Non
         Permissions(RUN.public, "me", FIRST.credential("you"), clock=clock)
 
 
-def test_who_has_not_said_hello_is_unknown(permissions: Permissions) -> None:
-    assert turned_away(permissions, "bob") == "unknown"
+def test_a_peer_that_has_not_said_hello_is_unknown(permissions: Permissions) -> None:
+    assert refusal(permissions, "bob") == "unknown"
     permissions.vouch_for(["bob"])
-    assert turned_away(permissions, "bob") == "unknown"
+    assert refusal(permissions, "bob") == "unknown"
     assert permissions.invitation_of("bob") is None
 
 
 def test_strangers_with_no_credential_or_a_stolen_or_a_forged_one_stay_strangers(permissions: Permissions) -> None:
     foreign = invite(RunKey.create(), [], 3600, START).credential("mallory").data()
     for credential in (b"", b"x" * 173, b"x" * 100_000, shown("bob"), foreign):
-        assert turned_away(permissions, "mallory", credential) == "forged"
-    assert turned_away(permissions, "mallory") == "unknown"
+        assert refusal(permissions, "mallory", credential) == "forged"
+    assert refusal(permissions, "mallory") == "unknown"
     assert permissions.refusals == {"forged": 5, "unknown": 1}
 
 
-def test_an_expired_invitation_turns_strangers_away_and_nobody_else(permissions: Permissions, clock: Clock) -> None:
+def test_an_expired_invitation_is_refused_from_unknown_peers_only(permissions: Permissions, clock: Clock) -> None:
     permissions.admit("member", shown("member"))
     clock.now = FIRST.expires
     permissions.check("member")
     permissions.admit("member", shown("member"))
-    assert turned_away(permissions, "stranger", shown("stranger")) == "expired"
+    assert refusal(permissions, "stranger", shown("stranger")) == "expired"
     permissions.vouch_for(["stranger"])
     permissions.admit("stranger", shown("stranger"))
     permissions.check("stranger")
@@ -106,7 +106,7 @@ def test_an_expired_invitation_turns_strangers_away_and_nobody_else(permissions:
 
 def test_being_vouched_for_replaces_no_signature(permissions: Permissions) -> None:
     permissions.vouch_for(["mallory", "", "x" * 10_000])
-    assert turned_away(permissions, "mallory", shown("bob")) == "forged"
+    assert refusal(permissions, "mallory", shown("bob")) == "forged"
     assert len(permissions._vouched) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_known_peer_may_come_with_a_newer_invitation(permissions: Permissions)
     permissions.admit("bob", shown("bob"))
     permissions.admit("bob", SECOND.credential("bob").data())
     assert permissions.invitation_of("bob") == SECOND.id
-    assert turned_away(permissions, "bob", b"nonsense") == "forged"
+    assert refusal(permissions, "bob", b"nonsense") == "forged"
     permissions.check("bob")
 
 
@@ -124,28 +124,28 @@ def test_a_known_peer_may_come_with_a_newer_invitation(permissions: Permissions)
 def test_a_revoked_peer_is_out_whatever_it_shows(permissions: Permissions) -> None:
     permissions.admit("bob", shown("bob"))
     assert permissions.add_revocation(RUN.revoke(["bob"], None, [], START).data)
-    assert turned_away(permissions, "bob") == "revoked"
-    assert turned_away(permissions, "bob", shown("bob")) == "revoked"
+    assert refusal(permissions, "bob") == "revoked"
+    assert refusal(permissions, "bob", shown("bob")) == "revoked"
     permissions.vouch_for(["bob"])
-    assert turned_away(permissions, "bob", SECOND.credential("bob").data()) == "revoked"
+    assert refusal(permissions, "bob", SECOND.credential("bob").data()) == "revoked"
 
 
-def test_with_an_invitation_go_all_who_came_with_it_but_the_kept(permissions: Permissions) -> None:
+def test_with_an_invitation_all_its_peers_are_revoked_except_the_kept(permissions: Permissions) -> None:
     for peer in ("bad", "kept", "other"):
         permissions.admit(peer, shown(peer))
     permissions.admit("elsewhere", SECOND.credential("elsewhere").data())
     permissions.add_revocation(RUN.revoke(["bad"], FIRST.id, ["kept", "me"], START).data)
     for peer in ("kept", "elsewhere", "me"):
         permissions.check(peer)
-    assert turned_away(permissions, "bad") == turned_away(permissions, "other") == "revoked"
-    assert turned_away(permissions, "bad under a new name", shown("bad under a new name")) == "revoked"
+    assert refusal(permissions, "bad") == refusal(permissions, "other") == "revoked"
+    assert refusal(permissions, "bad under a new name", shown("bad under a new name")) == "revoked"
     permissions.admit("other", SECOND.credential("other").data())  # invited again
     permissions.check("other")
 
 
 def test_a_node_learns_that_it_is_revoked_itself(permissions: Permissions) -> None:
     permissions.add_revocation(RUN.revoke(["bad"], FIRST.id, [], START).data)
-    assert turned_away(permissions, "me") == "revoked"
+    assert refusal(permissions, "me") == "revoked"
 
 
 def test_a_revocation_is_news_once_and_is_passed_on_as_it_came(permissions: Permissions, clock: Clock) -> None:
@@ -156,7 +156,7 @@ def test_a_revocation_is_news_once_and_is_passed_on_as_it_came(permissions: Perm
     assert permissions.revocations_digest() != other.revocations_digest()
     assert [other.add_revocation(record) for record in reversed(permissions.revocations())] == [True] * 3
     assert permissions.revocations_digest() == other.revocations_digest()
-    assert turned_away(other, "b", shown("b")) == "revoked"
+    assert refusal(other, "b", shown("b")) == "revoked"
 
 
 def test_a_forged_revocation_changes_nothing(permissions: Permissions) -> None:
@@ -175,9 +175,9 @@ def test_a_forged_revocation_changes_nothing(permissions: Permissions) -> None:
 def test_the_third_offence_bans(permissions: Permissions) -> None:
     permissions.admit("bob", shown("bob"))
     assert [permissions.record_offence("bob", reason) for reason in ("NaN", "NaN", "norm 1e30")] == [False, False, True]
-    assert turned_away(permissions, "bob") == "banned"
-    assert turned_away(permissions, "bob", shown("bob")) == "banned"
-    assert turned_away(permissions, "bob", SECOND.credential("bob").data()) == "banned"
+    assert refusal(permissions, "bob") == "banned"
+    assert refusal(permissions, "bob", shown("bob")) == "banned"
+    assert refusal(permissions, "bob", SECOND.credential("bob").data()) == "banned"
     assert list(permissions.bans()) == ["bob"] and "norm 1e30" in permissions.bans()["bob"]
     assert permissions.record_offence("bob", "again")
 
@@ -225,26 +225,26 @@ def test_bans_can_be_brought_back(permissions: Permissions, clock: Clock) -> Non
     again = Permissions(RUN.public, "me", FIRST.credential("me"), clock=clock)
     for peer, reason in permissions.bans().items():
         again.ban(peer, reason)
-    assert turned_away(again, "bob", shown("bob")) == "banned"
+    assert refusal(again, "bob", shown("bob")) == "banned"
 
 
 # Limits
 
 
 def test_one_peer_cannot_make_this_one_check_signatures_all_day(permissions: Permissions, clock: Clock) -> None:
-    kinds = [turned_away(permissions, "mallory", b"noise") for _ in range(20)]
+    kinds = [refusal(permissions, "mallory", b"noise") for _ in range(20)]
     assert kinds == ["forged"] * 5 + ["busy"] * 15
     permissions.admit("bob", shown("bob"))
     clock.now += 5
-    assert [turned_away(permissions, "mallory", b"noise") for _ in range(2)] == ["forged", "busy"]
+    assert [refusal(permissions, "mallory", b"noise") for _ in range(2)] == ["forged", "busy"]
 
 
 def test_many_names_cannot_either_and_members_still_get_in(permissions: Permissions, clock: Clock) -> None:
     permissions.vouch_for(["member"])
     permissions.admit("known", shown("known"))
-    kinds = [turned_away(permissions, f"mallory {i}", b"noise") for i in range(200)]
+    kinds = [refusal(permissions, f"mallory {i}", b"noise") for i in range(200)]
     assert kinds.count("forged") <= 64
-    assert turned_away(permissions, "bob", shown("bob")) == "busy"
+    assert refusal(permissions, "bob", shown("bob")) == "busy"
     permissions.admit("member", shown("member"))
     for _ in range(50):  # costs no signature
         permissions.admit("known", shown("known"))
@@ -252,7 +252,7 @@ def test_many_names_cannot_either_and_members_still_get_in(permissions: Permissi
     permissions.admit("bob", shown("bob"))
 
 
-def test_memory_does_not_grow_with_those_who_come(
+def test_memory_does_not_grow_with_the_number_of_peers(
     permissions: Permissions, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Credential, "verify", lambda *_: None)
@@ -283,7 +283,7 @@ def test_memory_does_not_grow_with_those_who_come(
         )
     ]
     assert sizes == [50] * 5
-    assert turned_away(permissions, "peer 1") == "unknown"  # says hello again if it is still there
+    assert refusal(permissions, "peer 1") == "unknown"  # says hello again if it is still there
     assert len(permissions.refusals) <= 6
 
 
@@ -295,31 +295,31 @@ def test_no_more_revocations_are_kept_than_the_limit(permissions: Permissions, m
         permissions.add_revocation(RUN.revoke(["c"], None, [], START).data)
 
 
-def test_what_is_not_used_of_an_allowance_does_not_add_up() -> None:
-    allowance = TokenBucket.full(3, 0.5, 0.0)
-    assert [allowance.take(1e6) for _ in range(5)] == [True] * 3 + [False] * 2
-    assert not allowance.take(0.0) and not allowance.take(1.0) and allowance.take(2.0)  # the clock was set back
+def test_a_token_bucket_never_holds_more_than_its_burst() -> None:
+    bucket = TokenBucket.full(3, 0.5, 0.0)
+    assert [bucket.take(1e6) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert not bucket.take(0.0) and not bucket.take(1.0) and bucket.take(2.0)  # the clock was set back
 
 
 @given(st.lists(st.floats(-3, 2), max_size=60))
-def test_an_allowance_is_never_exceeded_however_the_clock_goes(steps: list[float]) -> None:
-    allowance, now, taken, gone = TokenBucket.full(3, 0.5, 0.0), 0.0, 0, 0.0
+def test_a_token_bucket_is_never_exceeded_however_the_clock_goes(steps: list[float]) -> None:
+    bucket, now, taken, gone = TokenBucket.full(3, 0.5, 0.0), 0.0, 0, 0.0
     for step in steps:
         now, gone = now + step, gone + max(0.0, step)
-        taken += allowance.take(now)
+        taken += bucket.take(now)
         assert taken <= 3 + 0.5 * gone + 1e-6
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    recent: LruCache[int] = LruCache(2)
-    recent.put("a", 1)
-    recent.put("b", 2)
-    assert recent.get("a") == 1
-    recent.put("c", 3)
-    assert list(recent) == ["a", "c"] and "b" not in recent and recent.get("b") is None
-    recent.drop("a")
-    recent.drop("nobody")
-    assert len(recent) == 1
+    cache: LruCache[int] = LruCache(2)
+    cache.put("a", 1)
+    cache.put("b", 2)
+    assert cache.get("a") == 1
+    cache.put("c", 3)
+    assert list(cache) == ["a", "c"] and "b" not in cache and cache.get("b") is None
+    cache.drop("a")
+    cache.drop("nobody")
+    assert len(cache) == 1
 
 
 # Files
@@ -335,7 +335,7 @@ def test_revocations_are_on_the_disk_and_a_running_node_sees_a_change(tmp_path: 
     assert reader.load_revocations(path) and not reader.load_revocations(path)
     append_line(path, RUN.revoke(["b"], None, [], START).data.decode())
     assert reader.load_revocations(path)
-    assert turned_away(reader, "b", shown("b")) == "revoked"
+    assert refusal(reader, "b", shown("b")) == "revoked"
     reader.save_revocations(path)
     assert len([line for line in path.read_text().splitlines() if line]) == 2
 
