@@ -60,7 +60,7 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
     saved = max(event["step"] for event in second.events if event["type"] == "checkpoint")
     again = Run(second.folder, [sys.executable, "-m", "diloco.cli.main", "train", f"--resume={second.folder}"])
     with again:
-        again.wait_until(lambda: "going on from this machine's newest checkpoint" in again.output, "to go on alone")
+        again.wait_until(lambda: "continuing from this machine's newest checkpoint" in again.output, "to go on alone")
         again.wait_until(lambda: any(e["type"] == "resumed" for e in again.events), "the saved state")
         again.process.send_signal(signal.SIGINT)
         assert again.code(30) == 0, again.errors

@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.live import PipeSafeConsole
-from diloco.cli.train import load_features
 from diloco.data.corpus import Corpus
 from diloco.data.order import count_windows
 from diloco.data.preparation.builder import train_tokenizer
@@ -31,6 +30,7 @@ from diloco.data.tokenizer import check_target
 from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
+from diloco.training.processes.run_setup import load_features
 
 _LINE_SECONDS = 10.0
 

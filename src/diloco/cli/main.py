@@ -3,13 +3,13 @@
 import sys
 from typing import NoReturn
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from cyclopts.exceptions import CycloptsError
 from rich.console import Console
 from rich.text import Text
 
+from diloco.cli.config_parser import PARAMETER
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
-from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge
 from diloco.version import __version__
 
@@ -18,7 +18,7 @@ app = App(
     help="Train one language model together on machines that are far apart.",
     help_epilogue="Example:  diloco train --workers 2",
     version=__version__,
-    default_parameter=Parameter(name_transform=lambda name: name, negative=()),
+    default_parameter=PARAMETER,
     suppress_keyboard_interrupt=False,  # exit code 1, as below
 )
 app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
@@ -108,13 +108,6 @@ def run(tokens: list[str]) -> int:
         _complain(console, "interrupted")
         return 1
     return 0
-
-
-def parsed_config(tokens: list[str]) -> RunConfig:
-    """The configuration of these options of `train`, checked as on the command line."""
-    _, bound, _ = app.parse_args(["train", *tokens], exit_on_error=False, print_error=False)
-    config: RunConfig = bound.arguments.get("config", RunConfig())
-    return config
 
 
 def _train_tokens(tokens: list[str], console: Console) -> list[str]:

@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.cli.display.live import Display, plain_line, render
+from diloco.cli.config_parser import parse_config
+from diloco.cli.display.joining_hint import joining_hint
+from diloco.cli.display.live import plain_line, render
 from diloco.cli.display.view import RunView
-from diloco.cli.join import agreed, check_clock, check_space, receive_text
-from diloco.cli.main import parsed_config, run
+from diloco.cli.main import run
 from diloco.cli.status import headline, lines, rows
-from diloco.cli.swarm import inviting, with_text
-from diloco.cli.train import check_out
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
 from diloco.training.config.tables import TrainingConfig
+from diloco.training.processes.join import agreed_description, check_clock, check_space, receive_text
+from diloco.training.processes.run_setup import check_out
 from diloco.training.records.events import Event
 from diloco.training.records.history import current
-from diloco.training.records.run_description import Described
+from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
 from support.saved_runs import small_corpus
 
@@ -132,7 +133,7 @@ def test_who_was_never_heard_is_shown_as_such() -> None:
 def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (tmp_path / "events").mkdir()
-    poll = inviting(console, tmp_path)
+    poll = joining_hint(console, tmp_path)
     poll()
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
@@ -179,25 +180,25 @@ def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_ga
 )
 def test_what_a_swarm_cannot_do_is_refused(options: list[str], said: str) -> None:
     with pytest.raises(Exception, match=said):
-        parsed_config(merge(["--engine", "swarm", *options])[0])
+        parse_config(merge(["--engine", "swarm", *options])[0])
 
 
 @pytest.mark.parametrize("options", [["--host", "::1"], ["--announce", "a:1"], ["--swarm.patience", "1"]])
 def test_options_of_a_swarm_without_a_swarm_are_refused(options: list[str]) -> None:
     with pytest.raises(Exception, match=r"--engine swarm|has no effect in engine"):
-        parsed_config(merge(options)[0])
+        parse_config(merge(options)[0])
 
 
 def test_one_worker_is_enough_to_begin_a_swarm() -> None:
-    assert parsed_config(merge(["--engine", "swarm"])[0]).workers == 1
-    assert parsed_config(merge(["--engine", "swarm", "--workers", "3"])[0]).workers == 3
+    assert parse_config(merge(["--engine", "swarm"])[0]).workers == 1
+    assert parse_config(merge(["--engine", "swarm", "--workers", "3"])[0]).workers == 3
 
 
 def test_a_swarms_configuration_is_written_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    config = parsed_config(merge(["--engine", "swarm", "--swarm.min_workers", "3", "--announce", "a.example:1"])[0])
+    config = parse_config(merge(["--engine", "swarm", "--swarm.min_workers", "3", "--announce", "a.example:1"])[0])
     path.write_text(to_toml(config))
-    assert parsed_config(merge([str(path)])[0]) == config
+    assert parse_config(merge([str(path)])[0]) == config
 
 
 @pytest.fixture
@@ -269,13 +270,13 @@ def test_a_clock_that_is_off_by_a_minute_is_refused_with_the_remedy(off: float) 
 
 
 def test_what_two_workers_tell_of_the_run_must_agree_but_for_what_may_change() -> None:
-    first = Described.of(CONFIG, "ab" * 32)
-    longer = Described.of(replace(CONFIG, steps=800), "ab" * 32)
-    assert agreed([first, longer, first]) == first
+    first = RunDescription.of(CONFIG, "ab" * 32)
+    longer = RunDescription.of(replace(CONFIG, steps=800), "ab" * 32)
+    assert agreed_description([first, longer, first]) == first
     with pytest.raises(ConfigError, match=r"describe it differently \(seed\), so one of them is not to be trusted"):
-        agreed([first, longer, Described.of(replace(CONFIG, seed=5), "ab" * 32)])
+        agreed_description([first, longer, RunDescription.of(replace(CONFIG, seed=5), "ab" * 32)])
     with pytest.raises(ConfigError, match="the text"):
-        agreed([first, Described.of(CONFIG, "cd" * 32)])
+        agreed_description([first, RunDescription.of(CONFIG, "cd" * 32)])
 
 
 def test_a_false_description_of_the_text_is_asked_of_the_next_one(tmp_path: Path) -> None:
@@ -289,9 +290,11 @@ def test_a_false_description_of_the_text_is_asked_of_the_next_one(tmp_path: Path
         if name == "meta.json" and first == 0:
             path.write_text("{}")
 
-    config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path / "here"), sequence_length=32)
-    described = Described.of(config, corpus.digest)
-    _, text = receive_text(config, described, fetch, 1, Display(Console(file=io.StringIO()), config), hosts=2)
+    config = replace(
+        CONFIG, data=replace(CONFIG.data, source="swarm", cache_dir=str(tmp_path / "here"), sequence_length=32)
+    )
+    description = RunDescription.of(config, corpus.digest)
+    _, text = receive_text(config, description, fetch, 1, lambda *_: None, hosts=2)
     assert text.shared.digest == corpus.digest and ("meta.json", 1) in asked
 
 
@@ -299,11 +302,10 @@ def test_a_full_disk_while_receiving_is_one_sentence(tmp_path: Path) -> None:
     def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    config = with_text(CONFIG, source="swarm", cache_dir=str(tmp_path))
-    display = Display(Console(file=io.StringIO()), config)
-    described = Described.of(config, "ab" * 32)
+    config = replace(CONFIG, data=replace(CONFIG.data, source="swarm", cache_dir=str(tmp_path)))
+    description = RunDescription.of(config, "ab" * 32)
     with pytest.raises(DataError, match=r"cannot be received into .*No space left .* is left half written"):
-        receive_text(config, described, fetch, 1, display)
+        receive_text(config, description, fetch, 1, lambda *_: None)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli.train import check_data, new_run_folder
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
@@ -12,6 +11,7 @@ from diloco.models.registry import build_model
 from diloco.training.config.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge
+from diloco.training.processes.run_setup import check_data, create_run_folder
 from support.pretrained_models import LENGTH, make_folder
 from support.train_runs import write_text
 
@@ -79,7 +79,7 @@ def test_a_run_folder_is_named_after_the_last_part_of_the_models_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = new_run_folder(RunConfig(model=f"hf:{folder}"))
+    run = create_run_folder(RunConfig(model=f"hf:{folder}"))
     assert run.parent == Path("runs")
     assert run.name.endswith("-small-llama")
 

@@ -27,7 +27,7 @@ _LONGEST_WORD = 64
 
 
 @dataclass(frozen=True)
-class Described:
+class RunDescription:
     """What is the same on all machines."""
 
     model: str | None
@@ -38,7 +38,7 @@ class Described:
     """By dotted key."""
 
     @classmethod
-    def of(cls, config: RunConfig, corpus_digest: str) -> "Described":
+    def of(cls, config: RunConfig, corpus_digest: str) -> "RunDescription":
         return cls(config.model if config.model in PRESETS else None, corpus_digest, config.shared())
 
     def text(self) -> str:
@@ -46,7 +46,7 @@ class Described:
         return json.dumps(told, indent=1) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> "Described":
+    def read(cls, path: Path) -> "RunDescription":
         """ConfigError if it is not what a member of this version tells."""
         try:
             told = json.loads(path.read_bytes()[: MAX_BYTES + 1])

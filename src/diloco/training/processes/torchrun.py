@@ -10,24 +10,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from diloco.atomic_files import write_file
-from diloco.cli.display.live import Display
-from diloco.cli.display.report import print_report
-from diloco.cli.train import begin_again, both, check_data, is_complete, load_features, new_run_folder, noting
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.connect import join_from_environment
 from diloco.errors import DiLoCoError
-from diloco.sinks.process import SinkProcesses
-from diloco.sinks.registry import check_installed
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
+from diloco.training.processes.run import EndedRun, Observe
 from diloco.training.processes.run_lock import hold_as_worker, run_lock
+from diloco.training.processes.run_setup import check_data, create_run_folder, load_features, reopen_run_folder
 from diloco.training.processes.worker import START_SECONDS, train_here
+from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import write_summary
 
 _POLL_SECONDS = 0.1
@@ -35,41 +32,39 @@ _PREPARE_SECONDS = 3600.0
 _NAME_BYTES = 4096
 
 
-def train_as_rank(config: RunConfig, console: Console, resume: Path | None) -> None:
-    """This process's worker, from the rendezvous to the summary; the first worker shows the display."""
-    first = os.environ.get("RANK") == "0"
-    console.quiet = not first  # one of them speaks for all
-    if first:  # where the sinks will be
-        check_installed(config.sink_names)
-    if resume is not None and is_complete(console, resume, config):
-        return
+def train_as_rank(config: RunConfig, resume: Path | None, observe: Observe) -> EndedRun | None:
+    """This process's rank, from the rendezvous to the summary. Returns the run on rank 0, which alone is observed; the
+    other ranks return None, or raise the error."""
     join_from_environment(START_SECONDS)
     rank, processes = dist.get_rank(), dist.get_world_size()
     sizes = config.sizes(processes)
-    workers = len(sizes)
     leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
-    config = replace(config, workers=workers)
-    corpus = _prepared(config, leader)
-    check_data(config, corpus, workers)
+    config = replace(config, workers=len(sizes))
+    corpus = _prepare(config, leader)
+    check_data(config, corpus, config.workers)
     resumed = resume is not None
-    with ExitStack() as held:
+    with ExitStack() as until_summarized:
         folder = _agreed_folder(config, rank, leader) if resume is None else resume
-        if rank == 0:  # machines may have a folder in common: no other run goes on in it meanwhile
-            held.enter_context(run_lock(folder))
+        if rank == 0:  # machines may share the folder: no other run may train in it meanwhile
+            until_summarized.enter_context(run_lock(folder))
         if resumed:
             worker = [worker for worker, size in enumerate(sizes) for _ in range(size)][rank]
             check_resumable(folder, [worker], config, corpus.digest)
-            _meet()  # nobody changes anything before all have accepted it
+            _meet()  # no rank changes anything before all have accepted
         _take_folder(folder, config, leader, resumed)
-        sinks = held.enter_context(SinkProcesses(config.sink_names if rank == 0 else (), folder, noting(console)))
-        with _shown(config, console, folder, sinks.poll, resumed) if rank == 0 else nullcontext():
+        poll: Callable[[], None] | None = None
+        if rank == 0:
+            observer = until_summarized.enter_context(observe(config))
+            poll = until_summarized.enter_context(observer.follow(folder, resumed=resumed))
+        with nullcontext() if poll is None else _polling(poll):
             error = _train(config, corpus, folder, sizes, resumed)
         if leader:
             summary = write_summary(folder, config, None if error is None else str(error))
             if rank == 0:
-                print_report(console, folder, summary)
+                return EndedRun(folder, summary, error)
     if error is not None:
         raise error
+    return None
 
 
 def _train(config: RunConfig, corpus: Corpus, folder: Path, sizes: tuple[int, ...], resume: bool) -> DiLoCoError | None:
@@ -82,16 +77,16 @@ def _train(config: RunConfig, corpus: Corpus, folder: Path, sizes: tuple[int, ..
 
 
 def _take_folder(folder: Path, config: RunConfig, leader: bool, resume: bool) -> None:
-    """For as long as this process lives."""
+    """Reopen the folder of a resumed run, and hold its lock for as long as this process lives."""
     if leader and resume:
-        begin_again(folder, config)
+        reopen_run_folder(folder, config)
     _meet()
     if dist.get_rank():
         hold_as_worker(folder)
 
 
-def _prepared(config: RunConfig, leader: bool) -> Corpus:
-    """Each machine tokenises (and downloads a model) once: its first worker, while the others wait."""
+def _prepare(config: RunConfig, leader: bool) -> Corpus:
+    """Each machine tokenises (and downloads a model) once: its first rank, while the others wait."""
     if not leader:
         _meet()
     check_run_model(config)
@@ -106,39 +101,35 @@ def _meet() -> None:
 
 
 def _agreed_folder(config: RunConfig, rank: int, leader: bool) -> Path:
-    """Worker 0 chooses the run folder; every machine has one of that name."""
+    """Rank 0 chooses the run folder; every machine has one of that name."""
     name = bytearray(_NAME_BYTES)
     if rank == 0:
-        path = str(new_run_folder(config)).encode()
+        path = str(create_run_folder(config)).encode()
         name[: len(path)] = path
     shared = torch.frombuffer(name, dtype=torch.uint8)
     dist.broadcast(shared, 0)
     folder = Path(bytes(shared.tolist()).rstrip(b"\0").decode())
     if leader and rank != 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / "config.toml", to_toml(config))
+        write_file(folder / RUN_FILE, to_toml(config))
     _meet()
     return folder
 
 
 @contextmanager
-def _shown(
-    config: RunConfig, console: Console, folder: Path, also: Callable[[], None], resumed: bool
-) -> Iterator[None]:
-    """The display in a thread of its own, while this one trains."""
+def _polling(poll: Callable[[], None]) -> Iterator[None]:
+    """Call `poll` several times a second in another thread, while this one trains."""
     ended = threading.Event()
-    with Display(console, config) as display:
-        poll = both(display.follow(folder, resumed=resumed), also)
 
-        def watch() -> None:
-            while not ended.wait(_POLL_SECONDS):
-                poll()
-
-        thread = threading.Thread(target=watch, name="diloco-display", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def watch() -> None:
+        while not ended.wait(_POLL_SECONDS):
             poll()
+
+    thread = threading.Thread(target=watch, name="diloco-display", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        poll()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.join import configured, own_options
+from diloco.cli.join import check_own_options, joined_config
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig, is_shared
 from diloco.training.config.tables import InnerConfig
-from diloco.training.records.run_description import Described
+from diloco.training.records.run_description import RunDescription
 
 DIGEST = "ab" * 32
 FOUNDER = RunConfig(
@@ -32,7 +32,7 @@ FOUNDER = RunConfig(
 
 
 def written(tmp_path: Path, **changes: Any) -> Path:
-    told = json.loads(Described.of(FOUNDER, DIGEST).text())
+    told = json.loads(RunDescription.of(FOUNDER, DIGEST).text())
     config = changes.pop("config", {})
     told |= changes
     told["config"] |= config
@@ -42,7 +42,7 @@ def written(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_joiner_has_the_founders_configuration_in_all_that_is_shared(tmp_path: Path) -> None:
-    joiner = configured(Described.read(written(tmp_path)), ["--workers=2", "--device=cpu"])
+    joiner = joined_config(RunDescription.read(written(tmp_path)), ["--workers=2", "--device=cpu"])
     assert joiner.shared() == FOUNDER.shared()
     assert joiner.identity(DIGEST, "m") == FOUNDER.identity(DIGEST, "m")
     assert (joiner.workers, joiner.device, joiner.out, joiner.port) == (2, "cpu", None, None)
@@ -50,14 +50,14 @@ def test_a_joiner_has_the_founders_configuration_in_all_that_is_shared(tmp_path:
 
 
 def test_nothing_that_concerns_the_founders_machine_is_told() -> None:
-    text = Described.of(FOUNDER, DIGEST).text()
+    text = RunDescription.of(FOUNDER, DIGEST).text()
     assert "secret" not in text and "somewhere" not in text and "4000" not in text
     own = {"out", "data.source", "data.cache_dir", "data.tokenizer", "sinks", "model", "device", "compute.compile"}
     assert not any(is_shared(key) for key in own)
 
 
 def test_own_text_is_this_machines_choice(tmp_path: Path) -> None:
-    joiner = configured(Described.read(written(tmp_path)), own_options(["--data.source", "my.txt"]))
+    joiner = joined_config(RunDescription.read(written(tmp_path)), check_own_options(["--data.source", "my.txt"]))
     assert joiner.data.source == "my.txt"
 
 
@@ -78,13 +78,13 @@ def test_a_description_that_could_do_more_than_describe_is_refused(
     tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Described.read(written(tmp_path, config=config))
+        RunDescription.read(written(tmp_path, config=config))
 
 
 @pytest.mark.parametrize("changes", [{"model": "hf:evil/model"}, {"model": "../m"}, {"corpus": "../x"}, {"corpus": 7}])
 def test_a_model_is_a_preset_and_a_text_is_a_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="names a model or a text"):
-        Described.read(written(tmp_path, **changes))
+        RunDescription.read(written(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_a_model_is_a_preset_and_a_text_is_a_digest(tmp_path: Path, changes: dic
     [({"steps": 0}, "steps"), ({"sync.codec": "pickle"}, "codec"), ({"steps": 2.5}, "whole"), ({"inner.lr": -1}, "lr")],
 )
 def test_values_are_checked_like_those_of_a_run_file(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    described = Described.read(written(tmp_path, config=config))
+    description = RunDescription.read(written(tmp_path, config=config))
     with pytest.raises(Exception, match=said):
-        configured(described, [])
+        joined_config(description, [])
 
 
 def test_another_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="install the same version"):
-        Described.read(written(tmp_path, version="99"))
+        RunDescription.read(written(tmp_path, version="99"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{" * 100_000])
@@ -107,18 +107,18 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="cannot be read"):
-        Described.read(path)
+        RunDescription.read(path)
 
 
 def test_a_model_that_is_no_preset_must_be_named_by_whoever_joins(tmp_path: Path) -> None:
     founder = replace(FOUNDER, model="/models/mine")
     path = tmp_path / "run.json"
-    path.write_text(Described.of(founder, DIGEST).text())
-    described = Described.read(path)
-    assert described.model is None
+    path.write_text(RunDescription.of(founder, DIGEST).text())
+    description = RunDescription.read(path)
+    assert description.model is None
     with pytest.raises(ConfigError, match="--model"):
-        configured(described, [])
-    assert configured(described, ["--model=/here/mine"]).model == "/here/mine"
+        joined_config(description, [])
+    assert joined_config(description, ["--model=/here/mine"]).model == "/here/mine"
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_a_model_that_is_no_preset_must_be_named_by_whoever_joins(tmp_path: Path
 )
 def test_what_is_the_swarms_to_say_is_no_option_of_join(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        own_options(given)
+        check_own_options(given)

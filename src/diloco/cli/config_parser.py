@@ -1,0 +1,24 @@
+"""Options on the command line to a RunConfig: what `diloco train` and `diloco join` have in common."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.training.config.run import RunConfig
+
+PARAMETER = Parameter(name_transform=lambda name: name, negative=())
+"""An option is named as its field is, and true or false is its value."""
+
+
+def parse_config(tokens: Sequence[str]) -> RunConfig:
+    """The configuration that these options of `diloco train` give, validated."""
+    parser = App(default_parameter=PARAMETER)
+
+    @parser.default
+    def config_of(*, config: Annotated[RunConfig, Parameter(name="*")] = RunConfig()) -> RunConfig:  # noqa: B008
+        return config
+
+    _, bound, _ = parser.parse_args(list(tokens), exit_on_error=False, print_error=False)
+    config: RunConfig = bound.arguments.get("config", RunConfig())
+    return config

@@ -1,0 +1,60 @@
+"""Tells the user of a swarm's run how others can join it, and what happens until it is in the swarm."""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from diloco.engines.swarm.run_files import SWARM_FOLDER
+from diloco.errors import ConfigError
+from diloco.training.records.events import EventReader
+
+_PATIENT_SECONDS = 20.0
+_SEARCHING = (
+    "not in the swarm yet: finding its members and getting a number from the leader takes two minutes at most "
+    "(logs/worker-0-swarm.log in the run folder says more)"
+)
+
+
+def joining_hint(console: Console, folder: Path) -> Callable[[], None]:
+    """A function to call several times a second. Once a worker of this machine is in the swarm it prints, one time, how
+    others can join; after _PATIENT_SECONDS without one, what the worker waits for."""
+    reader, printed = EventReader(folder), False
+    reader.skip()
+    patient_until = time.monotonic() + _PATIENT_SECONDS
+
+    def poll() -> None:
+        nonlocal printed, patient_until
+        if printed:
+            return
+        if time.monotonic() > patient_until:
+            patient_until = math.inf
+            console.print(Text(_SEARCHING), soft_wrap=True)
+        for event in reader.new_events():
+            if event["type"] == "swarm" and not printed:
+                printed = True
+                _print_hint(console, folder, bool(event["founded"]), bool(event["going_on"]))
+
+    return poll
+
+
+def _print_hint(console: Console, folder: Path, founded: bool, going_on: bool) -> None:
+    from diloco.engines.swarm.trust.run_owner import own_invitation
+
+    if founded and going_on:
+        how = "no other member of the swarm answers: continuing from this machine's newest checkpoint; others can join"
+    else:
+        how = "the swarm starts here" if founded else "joined the swarm: continuing from its state"
+    console.print(Text(how), soft_wrap=True)
+    try:
+        invitation = own_invitation(folder / SWARM_FOLDER, time.time())
+    except ConfigError as error:
+        console.print(Text(f"there is no invitation to give away now: {error}", style="yellow"), soft_wrap=True)
+        return
+    until = f"{datetime.fromtimestamp(invitation.expires, UTC):%Y-%m-%d}"
+    console.print(Text(f"to join from another machine or terminal (until {until}):"), soft_wrap=True)
+    console.print(Text(f"  diloco join {invitation.text()}", style="bold green"), soft_wrap=True, highlight=False)

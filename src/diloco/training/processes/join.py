@@ -1,0 +1,208 @@
+"""Join a swarm's run with nothing but an invitation: `diloco join`. Torch-free.
+
+The swarm sends data only: a description of the run (records/run_description.py says what it may hold), a tokenizer and
+token shards, each checked against its digest. What concerns this machine (paths, devices, ports, which model is loaded
+and executed) is decided by this machine's command line alone.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Protocol
+
+from diloco.data.corpus import TOKENIZER, CorpusMeta
+from diloco.data.preparation.builder import Progress
+from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.received_corpus import (
+    bytes_to_receive,
+    find_corpus,
+    receive_files,
+    receive_metadata,
+    received_corpus_folder,
+)
+from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
+from diloco.errors import ConfigError, DataError
+from diloco.models.native.presets import PRESETS, preset
+from diloco.training.config.recipes import check_run_model
+from diloco.training.config.run import RunConfig, may_change
+from diloco.training.processes.run import EndedRun, Observer
+from diloco.training.processes.run_lock import run_lock
+from diloco.training.processes.run_setup import check_out, create_run_folder
+from diloco.training.processes.swarm_run import SWARM_TEXT, SwarmText, check_network, check_text, run_swarm_workers
+from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
+from diloco.training.shard_claims import shards_of
+
+if TYPE_CHECKING:
+    from diloco.engines.swarm.node.guest import Guest
+    from diloco.engines.swarm.trust.invitation import Invitation
+
+CLOCK_SECONDS = 30.0
+"""A clock that is off by more is refused: expiry dates and logs would be wrong."""
+_MOST_DESCRIPTION_BYTES = 1 << 28
+_STATES = 5
+"""Parameters, two moments, anchor, outer momentum: what a checkpoint holds of each parameter, in fp32."""
+
+
+class FetchFile(Protocol):
+    """Fetches a file of the run from a member, the one numbered `first` if it answers (Guest.fetch)."""
+
+    def __call__(
+        self, name: str, path: Path, most_bytes: int = ..., digest: str | None = ..., *, first: int = ...
+    ) -> None: ...
+
+
+def join_run(
+    invitation: "Invitation",
+    configure: Callable[[RunDescription], RunConfig],
+    observe: Callable[[RunConfig, int], AbstractContextManager[Observer]],
+) -> EndedRun:
+    """Ask the swarm for the run's description and text, and train. `observe` also receives the number of members."""
+    from diloco.engines.swarm.node.guest import Guest
+
+    with ExitStack() as until_summarized:
+        with Guest(invitation) as guest:
+            check_clock(guest.clock())
+            description = _fetch_description(guest)
+            config = configure(description)
+            check_out(config)
+            check_network(config)
+            members = sum(one["live"] and one["number"] >= 0 for one in guest.status()["members"])
+            observer = until_summarized.enter_context(observe(config, members))
+            config, text = receive_text(
+                config, description, guest.fetch, members, observer.show_preparation, guest.hosts
+            )
+            check_text(config, text)
+            folder = create_run_folder(config)
+            until_summarized.enter_context(run_lock(folder))
+            write_private(folder / SWARM_FOLDER / INVITATION_FILE, invitation.text() + "\n")
+            write_private(folder / SWARM_FOLDER / RUN_JSON, description.text())
+            guest.remember(folder / SWARM_FOLDER / PEERS_FILE)
+        return run_swarm_workers(config, folder, text, observer, founder=False)
+
+
+# The run's description
+
+
+def _fetch_description(guest: "Guest") -> RunDescription:
+    """Fetched from every member that answered, since it is not signed."""
+    descriptions = []
+    with TemporaryDirectory(prefix="diloco-") as temporary:
+        path = Path(temporary) / RUN_JSON
+        for first in range(guest.hosts):
+            guest.fetch(RUN_JSON, path, MAX_BYTES, first=first)
+            descriptions.append(RunDescription.read(path))
+    return agreed_description(descriptions)
+
+
+def agreed_description(descriptions: Sequence[RunDescription]) -> RunDescription:
+    """The first one. Refused if another differs in an option that cannot change on resume (`steps` can)."""
+    lasting = [
+        {key: value for key, value in one.values.items() if not may_change(key)}
+        | {"the model": one.model, "the text": one.corpus}
+        for one in descriptions
+    ]
+    for other in lasting[1:]:
+        differs = sorted(key for key, value in lasting[0].items() if other[key] != value)
+        if differs:
+            raise ConfigError(
+                f"two workers of this run describe it differently ({', '.join(differs[:3])}), so one of them is not to "
+                "be trusted: ask the run's owner for a fresh invitation"
+            )
+    return descriptions[0]
+
+
+# The run's text
+
+
+def receive_text(
+    config: RunConfig,
+    description: RunDescription,
+    fetch: FetchFile,
+    members: int,
+    progress: Progress,
+    hosts: int = 1,
+) -> tuple[RunConfig, SwarmText]:
+    """Fetch what this machine needs of the text and does not have, from any of the `hosts` that `fetch` knows."""
+    digest, folder = description.corpus, received_corpus_folder(config.data, description.corpus)
+    own_text = config.data.source != SWARM_TEXT
+    try:
+        shared = find_corpus(config.data, digest)
+        if shared is None:
+            meta = _fetch_meta(folder, digest, fetch, hosts)
+        else:
+            meta, folder = shared.meta, shared.folder
+        _check_checkpoint_space(config, meta.vocab_size)
+        shards = [] if own_text else _future_shards(len(meta.shard_tokens), members, config.workers)
+        check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
+        shared = receive_files(folder, meta, shards, fetch, progress)
+    except OSError as error:
+        raise DataError(
+            f"the text cannot be received into {folder}: {error}; nothing of it is left half written"
+        ) from error
+    if own_text or config.model not in PRESETS:
+        config = replace(config, data=replace(config.data, tokenizer=str(folder / TOKENIZER)))
+    check_run_model(config)
+    return config, SwarmText(shared, prepare(config.data, progress) if own_text else None)
+
+
+def _fetch_meta(folder: Path, digest: str, fetch: FetchFile, hosts: int) -> CorpusMeta:
+    """The corpus's meta.json, from the first host whose copy matches the digest."""
+    problem: DataError | None = None
+    for first in range(hosts):
+        bounded = partial(fetch, most_bytes=_MOST_DESCRIPTION_BYTES, first=first)
+        try:
+            return receive_metadata(folder, digest, bounded)
+        except DataError as error:
+            problem = error
+    assert problem is not None, "a member has let this machine in"
+    raise problem
+
+
+def _future_shards(shards: int, members: int, workers: int) -> list[int]:
+    """The shards of the last `workers` of `members + workers` members; later changes are fetched beside training."""
+    places = members + workers
+    shares = [shards_of(shards, place, places) for place in range(members, places)]
+    return sorted({shard for share in shares for shard in share})
+
+
+# This machine
+
+
+def check_clock(theirs: float) -> None:
+    off = time.time() - theirs
+    if abs(off) > CLOCK_SECONDS:
+        raise ConfigError(
+            f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the swarm's: set it, with "
+            "`timedatectl set-ntp true`, say, and try again"
+        )
+
+
+def _check_checkpoint_space(config: RunConfig, vocab_size: int) -> None:
+    """Before any text is received."""
+    if config.model in PRESETS and config.checkpoint.interval != 0:
+        length = config.data.sequence_length
+        shape = preset(config.model, vocab_size=vocab_size, max_sequence_length=length)
+        size = 4 * _STATES * shape.num_parameters() * config.workers * (config.checkpoint.keep + 1)
+        check_space(Path(config.out or "runs"), size, "checkpoints")
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ConfigError(
+            f"there is no room for {what} in {folder}: {_size(needed)} needed, {_size(free)} free; make room, or "
+            "choose another place with --out or --data.cache_dir"
+        )
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
