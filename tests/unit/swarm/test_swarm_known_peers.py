@@ -30,9 +30,9 @@ class StalledDisk:
 
 def test_rounds_go_on_while_the_disk_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = StalledDisk(monkeypatch)
+    swarm = MemorySwarm(lost_seconds=2.0)
 
     async def story() -> tuple[int, ...]:
-        swarm = MemorySwarm(lost_seconds=2.0)
         workers = [await swarm.start(), await swarm.start()]
         await workers[1].catch_up()
         await asyncio.sleep(1.5)  # the file is looked after every second
@@ -45,6 +45,8 @@ def test_rounds_go_on_while_the_disk_is_stalled(monkeypatch: pytest.MonkeyPatch)
         assert asyncio.run(story()) == (0, 1)
     finally:
         disk.released.set()
+        for worker in swarm.workers:
+            worker.node._peers_file._thread.shutdown()  # no write of this test's may reach the next one's disk
     assert not disk.gave_up
 
 
