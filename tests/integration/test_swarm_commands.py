@@ -74,7 +74,7 @@ def test_join_says_in_one_sentence_that_nobody_is_there(tmp_path: Path, capsys: 
     word = invite(key, [f"/ip4/127.0.0.1/tcp/9/p2p/{nobody}"], 600.0, time.time()).text()
     assert command(["join", word, f"--out={tmp_path / 'run'}"]) == 1
     said = capsys.readouterr().err
-    assert said.count("error:") == 1 and "nobody of this run answers" in said and "diloco doctor" in said
+    assert said.count("error:") == 1 and "no worker of this run answers" in said and "diloco doctor" in said
     assert not (tmp_path / "run").exists()
 
 

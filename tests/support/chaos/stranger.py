@@ -11,8 +11,11 @@ from pathlib import Path
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.wire import PROTOCOL, pack, write_frame
+from diloco.engines.swarm.node.trainer import PresentWorker
+from diloco.engines.swarm.node.wire import PROTOCOL, encode, write_frame
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -67,21 +70,19 @@ async def _attempts(folder: Path, run: str, addresses: list[str]) -> tuple[list[
 def _requests(me: str) -> dict[str, bytes]:
     """Whatever could let it in, lead, contribute, or put others out."""
     forged = invite(RunKey.create(), [], 3600.0, 0.0).credential(me).data()
-    hello = pack(
-        "hello", protocol=PROTOCOL, version=__version__, role="worker", credential=forged, addresses=[],
-        status=Status(number=0, holds=True).to_wire(), time=0.0,
-    )  # fmt: skip
+    hello = messages.Hello(PROTOCOL, __version__, "worker", forged, (), Status(number=0, has_state=True))
+    authority = Authority(1 << 40, 0, 0)
     return {
-        "hello": hello,
-        "status": pack("status"),
-        "files": pack("files"),
-        "number": pack("number", wished=0),
-        "ready": pack("ready", sequence=1, fragment=0, header=b"", note=b"", ratio=None),
-        "inquire": pack("inquire", sequence=1, authority=[1 << 40, 0, 0]),
-        "commit": pack("commit", sequence=1, authority=[1 << 40, 0, 0]),
-        "outcome": pack("outcome", sequence=0),
-        "called": pack("called", sequence=1 << 40),
-        "bye": pack("bye"),
+        "hello": encode(hello),
+        "status": encode(messages.AskStatus()),
+        "files": encode(messages.AskFiles()),
+        "number": encode(messages.AskNumber(0)),
+        "ready": encode(messages.Ready(PresentWorker(0, b"", b""), None)),
+        "inquire": encode(messages.Inquire(1, authority)),
+        "commit": encode(messages.Commit(1, authority)),
+        "outcome": encode(messages.AskOutcome(0)),
+        "post now": encode(messages.PostNow(1 << 40)),
+        "goodbye": encode(messages.Goodbye()),
         "large": b"x" * 100_000,
     }
 
@@ -90,9 +91,9 @@ async def _streams(transport: P2pdTransport, peer: str) -> list[str]:
     """Those that gave a byte."""
     got = []
     heads = {
-        "state": pack("state"),
-        "mean": pack("mean", sequence=0),
-        "parts": pack("parts", sequence=1, authority=[1, 0, 1]),
+        "state": encode(messages.OpenState()),
+        "mean": encode(messages.OpenMean(0)),
+        "parts": encode(messages.OpenParts(1, Authority(1, 0, 1))),
     }
     for name, head in heads.items():
         try:

@@ -18,7 +18,8 @@ from diloco.engines.rounds import Contribution, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome, Snapshot
+from diloco.engines.swarm.node.plan import Authority, Entry, Plan
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
@@ -285,6 +286,15 @@ class MemoryWorker:
                 data = data[8 + size :]
         self.trainer.means += [bytes(mean.data.view) for mean in arrived.means]
         self.trainer.sequence = arrived.sequence
+
+
+def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
+    """As worker 0 makes it when all have posted `values` of norm 1."""
+    key = RoundKey(sequence, 0)
+    vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
+    header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))
+    entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"note")) for worker in workers)
+    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, {}, tuple(workers), 1000.0)
 
 
 class MemorySwarm:

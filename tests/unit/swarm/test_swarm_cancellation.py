@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
-from diloco.engines.swarm.node.transfer import Transfer
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import PresentWorker
 from support import virtual_clock
 from support.swarm.memory import MemorySwarm, values
 
@@ -39,8 +40,8 @@ async def is_cancelled(wait: Callable[[], Awaitable[None]], happen: Callable[[],
 def test_a_wait_for_a_change_of_membership(ticks: int) -> None:
     async def work() -> bool:
         swarm = MemorySwarm()
-        membership = (await swarm.start()).node.membership
-        return await is_cancelled(lambda: membership.wait_for_change(10.0), membership.changed, ticks)
+        members = (await swarm.start()).node.members
+        return await is_cancelled(lambda: members.wait_for_change(10.0), members.changed, ticks)
 
     assert virtual_clock.run(work())
 
@@ -51,9 +52,9 @@ def test_a_reducers_wait_for_parts(ticks: int) -> None:
         swarm = MemorySwarm()
         worker = await swarm.start()
         posting = worker.posting(values(0))
-        entry = Entry(worker.name, 0, posting.header, b"")
+        entry = Entry(worker.name, PresentWorker(0, posting.header, b""))
         plan = Plan(posting.key, Authority(1, 0, 1), worker.name, (entry,), {}, (0,), posting.max_norm_ratio)
         transfer = Transfer(plan, posting, worker.node.transport, 10.0)
-        return await is_cancelled(lambda: transfer._until(lambda: False, 10.0), transfer._tell, ticks)
+        return await is_cancelled(lambda: transfer._wait_until(lambda: False, 10.0), transfer._notify, ticks)
 
     assert virtual_clock.run(work())

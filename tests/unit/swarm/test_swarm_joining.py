@@ -10,8 +10,11 @@ import pytest
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.file_transfer import fetch_file
-from diloco.engines.swarm.node.wire import Message, pack, read_frame, write_frame
+from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.status import RunStatus, Status
+from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, RendezvousError
@@ -19,6 +22,12 @@ from support import virtual_clock
 from support.swarm.memory import NAMES, MemorySwarm, MemoryTransport, MemoryWorker, date, values
 
 Story = Callable[[MemorySwarm], Awaitable[Any]]
+
+AUTHORITY = Authority(1, 0, 1)
+
+
+class Unknown(PeerMessage, frozen=True):
+    """A message of no type that a node knows."""
 
 
 def told(story: Story, **settings: Any) -> Any:
@@ -120,7 +129,7 @@ def test_a_joiner_whom_nobody_can_give_the_state_says_so() -> None:
         stop(swarm, workers[0])
         await joiner.catch_up()
 
-    with pytest.raises(EngineError, match="nobody who has the state of this run answers"):
+    with pytest.raises(EngineError, match="no worker that has the state of this run answers"):
         told(story, lost_seconds=0.2)
 
 
@@ -170,7 +179,7 @@ def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
         await workers[0].node.leave()
         await rounds(workers[1:], 1)
         ended = [type_ for type_, _ in workers[1].trainer.events]
-        return workers[1].node.members(), ended
+        return workers[1].node.members.roster(), ended
 
     members, events = told(story)
     assert members == (1, 2) and "member_left" in events and "member_lost" not in events
@@ -184,7 +193,7 @@ def test_an_invitation_of_another_run_opens_nothing() -> None:
         await founded(swarm, 2)
         await swarm.start(credential_of=RunKey.create())
 
-    with pytest.raises(RendezvousError, match="does not take this worker in"):
+    with pytest.raises(RendezvousError, match="does not admit this worker"):
         told(story)
 
 
@@ -195,14 +204,32 @@ def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> No
         stranger = MemoryTransport(swarm.network, NAMES[20])
         await stranger.serve(_nothing, _nobody)
         target, refusals, read = workers[0].name, [], []
-        for kind in ("beat", "number", "ready", "plan", "commit", "inquire", "outcome", "status", "files", "called"):
+        ended = workers[0].node.outcomes.recent.get(0)
+        assert ended is not None
+        for request in (
+            messages.Beat(Status(), (), (), ""),
+            messages.AskNumber(0),
+            messages.Ready(ended.plan.entries[0].contribution, None),
+            ended.plan,
+            messages.Commit(1, AUTHORITY),
+            messages.Inquire(1, AUTHORITY),
+            messages.AskOutcome(0),
+            messages.AskStatus(),
+            messages.AskFiles(),
+            messages.PostNow(1),
+        ):
             with pytest.raises(CallRefused) as caught:
-                await stranger.call(target, pack(kind, sequence=1, wished=0), 1.0)
+                await stranger.call(target, encode(request), 1.0)
             refusals.append(str(caught.value))
-        for kind in ("state", "mean", "file", "parts"):
+        for opening in (
+            messages.OpenState(),
+            messages.OpenMean(0),
+            messages.OpenFile("config"),
+            messages.OpenParts(0, AUTHORITY),
+        ):
             stream = await stranger.open_stream(target, 1.0)
             try:
-                await write_frame(stream, pack(kind, sequence=0, name="config", authority=[1, 0, 1]), 1.0)
+                await write_frame(stream, encode(opening), 1.0)
                 read.append((await read_frame(stream, 1 << 20, 1.0)).decode())
             except Unreachable:
                 pass
@@ -214,20 +241,20 @@ def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> No
 
 
 def test_a_visitor_with_an_invitation_sees_the_status_and_is_in_no_round() -> None:
-    async def story(swarm: MemorySwarm) -> tuple[Message, tuple[int, ...]]:
+    async def story(swarm: MemorySwarm) -> tuple[RunStatus, tuple[int, ...]]:
         workers = await founded(swarm, 2)
         visitor = MemoryTransport(swarm.network, NAMES[21])
         await visitor.serve(_nothing, _nobody)
-        greeting = workers[0].node.membership.greeting("visitor")
-        greeting["credential"] = swarm.invitation().credential(visitor.peer).data()
-        await visitor.call(workers[0].name, pack("hello", **greeting), 1.0)
-        status = Message.unpack(await visitor.call(workers[0].name, pack("status"), 1.0))
-        with pytest.raises(CallRefused):
-            await visitor.call(workers[0].name, pack("ready", sequence=0), 1.0)
-        return status, workers[0].node.members()
+        credential = swarm.invitation().credential(visitor.peer).data()
+        hello = messages.Hello(PROTOCOL, "1", "guest", credential, (), Status())
+        await visitor.call(workers[0].name, encode(hello), 1.0)
+        answer = await visitor.call(workers[0].name, encode(messages.AskStatus()), 1.0)
+        with pytest.raises(CallRefused, match="say hello first"):
+            await visitor.call(workers[0].name, encode(messages.Inquire(0, AUTHORITY)), 1.0)
+        return messages.expect(answer, messages.StatusAnswer).status, workers[0].node.members.roster()
 
     status, members = told(story)
-    assert members == (0, 1) and [member["number"] for member in status.items("members")] == [0, 1]
+    assert members == (0, 1) and [member.number for member in status.members] == [0, 1]
 
 
 def test_whoever_is_revoked_is_out_everywhere_and_told_why() -> None:
@@ -236,10 +263,10 @@ def test_whoever_is_revoked_is_out_everywhere_and_told_why() -> None:
         record = swarm.run_key.revoke([workers[2].name], None, [], date())
         for worker in workers[:1]:  # one hears of it, beats carry it on
             worker.node.permissions.add_revocation(record.data)
-            worker.node.membership.expel()
+            worker.node.members.expel()
         await asyncio.sleep(0.6)
         ended, _ = await workers[2].post(values(2), seconds=10.0)
-        return ended.failure, ended.fatal, [worker.node.members() for worker in workers[:2]]
+        return ended.failure, ended.fatal, [worker.node.members.roster() for worker in workers[:2]]
 
     failure, fatal, members = told(story)
     assert fatal and failure is not None and "revoked" in failure
@@ -250,11 +277,11 @@ def test_messages_that_make_no_sense_get_their_sender_banned() -> None:
     async def story(swarm: MemorySwarm) -> tuple[list[str], tuple[int, ...]]:
         workers = await founded(swarm, 3)
         refusals = []
-        for data in (b"\xc1", pack("ready"), pack("plan", sequence=-5), b"\x93\x01\x02\x03"):
+        for data in (b"\xc1", encode(Unknown()), encode(messages.AskOutcome(-5)), b"\x93\x01\x02\x03"):
             with pytest.raises(CallRefused) as caught:
                 await workers[2].node.transport.call(workers[0].name, data, 1.0)
             refusals.append(str(caught.value))
-        return refusals, workers[0].node.members()
+        return refusals, workers[0].node.members.roster()
 
     refusals, members = told(story)
     assert all("malformed" in text for text in refusals[:3]) and "banned" in refusals[3]
@@ -262,7 +289,7 @@ def test_messages_that_make_no_sense_get_their_sender_banned() -> None:
 
 
 async def _nothing(peer: str, data: bytes) -> bytes:
-    return pack("answer", state="none")
+    return encode(messages.Done())
 
 
 async def _nobody(stream: Any) -> None:
@@ -298,7 +325,7 @@ def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
         move(one, two)
         move(two, one)
         swarm.network.way = way  # type: ignore[method-assign]
-        lost = [one.node.membership.peers[two.name], two.node.membership.peers[one.name]]
+        lost = [one.node.members.peers[two.name], two.node.members.peers[one.name]]
         async with asyncio.timeout(10):
             while any(peer.live for peer in lost):
                 await asyncio.sleep(0.02)
@@ -321,7 +348,7 @@ def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: s
         honest.node.serve_files({"shard": tmp_path / "true"})
         peers = [liar.name, honest.name]
         await fetch_file(asking.node.transport, peers, "shard", tmp_path / "here", 1.0, 36, digest)
-        with pytest.raises(EngineError, match="nobody in the swarm can give 'shard'"):
+        with pytest.raises(EngineError, match="no worker of the swarm can give 'shard'"):
             await fetch_file(asking.node.transport, [liar.name], "shard", tmp_path / "no", 1.0, 36, digest)
         return (tmp_path / "here").read_bytes()
 
@@ -338,7 +365,7 @@ def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) 
         def refuse(name: str, wished: int) -> int:
             raise CallRefused("not today")
 
-        monkeypatch.setattr(first.node.membership, "number_for", refuse)
+        monkeypatch.setattr(first.node.members, "number_for", refuse)
         await swarm.start()
 
     with pytest.raises(

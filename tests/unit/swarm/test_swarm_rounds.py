@@ -133,7 +133,7 @@ def test_a_cut_off_worker_does_not_step_alone_while_most_others_may_be_there() -
 
 def test_those_who_fell_silent_and_are_dead_by_now_are_waited_for_no_longer() -> None:
     async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[bool, bool]:
-        alone = workers[0].node.membership
+        alone = workers[0].node.members
         swarm.network.cut.update(worker.name for worker in workers[1:])
         while alone.live():
             await asyncio.sleep(0.05)
@@ -243,10 +243,10 @@ def test_a_new_leader_has_the_patience_of_the_one_before_it() -> None:
 
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[float]:
         for worker in workers:
-            worker.node.leading._began -= 86_400.0
+            worker.node.leader._started -= 86_400.0
         for sequence in range(3):
             await all_post(workers, sequence)
-        return [worker.node.leading.patience_seconds for worker in workers]
+        return [worker.node.leader.patience_seconds for worker in workers]
 
     assert max(told(3, story)) < 60.0
 
@@ -258,11 +258,11 @@ def test_joiners_that_outnumber_the_others_follow_a_round_that_ended_without_the
         for _ in range(3):
             joiners.append(await swarm.start())
             await joiners[-1].catch_up()
-            joiners[-1].node.own.holds = False  # nobody knows it yet: the round does not wait for it
+            joiners[-1].node.own.has_state = False  # nobody knows it yet: the round does not wait for it
         await asyncio.sleep(0.3)
         await all_post(old, 1)
         for joiner in joiners:
-            joiner.node.own.holds = True
+            joiner.node.own.has_state = True
         late = await all_post(joiners, 1, seconds=8.0)
         for joiner in joiners:
             await joiner.catch_up()

@@ -30,5 +30,10 @@ class Settings:
     label: str = ""
     """The name of this worker's machine in `diloco status`."""
 
+    @property
+    def stall_seconds(self) -> float:
+        """A transfer without progress for so long is broken, although both peers are live."""
+        return 4 * self.lost_seconds
+
     def path(self, name: str) -> Path:
         return Path(self.folder) / name

@@ -20,8 +20,9 @@ from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_
 from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.engines.swarm.network.reachability_monitor import answers_libp2p
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
+from diloco.engines.swarm.node.messages import AskStatus, AskTime, Hello, Measure, StatusAnswer, Time, expect
+from diloco.engines.swarm.node.status import MemberStatus, Status
+from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, encode
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.version import __version__
@@ -110,17 +111,16 @@ class _SwarmChecks:
 
     async def _hello(self, peer: str) -> None:
         credential = self._invitation.credential(self._transport.peer).data()
-        own = Status().to_wire()
-        greeting = {"protocol": PROTOCOL, "version": __version__, "role": "guest", "time": time.time()}
-        data = pack("hello", **greeting, credential=credential, addresses=[], status=own, revocations=[])
-        Message.unpack(await self._transport.call(peer, data, _SECONDS))
+        hello = Hello(PROTOCOL, __version__, "guest", credential, (), Status())
+        expect(await self._transport.call(peer, encode(hello), _SECONDS), Hello)
         if peer not in self._hosts:
             self._hosts.append(peer)
 
     async def _clock(self) -> Finding:
         try:
             started = time.time()
-            told = Message.unpack(await self._transport.call(self._hosts[0], pack("clock"), _SECONDS)).real("time")
+            answer = await self._transport.call(self._hosts[0], encode(AskTime()), _SECONDS)
+            told = expect(answer, Time).time
             skew = (started + time.time()) / 2 - told
         except Problem as error:
             return Finding("clock", "warning", f"cannot be compared: {error}", "run this again")
@@ -165,8 +165,8 @@ class _SwarmChecks:
     async def _peers(self) -> AsyncIterator[Finding]:
         """All live members, not only those in the invitation."""
         try:
-            status = Message.unpack(await self._transport.call(self._hosts[0], pack("status"), _SECONDS))
-            members = [member for member in status.maps("members") if member.flag("live")]
+            answer = await self._transport.call(self._hosts[0], encode(AskStatus()), _SECONDS)
+            members = [member for member in expect(answer, StatusAnswer).status.members if member.live]
         except Problem as error:
             yield Finding("workers", "failed", f"the swarm does not list its workers: {error}", "run this again")
             return
@@ -174,11 +174,11 @@ class _SwarmChecks:
         for member in members[:_MAX_PEERS]:
             yield await self._measure(member)
 
-    async def _measure(self, member: Message) -> Finding:
-        peer, name = member.text("peer"), f"worker {member.number('number', low=-1)}"
+    async def _measure(self, member: MemberStatus) -> Finding:
+        peer, name = member.peer, f"worker {member.number}"
         try:
             if peer not in self._hosts:
-                await self._transport.connect(peer, texts(member.items("addresses")), _SECONDS)
+                await self._transport.connect(peer, list(member.addresses), _SECONDS)
                 await self._hello(peer)
             latency = await self._latency(peer)
             up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
@@ -193,13 +193,13 @@ class _SwarmChecks:
         taken = []
         for _ in range(_LATENCIES):
             started = time.monotonic()
-            await self._transport.call(peer, pack("clock"), _SECONDS)
+            await self._transport.call(peer, encode(AskTime()), _SECONDS)
             taken.append(time.monotonic() - started)
         return statistics.median(taken)
 
     async def _speed(self, peer: str, *, up: bool) -> float:
         """MB/s with calls of 512 KiB: the line may be faster, not slower."""
-        request = pack("measure", bytes=0 if up else _PIECE, padding=bytes(_PIECE if up else 0))
+        request = encode(Measure(0 if up else _PIECE, bytes(_PIECE if up else 0)))
         started, done = time.monotonic(), 0
 
         async def ask() -> None:

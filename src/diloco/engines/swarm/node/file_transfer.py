@@ -1,7 +1,7 @@
-"""Files that members give to each other: the configuration, the tokenizer, shards of the corpus. Data, never code.
+"""Files that members serve to each other: the configuration, the tokenizer, shards of the corpus. Data, never code.
 
-A node serves only what its trainer has named, under names that are no paths. A file arrives under a temporary name, is
-held against its digest, and appears whole or not at all.
+A node serves only the files that its trainer has named, under names that are no paths. A file arrives under a temporary
+name, is compared with its SHA-256, and appears whole or not at all.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from diloco.atomic_files import PartialFile, replace_file
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
-from diloco.engines.swarm.node.wire import Malformed, Message, pack, read_frame, write_frame
+from diloco.engines.swarm.node.messages import FileHead, NotHere, OpenFile, decode
+from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, write_frame
 from diloco.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class _Digested:
 
 
 class SharedFiles:
-    """What this node gives to others."""
+    """The files that this node serves."""
 
     def __init__(self) -> None:
         self._paths: dict[str, Path] = {}
@@ -46,21 +47,21 @@ class SharedFiles:
     def names(self) -> list[str]:
         return sorted(self._paths)
 
-    async def give(self, stream: Stream, message: Message, stall_seconds: float) -> None:
-        name = message.text("name")
+    async def send(self, stream: Stream, request: OpenFile, stall_seconds: float) -> None:
+        name = request.name
         path = self._paths.get(name)
         if path is None or not path.is_file():
-            await write_frame(stream, pack("none"), stall_seconds)
+            await write_frame(stream, encode(NotHere()), stall_seconds)
             return
         size = path.stat().st_size
         digest = await asyncio.get_running_loop().run_in_executor(None, self._digest, name, path)
-        await write_frame(stream, pack("file", size=size, digest=digest), stall_seconds)
+        await write_frame(stream, encode(FileHead(size, digest)), stall_seconds)
         with path.open("rb") as file:
             left = size
             while left:
                 data = file.read(min(_CHUNK_BYTES, left))
                 if not data:
-                    return  # it has become shorter; the other side sees an end that comes too early
+                    return  # the file has become shorter; the receiver sees the stream end too early
                 await stream.write(data, stall_seconds)
                 left -= len(data)
         await stream.read(1, stall_seconds)
@@ -90,8 +91,10 @@ async def fetch_file(
     most_bytes: int = _LARGEST_FILE,
     digest: str | None = None,
 ) -> Fetched:
-    """From the first of `peers` that has it: of at most that size and, if given, with that sha256. Raises EngineError,
-    and OSError if it cannot be written; `path` is then as it was."""
+    """Fetch a file from the first of `peers` that has it, of at most `most_bytes` and, if given, with that SHA-256.
+
+    Raises EngineError, or OSError if it cannot be written; `path` is then unchanged.
+    """
     problems = []
     for peer in peers:
         try:
@@ -102,7 +105,7 @@ async def fetch_file(
             if fetched is not None:
                 return fetched
             problems.append(f"{peer[-8:]}: does not have it")
-    raise EngineError(f"nobody in the swarm can give '{name}' ({'; '.join(problems) or 'nobody is there'})")
+    raise EngineError(f"no worker of the swarm can give '{name}' ({'; '.join(problems) or 'none is live'})")
 
 
 async def _fetch_from(
@@ -116,13 +119,15 @@ async def _fetch_from(
 ) -> Fetched | None:
     stream = await transport.open_stream(peer, stall_seconds)
     try:
-        await write_frame(stream, pack("file", name=name), stall_seconds)
-        head = Message.unpack(await read_frame(stream, 1 << 12, 4 * stall_seconds))
-        if head.kind != "file":
+        await write_frame(stream, encode(OpenFile(name)), stall_seconds)
+        head = decode(await read_frame(stream, 1 << 12, 4 * stall_seconds))
+        if not isinstance(head, FileHead):
             return None
-        size, digest = head.number("size", high=most_bytes), head.text("digest")
+        size, digest = head.size, head.digest
+        if size > most_bytes:
+            raise Malformed(f"a file of {size} bytes, more than {most_bytes}")
         if wanted not in (None, digest):
-            raise Malformed("it has another file of that name")
+            raise Malformed(f"another file of that name, with the SHA-256 {digest}")
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
         if free < size:
@@ -145,4 +150,4 @@ async def _receive(stream: Stream, file: PartialFile, size: int, digest: str, st
         file.write(data)
         left -= len(data)
     if file.finish().sha256 != digest:
-        raise Malformed("it is not what it was said to be")
+        raise Malformed(f"a file whose SHA-256 is not the {digest} that was announced")

@@ -1,7 +1,7 @@
-"""A look at a swarm from outside, with an invitation and without becoming a member: who is there, the time, files.
+"""A guest of a swarm: it has an invitation, asks members for the status, the time and files, and takes part in nothing.
 
-For `diloco join`, before this machine has anything of the run, and for `diloco status`. A guest has a name of its own
-for the visit, listens to nobody, and is forgotten. The event loop runs in a thread; every call is bounded.
+For `diloco join`, before this machine has anything of the run, and for `diloco status`. A guest has an identity of its
+own for the visit, answers no peer, and is forgotten. The event loop runs in a thread; every call is bounded.
 """
 
 import asyncio
@@ -14,13 +14,25 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
+from msgspec import to_builtins
+
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
+from diloco.engines.swarm.node.messages import (
+    AskFiles,
+    AskStatus,
+    AskTime,
+    FileNames,
+    Hello,
+    StatusAnswer,
+    Time,
+    expect,
+)
 from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, Message, pack, texts
+from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import EngineError, RendezvousError
 from diloco.version import __version__
@@ -28,18 +40,18 @@ from diloco.version import __version__
 _CALL_SECONDS = 10.0
 _STALL_SECONDS = 30.0
 _START_SECONDS = 60.0
-_MEMBERS = 1024
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound=PeerMessage)
 
 
 class Guest:
-    """Of one swarm; a context. Raises RendezvousError with what to do if nobody lets it in."""
+    """A context. Raises RendezvousError with what to do if no member admits it."""
 
     def __init__(self, invitation: Invitation, network: ListenConfig | None = None) -> None:
         self._invitation, self._network = invitation, replace(network or ListenConfig(), guest=True)
         self._hosts: list[str] = []
-        """Who has answered."""
+        """The members that have admitted this guest."""
 
     def __enter__(self) -> "Guest":
         self._folder = TemporaryDirectory(prefix="diloco-guest-")
@@ -59,50 +71,45 @@ class Guest:
     ) -> None:
         self._close()
 
-    # What can be asked
+    # Questions
 
     @property
     def hosts(self) -> int:
-        """How many have let this guest in."""
+        """The number of members that have admitted this guest."""
         return len(self._hosts)
 
     def clock(self) -> float:
-        """The time there, as seconds since 1970, corrected by half of what the question took.
+        """The members' time, in seconds since 1970, corrected by half the duration of the call.
 
-        Of several that are told, the one nearest to this machine's: one who lies cannot keep anybody out.
+        Of several answers the one nearest to this machine's clock: one member that lies cannot keep a guest out.
         """
-        told, problem = [], EngineError("nobody is there")
+        times, problem = [], EngineError("no member has admitted this guest")
         for peer in self._hosts:
             started = time.monotonic()
             try:
-                there = self._ask(pack("clock"), [peer]).real("time")
-            except (EngineError, Malformed) as error:
-                problem = EngineError(str(error))
+                theirs = self._ask(AskTime(), Time, [peer]).time
+            except EngineError as error:
+                problem = error
             else:
-                told.append(there + (time.monotonic() - started) / 2)
-        if not told:
+                times.append(theirs + (time.monotonic() - started) / 2)
+        if not times:
             raise problem
-        return min(told, key=lambda there: abs(there - time.time()))
+        return min(times, key=lambda theirs: abs(theirs - time.time()))
 
     def status(self) -> dict[str, Any]:
-        """As Node.status gives it."""
-        message = self._ask(pack("status"))
-        return {
-            "run": message.text("run"),
-            "members": [_member(entry) for entry in message.maps("members")[:_MEMBERS]],
-            "leader": message.text("leader") if message.has("leader") else None,
-            "leading": {str(key): str(value)[:64] for key, value in message.plain("leading").items()},
-        }
+        """As Node.status."""
+        status: dict[str, Any] = to_builtins(self._ask(AskStatus(), StatusAnswer).status)
+        return status
 
     def files(self) -> list[str]:
-        return texts(self._ask(pack("files")).items("names"))
+        return list(self._ask(AskFiles(), FileNames).names)
 
     def fetch(
         self, name: str, path: Path, most_bytes: int = 1 << 42, digest: str | None = None, *, first: int = 0
     ) -> None:
-        """A file from whoever has it (with that sha256); whole or not at all. Raises EngineError or OSError.
+        """A file (with that sha256) from any member that has it, whole or not at all. Raises EngineError or OSError.
 
-        `first`: which of those who let this guest in is asked first.
+        `first`: the index of the member that is asked first.
         """
         assert self._transport is not None
         hosts = self._hosts[first:] + self._hosts[:first]
@@ -110,7 +117,7 @@ class Guest:
         self._run(work, None)
 
     def remember(self, path: Path) -> None:
-        """Where the members are, into a peers.json."""
+        """Write the members' addresses into a peers.json."""
         known = [
             KnownPeer(
                 one["peer"], one["number"] if one["number"] >= 0 else None, tuple(one["addresses"]), seen=time.time()
@@ -120,12 +127,12 @@ class Guest:
         ]
         write_peers(path, known)
 
-    # How
+    # Calls
 
     async def _begin(self) -> None:
         key = Path(self._folder.name) / "guest.key"
         self._transport = await P2pdTransport.create(key, protocol_of(self._invitation.run_id), self._network)
-        await self._transport.serve(_nothing, _no_stream)
+        await self._transport.serve(_refuse_call, _refuse_stream)
         at: dict[str, list[str]] = {}
         for address in self._invitation.addresses:
             at.setdefault(address.rpartition("/p2p/")[2], []).append(address)
@@ -133,48 +140,39 @@ class Guest:
         if not self._hosts:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None:
-                raise RendezvousError(f"the swarm does not let this machine in: {refused}")
+                raise RendezvousError(f"the swarm does not admit this machine: {refused}")
             raise RendezvousError(
-                f"nobody of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: is a worker "
-                "of it running there, and its port open? Ask for a fresh invitation (diloco invite RUN), and see "
+                f"no worker of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: is one "
+                "running there, and its port open? Ask for a fresh invitation (diloco invite RUN), and see "
                 "diloco doctor INVITATION"
             )
 
     async def _greet(self, peer: str, addresses: list[str]) -> Exception | None:
         assert self._transport is not None
-        hello = pack(
-            "hello",
-            protocol=PROTOCOL,
-            version=__version__,
-            role="guest",
-            credential=self._invitation.credential(self._transport.peer).data(),
-            addresses=[],
-            status=Status().to_wire(),
-            time=time.time(),
-            revocations=[],
-        )
+        credential = self._invitation.credential(self._transport.peer).data()
+        hello = Hello(PROTOCOL, __version__, "guest", credential, (), Status())
         try:
             await self._transport.connect(peer, addresses, _CALL_SECONDS)
-            Message.unpack(await self._transport.call(peer, hello, _CALL_SECONDS))
+            expect(await self._transport.call(peer, encode(hello), _CALL_SECONDS), Hello)
         except (Unreachable, CallRefused, Malformed) as problem:
             return problem
         self._hosts.append(peer)
         return None
 
-    def _ask(self, request: bytes, peers: list[str] | None = None) -> Message:
-        """The first of those (or of all who let us in) that still answers."""
+    def _ask(self, request: PeerMessage, type_: type[Answer], peers: list[str] | None = None) -> Answer:
+        """The answer of the first of `peers` (or of all that have admitted this guest) that gives one."""
         assert self._transport is not None
         problems = []
         for peer in self._hosts if peers is None else peers:
             try:
-                answer = self._run(self._transport.call(peer, request, _CALL_SECONDS), 2 * _CALL_SECONDS)
-                return Message.unpack(answer)
+                call = self._transport.call(peer, encode(request), _CALL_SECONDS)
+                return expect(self._run(call, 2 * _CALL_SECONDS), type_)
             except (Unreachable, CallRefused, Malformed) as problem:
                 problems.append(f"{peer[-8:]}: {problem}")
         raise EngineError(f"the swarm no longer answers ({'; '.join(problems)}): try again")
 
     def _run(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
-        """`seconds` None: the work is bounded by itself."""
+        """`seconds` None: the work has bounds of its own."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds)
@@ -196,23 +194,10 @@ class Guest:
             self._folder.cleanup()
 
 
-def _member(entry: Message) -> dict[str, Any]:
-    status = Status.from_wire(entry)
-    return {
-        **status.to_wire(),
-        "peer": entry.text("peer"),
-        "live": entry.flag("live"),
-        "left": entry.flag("left"),
-        "silent_seconds": entry.real("silent_seconds"),
-        "latency_seconds": entry.real("latency_seconds"),
-        "addresses": texts(entry.items("addresses")),
-    }
-
-
-async def _nothing(peer: str, request: bytes) -> bytes:
+async def _refuse_call(peer: str, request: bytes) -> bytes:
     del peer, request
     raise CallRefused("a guest answers nothing")
 
 
-async def _no_stream(stream: Stream) -> None:
+async def _refuse_stream(stream: Stream) -> None:
     stream.close()

@@ -1,20 +1,21 @@
-"""Into the swarm: find somebody of it, say hello to everybody, get a number.
+"""Joining the swarm: find a member, say hello to all, get a worker number.
 
-Whom to look for: the addresses of the invitation, and all that this machine's workers have met before (peers.json). The
-founder founds the swarm if nobody of it answers; everyone else must find somebody.
+A node looks at the addresses of its invitation and of all peers that this machine's workers have met (peers.json). The
+founder begins a new swarm if no peer answers; every other node must find one.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.membership import Membership
-from diloco.engines.swarm.node.wire import Malformed, Message, pack
+from diloco.engines.swarm.node.heartbeats import Heartbeats
+from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.messages import AskNumber, Number, expect
+from diloco.engines.swarm.node.wire import Malformed, encode
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
@@ -28,41 +29,38 @@ _FOUNDER_SEARCH_SECONDS = 6.0
 _PAUSE_SECONDS = 0.5
 
 
-async def join(membership: Membership, settings: Settings) -> None:
+async def join(heartbeats: Heartbeats) -> None:
     """Afterwards this node has a number. Raises RendezvousError."""
-    wished = _former_number(settings)
-    for peer, reason in _remembered(settings).get("banned", {}).items():
-        membership.permissions.ban(str(peer), str(reason))
-    if await _find_somebody(membership, settings):
-        number = await _ask_for_number(membership, wished)
-        membership.status.number = number
-    elif settings.founder:
-        membership.status.number = max(wished, 0)
-        membership.status.holds = True
+    members = heartbeats.members
+    saved = _read_saved(members.settings)
+    for peer, reason in saved.get("banned", {}).items():
+        members.permissions.ban(str(peer), str(reason))
+    wished = int(saved.get("number", -1))
+    if await _find_member(heartbeats):
+        members.status.number = await _ask_for_number(heartbeats, wished)
+    elif members.settings.founder:
+        members.status.number = max(wished, 0)
+        members.status.has_state = True
     else:
-        tried = [address for addresses in _where(membership, settings).values() for address in addresses]
+        tried = [address for addresses in _known_addresses(members).values() for address in addresses]
         raise RendezvousError(
-            f"nobody of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
-            f"{_SEARCH_SECONDS:g} s: is a worker of it running there, and its port open? Ask for a fresh invitation "
+            f"no worker of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
+            f"{_SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
             "(diloco invite RUN), and see diloco doctor INVITATION"
         )
-    remember(membership, settings)
-    membership.numbers[membership.me] = membership.status.number
-    for peer in membership.live():
-        membership.beat_soon(peer.name)
+    save(members)
+    members.numbers[members.me] = members.status.number
+    for peer in members.live():
+        heartbeats.beat_soon(peer.name)
 
 
-def remember(membership: Membership, settings: Settings) -> None:
-    """For this worker's next start: its number, and whom it has banned."""
-    values = {"number": membership.status.number, "banned": membership.permissions.bans()}
-    write_private(settings.path(f"{settings.name}.json"), json.dumps(values) + "\n")
+def save(members: Members) -> None:
+    """For this worker's next start: its number, and the peers that it has banned."""
+    values = {"number": members.status.number, "banned": members.permissions.bans()}
+    write_private(members.settings.path(f"{members.settings.name}.json"), json.dumps(values) + "\n")
 
 
-def _former_number(settings: Settings) -> int:
-    return int(_remembered(settings).get("number", -1))
-
-
-def _remembered(settings: Settings) -> dict[str, Any]:
+def _read_saved(settings: Settings) -> dict[str, Any]:
     try:
         values = json.loads(settings.path(f"{settings.name}.json").read_text())
         return {"number": int(values["number"]), "banned": dict(values["banned"])}
@@ -70,78 +68,71 @@ def _remembered(settings: Settings) -> dict[str, Any]:
         return {}
 
 
-def _where(membership: Membership, settings: Settings) -> dict[str, list[str]]:
-    """Addresses by peer."""
-    where: dict[str, list[str]] = {}
-    found: Iterable[str] = Invitation.parse(settings.path(INVITATION_FILE).read_text(), None).addresses
-    for address in [*found, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]:
+def _known_addresses(members: Members) -> dict[str, list[str]]:
+    """Peer -> addresses."""
+    known: dict[str, list[str]] = {}
+    invitation = Invitation.parse(members.settings.path(INVITATION_FILE).read_text(), None)
+    met = [address for peer in read_peers(members.settings.path(PEERS_FILE)) for address in peer.addresses]
+    for address in [*invitation.addresses, *met]:
         peer = address.rsplit("/p2p/", 1)[-1]
-        if peer != membership.me and address not in where.setdefault(peer, []):
-            where[peer].append(address)
-    where.pop(membership.me, None)
-    return where
+        if peer != members.me and address not in known.setdefault(peer, []):
+            known[peer].append(address)
+    known.pop(members.me, None)
+    return known
 
 
-async def _find_somebody(membership: Membership, settings: Settings) -> bool:
-    """Everyone that is known is tried at once, again and again for a while."""
-    end = clock.now() + (_FOUNDER_SEARCH_SECONDS if settings.founder else _SEARCH_SECONDS)
-    refusal: Exception | None = None
+async def _find_member(heartbeats: Heartbeats) -> bool:
+    """Try all known peers at once, again and again for a while."""
+    members, founder = heartbeats.members, heartbeats.settings.founder
+    end = clock.now() + (_FOUNDER_SEARCH_SECONDS if founder else _SEARCH_SECONDS)
     while True:
-        where = _where(membership, settings)
-        membership.permissions.vouch_for(where)
-        results = await asyncio.gather(*(_try(membership, peer, at) for peer, at in where.items()))
-        if any(result is None for result in results):
-            await _greet_all(membership)
+        known = _known_addresses(members)
+        members.permissions.vouch_for(known)
+        problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
+        if any(problem is None for problem in problems):
+            others = [peer for peer in members.peers.values() if not peer.live]  # those that the first ones named
+            await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in others))
             return True
-        refused = [r for r in results if isinstance(r, CallRefused | PeerRefused) and not str(r).startswith("busy")]
-        refusal = refused[0] if refused else None
-        if refusal is not None:
-            raise Excluded(f"the swarm does not take this worker in: {refusal}")
-        if clock.now() > end or (settings.founder and not where):
+        for problem in problems:
+            if isinstance(problem, CallRefused | PeerRefused) and not str(problem).startswith("busy"):
+                raise Excluded(f"the swarm does not admit this worker: {problem}")
+        if clock.now() > end or (founder and not known):
             return False
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _try(membership: Membership, peer: str, addresses: list[str]) -> Exception | None:
+async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str]) -> Exception | None:
     try:
-        await membership.transport.connect(peer, addresses, membership.settings.lost_seconds)
-        await membership.greet(peer)
+        await heartbeats.transport.connect(peer, addresses, heartbeats.settings.lost_seconds)
+        await heartbeats.say_hello(peer)
     except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
         logger.info("%s: %s", peer, problem)
         return problem
     return None
 
 
-async def _greet_all(membership: Membership) -> None:
-    """Those that the first ones told of."""
-    others = [peer for peer in membership.peers.values() if not peer.live]
-    await asyncio.gather(*(_try(membership, peer.name, peer.addresses) for peer in others))
-
-
-async def _ask_for_number(membership: Membership, wished: int) -> int:
-    """Of the leader; views of who that is settle within some beats."""
-    end, problem = clock.now() + _SEARCH_SECONDS, "nobody leads it: none of those known has the state of the run"
+async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
+    """Ask the leader; the members agree on which one leads within some beats."""
+    members = heartbeats.members
+    end, problem = clock.now() + _SEARCH_SECONDS, "no worker leads it: none that is known has the state of the run"
     while clock.now() < end:
-        leader = membership.leader()
-        if leader is not None and leader != membership.me:
+        leader = members.leader()
+        if leader is not None and leader != members.me:
+            name = f"worker {members.number_of(leader)} ({leader[-6:]})"
             try:
-                data = await membership.transport.call(
-                    leader, pack("number", wished=wished), membership.settings.lost_seconds
-                )
-                return Message.unpack(data).number("number")
+                request = encode(AskNumber(wished))
+                answer = await heartbeats.transport.call(leader, request, heartbeats.settings.lost_seconds)
+                return expect(answer, Number).number
             except (CallRefused, Malformed) as refused:
-                problem = f"{_name(membership, leader)}, which leads it, says: {refused}"
+                problem = f"{name}, which leads it, says: {refused}"
             except Unreachable as unreachable:
-                problem = f"{_name(membership, leader)}, which leads it, cannot be reached from here"
+                problem = f"{name}, which leads it, cannot be reached from here"
                 logger.info("no number from %s: %s", leader, unreachable)
             logger.info("no number yet: %s", problem)
         await asyncio.sleep(_PAUSE_SECONDS)
-        await asyncio.gather(*(_try(membership, p.name, p.addresses) for p in list(membership.peers.values())))
+        peers = list(members.peers.values())
+        await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers))
     raise RendezvousError(
         f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
-        f"({len(membership.peers)} workers are known); see diloco doctor INVITATION, and try again"
+        f"({len(members.peers)} workers are known); see diloco doctor INVITATION, and try again"
     )
-
-
-def _name(membership: Membership, peer: str) -> str:
-    return f"worker {membership.number_of(peer)} ({peer[-6:]})"

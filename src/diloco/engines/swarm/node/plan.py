@@ -1,25 +1,29 @@
-"""A round's plan: who is in it, who reduces which parts, and what follows from the headers. Pure.
+"""A round's plan: the workers in it, the parts that each of them reduces, and what follows from their headers. Pure.
 
-The leader makes it, everyone in it checks it: from the same headers all come to the same decision
-(engines/reducing.py), so a leader cannot weigh, admit or leave out a contribution otherwise than the rules say. What it
-does decide is whose headers are in it, and who was found to have sent other parts than it claimed.
+The leader makes the plan and every worker in it checks it. From the same headers all workers come to the same decision
+(engines/reduction.py), so a leader cannot weigh, admit or leave out a contribution otherwise than the rules say. The
+leader does decide whose headers are in the plan, and which workers have sent other parts than they claimed.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
 
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.node.wire import Malformed, Message
+from diloco.engines.swarm.node.status import PeerName
+from diloco.engines.swarm.node.trainer import PresentWorker
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
+MAX_WORKERS = 1024
 
 
 class Authority(NamedTuple):
-    """Whose word counts in a round: the higher one's. A later term beats an earlier, a lower number a higher."""
+    """Orders the leaders of a round: the highest is obeyed. A later term beats an earlier, a lower number a higher."""
 
     term: int
     minus_number: int
@@ -30,29 +34,24 @@ class Authority(NamedTuple):
         return (self.term, self.minus_number)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A worker whose header is in the round."""
 
-    peer: str
-    number: int
-    header: bytes
-    note: bytes
+    peer: PeerName
+    contribution: PresentWorker
+
+    def __post_init__(self) -> None:
+        if self.number < 0 or len(self.contribution.note) > MAX_NOTE_BYTES:
+            raise Malformed(f"worker {self.number} with a note of {len(self.contribution.note)} bytes")
+        assert self.parsed is not None  # raises Malformed
+
+    @property
+    def number(self) -> int:
+        return self.contribution.worker
 
     @cached_property
     def parsed(self) -> Header:
-        return parse_header(self.number, self.header)
-
-    def to_wire(self) -> list[object]:
-        return [self.peer, self.number, self.header, self.note]
-
-    @classmethod
-    def from_wire(cls, values: Any) -> "Entry":
-        match values:
-            case [str() as peer, int() as number, bytes() as header, bytes() as note]:
-                if len(note) <= MAX_NOTE_BYTES and number >= 0 and len(peer) < 128:
-                    return cls(peer, number, header, note)
-        raise Malformed("not an entry of a plan")
+        return parse_header(self.number, self.contribution.header)
 
 
 def parse_header(number: int, data: bytes) -> Header:
@@ -64,22 +63,28 @@ def parse_header(number: int, data: bytes) -> Header:
         raise Malformed(str(error)) from error
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(PeerMessage, frozen=True, dict=True):
     key: RoundKey
     authority: Authority
-    leader: str
-    entries: tuple[Entry, ...]
+    leader: PeerName
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_WORKERS)]
     """In worker order: the order in which contributions are added up."""
-    excluded: dict[int, str]
-    """Found out by the reducers: what was sent is not what was claimed. By worker number."""
-    roster: tuple[int, ...]
+    excluded: dict[int, Annotated[str, Meta(max_length=200)]]
+    """Worker number -> how its parts differ from its header, as a reducer has found."""
+    roster: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)]
     max_norm_ratio: float | None
+
+    def __post_init__(self) -> None:
+        numbers = [entry.number for entry in self.entries]
+        if numbers != sorted(set(numbers)) or len({entry.peer for entry in self.entries}) != len(self.entries):
+            raise Malformed("the entries of a plan are not in worker order, each once")
+        if any(entry.parsed.key != self.key for entry in self.entries):
+            raise Malformed("a header of another round")
 
     @cached_property
     def decision(self) -> Decision:
-        taking = [entry for entry in self.entries if entry.number not in self.excluded]
-        decided = decide([e.number for e in taking], [e.parsed.claim for e in taking], self.max_norm_ratio)
+        entries = [entry for entry in self.entries if entry.number not in self.excluded]
+        decided = decide([e.number for e in entries], [e.parsed.claim for e in entries], self.max_norm_ratio)
         return Decision(
             decided.contributors, decided.weights, {**decided.refused, **self.excluded}, resync=decided.resync
         )
@@ -97,56 +102,7 @@ class Plan:
         return self.decision.total_weight > 0
 
     def ranges(self, num_parts: int) -> dict[str, range]:
-        """Which parts each contributor reduces: consecutive ones, shared out as evenly as whole parts allow."""
+        """Contributor -> the parts that it reduces: consecutive ones, divided as evenly as whole parts allow."""
         count = len(self.contributors)
         bounds = [num_parts * index // count for index in range(count + 1)] if count else [0]
         return {entry.peer: range(bounds[i], bounds[i + 1]) for i, entry in enumerate(self.contributors)}
-
-    def to_wire(self) -> dict[str, object]:
-        return {
-            "sequence": self.key.sequence,
-            "fragment": self.key.fragment,
-            "authority": list(self.authority),
-            "leader": self.leader,
-            "entries": [entry.to_wire() for entry in self.entries],
-            "excluded": [[number, reason] for number, reason in self.excluded.items()],
-            "roster": list(self.roster),
-            "ratio": self.max_norm_ratio,
-        }
-
-    @classmethod
-    def from_wire(cls, message: Message) -> "Plan":
-        entries = tuple(Entry.from_wire(values) for values in message.items("entries"))
-        numbers = [entry.number for entry in entries]
-        if numbers != sorted(set(numbers)) or len({entry.peer for entry in entries}) != len(entries):
-            raise Malformed("the entries of a plan are not in worker order, each once")
-        excluded: dict[int, str] = {}
-        for pair in message.items("excluded"):
-            match pair:
-                case [int() as number, str() as reason]:
-                    excluded[number] = reason[:200]
-                case _:
-                    raise Malformed("not an excluded worker")
-        roster = message.items("roster")
-        if not all(isinstance(number, int) for number in roster):
-            raise Malformed("a roster is numbers")
-        key = RoundKey(message.number("sequence"), message.number("fragment", low=-1))
-        plan = cls(
-            key,
-            authority_from(message.items("authority")),
-            message.text("leader"),
-            entries,
-            excluded,
-            tuple(roster),
-            message.real("ratio") if message.has("ratio") else None,
-        )
-        if any(entry.parsed.key != key for entry in entries):
-            raise Malformed("a header of another round")
-        return plan
-
-
-def authority_from(values: list[Any]) -> Authority:
-    match values:
-        case [int() as term, int() as minus, int() as attempt]:
-            return Authority(term, minus, attempt)
-    raise Malformed("not an authority")

@@ -1,49 +1,56 @@
-"""What a worker says of itself with every beat: where it is, and what `diloco status` shows of it."""
+"""A worker's own status, sent with every heartbeat, and the status of the whole run as `diloco status` shows it."""
 
-from dataclasses import asdict, dataclass, fields
 from math import isfinite
-from typing import Any
+from typing import Annotated
 
-from diloco.engines.swarm.node.wire import Malformed, Message
+from msgspec import Meta, Struct
 
-_MAX_NUMBER = 1 << 20
+Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
+PeerName = Annotated[str, Meta(max_length=128)]
+Addresses = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=16)]
+"""Multiaddrs of one peer."""
 
 
-@dataclass
-class Status:
-    number: int = -1
-    """Its worker number; −1 before it has one."""
-    holds: bool = False
-    """It has the global state, and takes part in rounds."""
-    next: int = 0
-    """The round that it is in, or comes to next."""
-    ended: int = -1
+class Status(Struct, forbid_unknown_fields=True):
+    number: Annotated[int, Meta(ge=-1, le=1 << 20)] = -1
+    """The worker number; −1 before the worker has one."""
+    has_state: bool = False
+    """The worker has the global state, and takes part in rounds."""
+    next_round: Count = 0
+    """The round that it is in, or posts next."""
+    ended_round: Count = -1
     """The last round that has ended for it."""
-    position: int = 0
-    """Inner steps, as a place in the schedule."""
-    tokens: int = 0
+    position: Count = 0
+    """Inner steps, as a position in the schedule."""
+    tokens: Count = 0
     loss: float = -1.0
     step_seconds: float = 0.0
-    contributed: int = -1
+    contributed_round: Count = -1
     """The last round that has its contribution in the mean."""
-    label: str = ""
-    """What its user calls the machine."""
+    label: Annotated[str, Meta(max_length=64)] = ""
+    """The user's name for the machine."""
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+    def __post_init__(self) -> None:
+        if not (isfinite(self.loss) and isfinite(self.step_seconds)):
+            raise ValueError(f"loss {self.loss} and step_seconds {self.step_seconds} must be finite")
 
-    @classmethod
-    def from_wire(cls, message: Message) -> "Status":
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.type is int:
-                values[field.name] = message.number(field.name, -1, _MAX_NUMBER if field.name == "number" else 1 << 62)
-            elif field.type is float:
-                values[field.name] = message.real(field.name)
-            elif field.type is bool:
-                values[field.name] = message.flag(field.name)
-            else:
-                values[field.name] = message.text(field.name, 64)
-        if not all(isfinite(value) for value in values.values() if isinstance(value, float)):
-            raise Malformed("a status has a number that is not finite")
-        return cls(**values)
+
+class MemberStatus(Status):
+    """A member as the asked worker sees it."""
+
+    peer: PeerName = ""
+    live: bool = True
+    left: bool = False
+    silent_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    addresses: Addresses = ()
+
+
+class RunStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    run: Annotated[str, Meta(max_length=512)]
+    members: Annotated[tuple[MemberStatus, ...], Meta(max_length=1024)]
+    leader: PeerName | None
+    leading: dict[str, str]
+    """The rounds that the asked worker leads -> their phase."""
+    banned: dict[str, str]
+    """Peer -> why."""

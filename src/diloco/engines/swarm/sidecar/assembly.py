@@ -33,7 +33,7 @@ async def build(settings: Settings, trainer: Trainer, next_round: int | None) ->
     credential = invitation.credential(transport.peer)
     permissions = Permissions(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
     node = Node(transport, permissions, replace(settings, founder=settings.founder or next_round is not None), trainer)
-    node.taking_part.kept.held = next_round
+    node.outcomes.recent.next_to_merge = next_round
 
     async def close() -> None:
         with contextlib.suppress(OSError):

@@ -1,13 +1,13 @@
 """The bytes of one attempt at a round: encoded parts to their reducers, and the means back.
 
-Each contributor reduces a range of parts. Between two workers there is one stream each way: the opener sends its parts
-of the other's range, and gets the mean of that range back, chunk by chunk as it is ready. A reducer accumulates in fp32
-in worker order and encodes once, so that all decode the same bytes; `reducing.weighted_mean` is what every engine
-uses, so the bits are those of `local`.
+Each contributor reduces a range of parts. Between two workers there is one stream in each direction: the opener sends
+its parts of the other's range, and gets the mean of that range back, chunk by chunk as it is ready. A reducer
+accumulates in fp32 in worker order and encodes once, so that all decode the same bytes; all engines use
+`core.merging.weighted_mean`, so the bits are those of the local engine.
 
-Nothing is believed: what a worker sends is held against the norm that it claimed, and a mean against the largest norm
-that it can have. What breaks is Trouble with a name in it; the leader decides what follows. No wait is without a bound,
-and a reducer that must wait for others says so every second.
+Every worker checks what it receives: a contribution against the norm that its header claims, a mean against the
+largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows. All waits are
+bounded, and a reducer that must wait for others sends an empty frame every second.
 """
 
 import asyncio
@@ -23,20 +23,21 @@ from torch import Tensor
 from diloco.codecs.registry import codec
 from diloco.core.merging import weighted_mean
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
+from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.trainer import PostedRound
-from diloco.engines.swarm.node.wire import Malformed, pack, read_frame_into, write_frame
+from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 _ALIVE_SECONDS = 1.0
-_NORM_SLACK = 1.25  # a codec's rounding is far below this, an attack worth its while far above
-_reducer = ThreadPoolExecutor(1, "diloco-reduce")  # torch lets go of the GIL: transfers go on meanwhile
+NORM_SLACK = 1.25  # a codec's rounding error is far below this, a useful attack far above
+_reducer = ThreadPoolExecutor(1, "diloco-reduce")  # torch releases the GIL: transfers go on meanwhile
 
 
-class Trouble(Exception):
-    """With one worker. `lie`: it sent what it had not claimed; else it is dead, frozen or cut off."""
+class TransferFailed(Exception):
+    """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off."""
 
     def __init__(self, peer: str, reason: str, *, lie: bool = False) -> None:
         super().__init__(reason)
@@ -44,39 +45,41 @@ class Trouble(Exception):
 
 
 class Transfer:
-    """`run` ends when all parts of the mean are here; others may still be fetching theirs until `close`."""
+    """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
 
-    def __init__(self, plan: Plan, posting: PostedRound, transport: Transport, stall_seconds: float) -> None:
-        self.plan, self.posting, self._transport, self._stall = plan, posting, transport, stall_seconds
-        self._codec = codec(posting.codec)
-        self._ranges = plan.ranges(posting.num_parts)
+    def __init__(self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float) -> None:
+        self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
+        self._codec = codec(posted.codec)
+        self._ranges = plan.ranges(posted.num_parts)
         self._mine = self._ranges.get(transport.peer, range(0))
-        size = len(self._mine) * posting.part_bytes
+        size = len(self._mine) * posted.part_bytes
         self._parts = {
             e.peer: memoryview(bytearray(0 if e.peer == transport.peer else size)) for e in plan.contributors
         }
         if transport.peer in self._parts:
-            self._parts[transport.peer] = self._rows(posting.contribution.view, self._mine)
+            self._parts[transport.peer] = self._rows(posted.contribution.view, self._mine)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._squares = dict.fromkeys(self._parts, 0.0)
         self._reduced = 0
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
+        self._trouble.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # read, also if `run` is over
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
 
     def _rows(self, memory: memoryview, rows: range) -> memoryview:
-        return memory[rows.start * self.posting.part_bytes : rows.stop * self.posting.part_bytes]
+        return memory[rows.start * self.posted.part_bytes : rows.stop * self.posted.part_bytes]
 
     @property
     def _chunk_rows(self) -> int:
-        return max(1, _CHUNK_BYTES // self.posting.part_bytes)
+        return max(1, _CHUNK_BYTES // self.posted.part_bytes)
 
-    # This worker's own way through the round
+    # As a contributor
 
     async def run(self) -> None:
-        """Raises Trouble."""
+        """Raises TransferFailed."""
         others = [entry for entry in self.plan.contributors if entry.peer != self._transport.peer]
         tasks = [asyncio.create_task(self._reduce()), *(asyncio.create_task(self._exchange(e)) for e in others)]
         try:
@@ -96,82 +99,79 @@ class Transfer:
         try:
             stream = await self._transport.open_stream(reducer.peer, self._stall)
             self._streams.add(stream)
-            head = pack("parts", sequence=self.plan.key.sequence, authority=list(self.plan.authority))
-            await write_frame(stream, head, self._stall)
+            opening = OpenParts(self.plan.key.sequence, self.plan.authority)
+            await write_frame(stream, encode(opening), self._stall)
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
-                    both.create_task(self._send(stream, self._rows(self.posting.contribution.view, rows)))
+                    both.create_task(self._send(stream, self._rows(self.posted.contribution.view, rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
-            self._leave(stream)
+            self._close_stream(stream)
             self._verify_mean(reducer, fetched.result())
         except (Unreachable, Malformed, ExceptionGroup) as problem:
-            raise Trouble(reducer.peer, str(_first(problem))) from None
+            raise TransferFailed(reducer.peer, str(_first(problem))) from None
 
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
             await stream.write(data[first : first + _CHUNK_BYTES], self._stall)
 
     async def _fetch(self, stream: Stream, rows: range) -> float:
-        """The mean of these rows; its squared norm, which is taken while the rest is on its way."""
-        into, width, loop = (
-            self._rows(self.posting.mean.view, rows),
-            self.posting.part_bytes,
-            asyncio.get_running_loop(),
-        )
-        got = taken = 0
+        """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
+        into, width = self._rows(self.posted.mean.view, rows), self.posted.part_bytes
+        loop = asyncio.get_running_loop()
+        received = checked = 0  # bytes, rows
         norms: list[asyncio.Future[float]] = []
-        while got < len(into):
-            got += await read_frame_into(stream, into[got:], self._stall)
-            if got // width - taken >= self._chunk_rows or got == len(into):
-                part = range(rows.start + taken, rows.start + got // width)
+        while received < len(into):
+            received += await read_frame_into(stream, into[received:], self._stall)
+            if received // width - checked >= self._chunk_rows or received == len(into):
+                part = range(rows.start + checked, rows.start + received // width)
                 norms.append(loop.run_in_executor(_reducer, self._squared_norm, part))
-                taken = got // width
+                checked = received // width
         return sum(await asyncio.gather(*norms))
 
-    # What this worker does for the others
+    # As a reducer
 
     async def serve(self, stream: Stream) -> None:
-        """A worker of this round has opened a stream: take its parts, give it the mean of this worker's range."""
+        """A worker of this round has opened a stream: receive its parts, send the mean of this worker's range."""
         self._streams.add(stream)
         try:
             async with asyncio.TaskGroup() as both:
                 if stream.peer in self._parts:
-                    both.create_task(self._take(stream))
-                both.create_task(self._give(stream))
+                    both.create_task(self._receive(stream))
+                both.create_task(self._send_mean(stream))
         except ExceptionGroup as problem:
             incomplete = self._arrived.get(stream.peer, math.inf) < len(self._mine)
             if incomplete and not self._trouble.done():
-                self._trouble.set_exception(Trouble(stream.peer, str(_first(problem))))
+                self._trouble.set_exception(TransferFailed(stream.peer, str(_first(problem))))
         finally:
-            self._leave(stream)
+            self._close_stream(stream)
 
-    async def _take(self, stream: Stream) -> None:
-        into, width = self._parts[stream.peer], self.posting.part_bytes
+    async def _receive(self, stream: Stream) -> None:
+        into, width = self._parts[stream.peer], self.posted.part_bytes
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
             await stream.read_into(into[first * width : last * width], self._stall)
             self._arrived[stream.peer] = last
-            self._tell()
+            self._notify()
 
-    async def _give(self, stream: Stream) -> None:
-        given, width = 0, self.posting.part_bytes
-        mean = self._rows(self.posting.mean.view, self._mine)
-        while given < len(self._mine):
-            await self._until(partial(self._is_reduced, given + 1), _ALIVE_SECONDS)
-            last = min(self._reduced, given + self._chunk_rows)
-            await write_frame(stream, mean[given * width : last * width], self._stall)
-            given = last
+    async def _send_mean(self, stream: Stream) -> None:
+        sent, width = 0, self.posted.part_bytes
+        mean = self._rows(self.posted.mean.view, self._mine)
+        while sent < len(self._mine):
+            await self._wait_until(partial(self._is_reduced, sent + 1), _ALIVE_SECONDS)
+            last = min(self._reduced, sent + self._chunk_rows)
+            await write_frame(stream, mean[sent * width : last * width], self._stall)
+            sent = last
 
     async def _reduce(self) -> None:
         loop = asyncio.get_running_loop()
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
             while not self._have_arrived(last):
-                await self._until(partial(self._have_arrived, last), self._stall)
+                await self._wait_until(partial(self._have_arrived, last), self._stall)
             await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self._reduced = last
-            self._tell()
+            self._notify()
 
     def _is_reduced(self, rows: int) -> bool:
         return self._reduced >= rows
@@ -179,12 +179,12 @@ class Transfer:
     def _have_arrived(self, rows: int) -> bool:
         return min(self._arrived.values()) >= rows
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def _until(self, met: Callable[[], bool], seconds: float) -> None:
-        """Returns when it is met, or after so long all the same."""
+    async def _wait_until(self, met: Callable[[], bool], seconds: float) -> None:
+        """Return when `met()`, or after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while not met():
@@ -200,8 +200,8 @@ class Transfer:
 
     @torch.no_grad()
     def _reduce_rows(self, rows: range) -> None:
-        """`rows`: of this worker's range."""
-        mean, scratch = (torch.empty(len(rows), self.posting.part_elements) for _ in range(2))
+        """Reduce these rows of this worker's range."""
+        mean, scratch = (torch.empty(len(rows), self.posted.part_elements) for _ in range(2))
 
         def decoded() -> Iterator[Tensor]:
             for index, entry in enumerate(self.plan.contributors):
@@ -212,34 +212,34 @@ class Transfer:
 
         weighted_mean(decoded(), self.plan.decision.weights, mean)
         own = range(self._mine.start + rows.start, self._mine.start + rows.stop)
-        self._codec.encode(mean, self._tensor(self.posting.mean.view, own))
+        self._codec.encode(mean, self._tensor(self.posted.mean.view, own))
 
     def _check(self, entry: Entry, values: Tensor) -> None:
-        """What has come of a contribution so far cannot be larger than all of it is claimed to be."""
+        """The norm of the parts received so far is at most the norm that the header claims for all of them."""
         claimed = entry.parsed.claim.norm
         self._squares[entry.peer] += float(torch.linalg.vector_norm(values)) ** 2
         norm = math.sqrt(self._squares[entry.peer]) if math.isfinite(self._squares[entry.peer]) else math.inf
-        if not norm <= claimed * _NORM_SLACK:
-            raise Trouble(entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}", lie=True)
+        if not norm <= claimed * NORM_SLACK:
+            raise TransferFailed(entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}", lie=True)
 
     @torch.no_grad()
     def _squared_norm(self, rows: range) -> float:
         """Of these rows of the mean."""
-        values = torch.empty(len(rows), self.posting.part_elements)
-        self._codec.decode(self._tensor(self.posting.mean.view, rows), values)
+        values = torch.empty(len(rows), self.posted.part_elements)
+        self._codec.decode(self._tensor(self.posted.mean.view, rows), values)
         return float(torch.linalg.vector_norm(values)) ** 2
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:
-        """A mean is never longer than the longest of what it is a mean of."""
+        """A mean is finite, and never longer than the longest contribution in it."""
         longest = max(entry.parsed.claim.norm for entry in self.plan.contributors)
-        if not (math.isfinite(squares) and math.sqrt(squares) <= longest * _NORM_SLACK):
-            raise Trouble(
+        if not (math.isfinite(squares) and math.sqrt(squares) <= longest * NORM_SLACK):
+            raise TransferFailed(
                 reducer.peer, f"its part of the mean is longer than any contribution ({longest:.3g})", lie=True
             )
 
     # The end
 
-    def _leave(self, stream: Stream) -> None:
+    def _close_stream(self, stream: Stream) -> None:
         if stream in self._streams:
             self._streams.discard(stream)
             self.bytes_sent += stream.bytes_sent
@@ -249,7 +249,7 @@ class Transfer:
     def close(self) -> None:
         """The round has ended, or goes on with another attempt."""
         for stream in list(self._streams):
-            self._leave(stream)
+            self._close_stream(stream)
         if not self._trouble.done():
             self._trouble.cancel()
 

@@ -1,0 +1,181 @@
+"""Heartbeats: every node exchanges them with every other, and a peer that is silent is left out of rounds.
+
+A peer is lost when it is known to be dead (its machine refuses the connection) or has been silent for `lost_seconds`.
+It is called again now and then, so that a cut network heals by itself. A heartbeat carries the sender's status, new
+addresses, and the members and revocations that the receiver does not know.
+"""
+
+import asyncio
+import logging
+
+from msgspec import structs
+
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.members import MAX_ADDRESSES, Members, Peer
+from diloco.engines.swarm.node.messages import Beat, Goodbye, Hello, expect
+from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
+from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.2
+_FROZEN_SECONDS = 2.0
+_FORGET_SECONDS = 600.0
+
+
+class Heartbeats:
+    def __init__(self, members: Members) -> None:
+        self.members, self.transport, self.settings = members, members.transport, members.settings
+        self._asking: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Hello: from then on both peers know each other
+
+    def hello(self) -> Hello:
+        members = self.members
+        return Hello(
+            PROTOCOL, __version__, "worker", members.permissions.credential, members.addresses[:MAX_ADDRESSES],
+            members.status,
+        )  # fmt: skip
+
+    async def say_hello(self, name: str) -> None:
+        """Raises Unreachable, CallRefused, Malformed or PeerRefused."""
+        answer = expect(await self._call(name, self.hello(), self.settings.lost_seconds), Hello)
+        self._add(name, answer)
+
+    def answer_hello(self, name: str, hello: Hello) -> Hello:
+        """Raises PeerRefused before anything else is looked at."""
+        permissions = self.members.permissions
+        permissions.admit(name, hello.credential)
+        self.members.add_revocations(hello.revocations)
+        permissions.check(name)
+        if hello.role == "worker":
+            self._add(name, hello)
+        known = tuple(peer.roster_entry() for peer in self._known())
+        return structs.replace(self.hello(), roster=known, revocations=tuple(permissions.revocations()))
+
+    def _add(self, name: str, hello: Hello) -> None:
+        self.members.add_revocations(hello.revocations)
+        peer = self.members.add(name, hello.credential, hello.addresses)
+        peer.left = False
+        self.members.record_heard(peer, hello.status)
+        self.members.add_roster(hello.roster)
+
+    def _known(self) -> list[Peer]:
+        return [peer for peer in self.members.peers.values() if not peer.left]
+
+    # Beats
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        last = clock.now()
+        while True:
+            now = clock.now()
+            if now - last > _FROZEN_SECONDS:  # this process was frozen; the others were not silent
+                for peer in self.members.peers.values():
+                    peer.heard_at += now - last
+            last = now
+            for peer in list(self.members.peers.values()):
+                self._look_after(peer, now)
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def _look_after(self, peer: Peer, now: float) -> None:
+        if peer.left or (not peer.live and peer.lost_at and now - peer.lost_at > _FORGET_SECONDS):
+            if now - max(peer.heard_at, peer.lost_at) > _FORGET_SECONDS:
+                self.members.peers.pop(peer.name, None)
+            return
+        # The peer with the lower name begins; the other one begins only if it hears nothing.
+        due = self.settings.beat_seconds * (1.0 if self.members.me < peer.name else 1.6)
+        if peer.live and now - peer.heard_at > self.settings.lost_seconds:
+            self.members.record_lost(peer, f"silent for {self.settings.lost_seconds:g} s")
+        if not peer.live:
+            due = self.settings.lost_seconds if peer.lost_at else 0.0
+        if now - max(peer.heard_at, peer.asked_at) >= due:
+            self.beat_soon(peer.name)
+
+    def beat_soon(self, name: str) -> None:
+        """Ask the peer now whether it is still live."""
+        if name in self._asking or name not in self.members.peers:
+            return
+        self._asking.add(name)
+        task = asyncio.create_task(self._beat(self.members.peers[name]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def suspect(self, name: str, problem: Unreachable) -> None:
+        """A call or stream to the peer broke: ask at once whether it is still live."""
+        logger.info("%s: %s", name, problem)
+        self.beat_soon(name)
+
+    async def _beat(self, peer: Peer) -> None:
+        peer.asked_at = clock.now()
+        try:
+            if not peer.live:
+                await self.transport.connect(peer.name, list(peer.addresses), self.settings.lost_seconds)
+                await self.say_hello(peer.name)
+                return
+            data = await self._call(peer.name, self._beat_for(peer), self.settings.lost_seconds)
+            peer.latency_seconds = clock.now() - peer.asked_at
+            news = self.answer_beat(peer.name, expect(data, Beat))
+            if news.roster or news.revocations:
+                await self._call(peer.name, news, self.settings.lost_seconds)
+        except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
+            await self._no_answer(peer, problem)
+        finally:
+            self._asking.discard(peer.name)
+
+    async def _no_answer(self, peer: Peer, problem: Exception) -> None:
+        if isinstance(problem, CallRefused):
+            self.members.record_rejected(peer, str(problem))
+        elif not peer.live:
+            peer.lost_at = peer.lost_at or clock.now()
+            peer.gone = peer.gone or (isinstance(problem, Unreachable) and problem.gone)  # silent first, and dead now
+        elif isinstance(problem, Unreachable) and problem.gone:
+            try:
+                await self._call(peer.name, self._beat_for(peer), self.settings.beat_seconds)
+            except (Unreachable, CallRefused) as again:
+                if isinstance(again, Unreachable) and again.gone:
+                    self.members.record_lost(peer, str(again), gone=True)
+            else:
+                peer.heard_at = clock.now()
+
+    def _beat_for(self, peer: Peer) -> Beat:
+        """With the members that are live here and unknown to the peer, as far as it has reported what it knows."""
+        members = self.members
+        live = [other for other in self._known() if other.live]
+        unknown = [o for o in live if o is not peer and peer.knows is not None and o.name[-8:] not in peer.knows]
+        return Beat(
+            status=members.status,
+            addresses=members.addresses[:MAX_ADDRESSES],
+            known=tuple(sorted(name[-8:] for name in [members.me, *(other.name for other in live)])),
+            revocations_digest=members.permissions.revocations_digest(),
+            roster=tuple(other.roster_entry() for other in unknown),
+        )
+
+    def answer_beat(self, name: str, beat: Beat) -> Beat:
+        """Take in a beat, or the answer to one; returns this node's beat with what the sender does not know."""
+        members = self.members
+        peer = members.peers[name]
+        members.record_heard(peer, beat.status)
+        members.add_roster(beat.roster)
+        members.add_revocations(beat.revocations)
+        peer.knows = frozenset(beat.known)
+        peer.addresses = beat.addresses or peer.addresses  # they change when a relay is lost and another one found
+        answer = self._beat_for(peer)
+        if beat.revocations_digest != answer.revocations_digest:
+            answer = structs.replace(answer, revocations=tuple(members.permissions.revocations()))
+        return answer
+
+    async def say_goodbye(self, seconds: float) -> None:
+        async def to(peer: Peer) -> None:
+            try:
+                await self._call(peer.name, Goodbye(), seconds)
+            except (Unreachable, CallRefused) as problem:
+                logger.debug("%s was not told goodbye: %s", peer.name, problem)
+
+        await asyncio.gather(*(to(peer) for peer in self.members.peers.values() if peer.live))
+
+    async def _call(self, name: str, request: PeerMessage, seconds: float) -> bytes:
+        return await self.transport.call(name, encode(request), seconds)

@@ -1,0 +1,266 @@
+"""The members of the swarm as one node sees them: which are live, which of them leads, which numbers are taken.
+
+There is no master. The live member with the lowest number leads rounds (rounds/leader.py) and gives numbers to joiners;
+when it is lost, the next one does. The views of two nodes may differ for a moment: rounds are safe all the same, since
+every message of a leader carries an authority (plan.py). heartbeats.py keeps the view up to date. No peer is a member
+without a credential.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from diloco.engines.swarm.network.transport import CallRefused, Transport
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.run_files import REVOCATIONS_FILE
+from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.engines.swarm.trust.permissions import Permissions
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 16
+_HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
+_MOST_SILENT = 12.0  # and after more than half have
+
+
+@dataclass
+class Peer:
+    """A peer is live from its first answer until it is lost or leaves. Times are those of the node's clock."""
+
+    name: str
+    credential: bytes
+    addresses: tuple[str, ...]
+    status: Status = field(default_factory=Status)
+    heard_at: float = 0.0
+    asked_at: float = 0.0
+    live: bool = False
+    left: bool = False
+    """It has said goodbye."""
+    lost_at: float = 0.0
+    gone: bool = False
+    """It is known to be dead or to have left; a lost peer that is not gone may only be cut off."""
+    rejects: bool = False
+    """It refuses this node: banned or revoked."""
+    latency_seconds: float = 0.0
+    knows: frozenset[str] | None = None
+    """The live members as the peer last reported them, by the ends of their names."""
+
+    def roster_entry(self) -> RosterEntry:
+        return RosterEntry(self.name, self.credential, self.addresses[:MAX_ADDRESSES], self.status.number)
+
+
+class Members:
+    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: Status) -> None:
+        """`status`: this worker's own."""
+        self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
+        self.peers: dict[str, Peer] = {}
+        self.numbers: dict[str, int] = {}
+        """Peer -> worker number, of all that ever had one: a worker that returns keeps its number."""
+        self.addresses: tuple[str, ...] = ()
+        """This node's own."""
+        self.excluded: str | None = None
+        """Why this node is no longer a member: revoked or banned."""
+        self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
+        self._waiters: set[asyncio.Event] = set()
+
+    @property
+    def me(self) -> str:
+        return self.transport.peer
+
+    # Views
+
+    def live(self) -> list[Peer]:
+        """The other live members, in worker order."""
+        live = [peer for peer in self.peers.values() if peer.live and peer.status.number >= 0]
+        return sorted(live, key=lambda peer: peer.status.number)
+
+    def with_state(self) -> list[Peer]:
+        """The other live members that have the global state."""
+        return [peer for peer in self.live() if peer.status.has_state]
+
+    def is_live(self, name: str) -> bool:
+        return name == self.me or (name in self.peers and self.peers[name].live)
+
+    def number_of(self, name: str) -> int:
+        """−1 if it has none."""
+        if name == self.me:
+            return self.status.number
+        peer = self.peers.get(name)
+        return -1 if peer is None else peer.status.number
+
+    def roster(self) -> tuple[int, ...]:
+        """The numbers of the live members that have the state."""
+        own = [self.status.number] if self.status.has_state else []
+        return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
+
+    def leader(self) -> str | None:
+        """The live member with the lowest number that has the state; None if no member has it."""
+        candidates = [(peer.status.number, peer.name) for peer in self.with_state()]
+        if self.status.has_state:
+            candidates.append((self.status.number, self.me))
+        return min(candidates)[1] if candidates else None
+
+    def most_ended(self, sequence: int) -> bool:
+        """Whether at least half of the members with the state say that this round has ended.
+
+        Only members whose contributions are in the latest rounds are counted, where there are any: many joiners or
+        returning workers at once cannot outvote them.
+        """
+        holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
+        voters = [s for s in holders if s.contributed_round >= self.status.ended_round >= 0] or holders
+        return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
+
+    def may_go_on(self) -> bool:
+        """False for a while after most members have fallen silent: this machine's own network may be cut.
+
+        Peers that are known to be dead do not count. If half of the members are silent the others wait briefly, if
+        most are, about a minute; then a swarm that has really lost them goes on.
+        """
+        now = clock.now()
+        silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.has_state]
+        present = 1 + len(self.with_state())
+        for share, wait in ((1, _HALF_SILENT), (0, _MOST_SILENT)):
+            recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
+            if recent > present - share:
+                return False
+        return True
+
+    # Changes
+
+    def changed(self) -> None:
+        """A member has come, gone or said something new: wake all that wait for it."""
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Return at the next change, or after `seconds`."""
+        waiter = asyncio.Event()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout(seconds):
+                await waiter.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiters.discard(waiter)
+
+    def add(self, name: str, credential: bytes, addresses: tuple[str, ...]) -> Peer:
+        """Raises PeerRefused."""
+        self.permissions.admit(name, credential)
+        self.permissions.check(name)
+        peer = self.peers.setdefault(name, Peer(name, credential, ()))
+        peer.credential = credential
+        peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
+        return peer
+
+    def add_roster(self, entries: Iterable[RosterEntry]) -> None:
+        """Peers that another member knows. Each is live here from its first answer to this node."""
+        for entry in entries:
+            if entry.peer == self.me:
+                continue
+            if entry.peer in self.peers:
+                self._update_addresses(self.peers[entry.peer], entry.addresses)
+                continue
+            self.permissions.vouch_for([entry.peer])
+            try:
+                self.add(entry.peer, entry.credential, entry.addresses).status.number = entry.number
+            except PeerRefused as reason:
+                logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
+            else:
+                self.numbers.setdefault(entry.peer, entry.number)
+
+    def _update_addresses(self, peer: Peer, addresses: tuple[str, ...]) -> None:
+        """A peer that is lost here and live elsewhere may have moved."""
+        if not peer.live and not peer.left and addresses and peer.addresses != addresses[:MAX_ADDRESSES]:
+            peer.addresses, peer.asked_at = addresses[:MAX_ADDRESSES], 0.0
+
+    def add_revocations(self, records: Iterable[bytes]) -> None:
+        if [record for record in records if self.permissions.add_revocation(record)]:
+            self.permissions.save_revocations(self.settings.path(REVOCATIONS_FILE))
+            self.expel()
+
+    def expel(self) -> None:
+        """Remove the peers that have been revoked or banned."""
+        self.check_self()
+        for name in list(self.peers):
+            try:
+                self.permissions.check(name)
+            except PeerRefused as reason:
+                peer = self.peers.pop(name)
+                self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": str(reason)})
+        self.changed()
+
+    def check_self(self) -> None:
+        try:
+            self.permissions.check(self.me)
+        except PeerRefused as reason:
+            self.exclude_self(str(reason))
+
+    def exclude_self(self, reason: str) -> None:
+        """This node is revoked or banned, and takes no part in rounds any more."""
+        self.excluded = self.excluded or reason
+        self.status.has_state = False
+
+    def number_for(self, name: str, wished: int) -> int:
+        """A joiner's worker number; only the leader gives them."""
+        leader = self.leader()
+        if leader != self.me:
+            raise CallRefused(f"not the leader; {leader} is")
+        taken = {self.status.number, *self.numbers.values()}
+        if name not in self.numbers:
+            self.numbers[name] = wished if wished >= 0 and wished not in taken else max(taken) + 1
+        return self.numbers[name]
+
+    # One peer
+
+    def record_heard(self, peer: Peer, status: Status) -> None:
+        """The peer has said something: it is live."""
+        peer.heard_at = clock.now()
+        number = peer.status.number
+        peer.status = status
+        if status.number < 0:
+            status.number = number
+        if status.number >= 0:
+            self.numbers[peer.name] = status.number
+        appeared = not peer.live and not peer.left
+        if appeared:
+            peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
+        if status.number >= 0 and (appeared or number < 0):
+            self._emit("member_joined", peer)
+        self.changed()
+
+    def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
+        if not peer.live:
+            return
+        peer.live, peer.lost_at, peer.gone = False, clock.now(), gone
+        self._emit("member_lost", peer, reason=reason)
+        self.changed()
+
+    def record_left(self, name: str) -> None:
+        """A peer has said goodbye."""
+        peer = self.peers.get(name)
+        if peer is not None and not peer.left:
+            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, clock.now()
+            self._emit("member_left", peer)
+            self.changed()
+
+    def record_rejected(self, peer: Peer, reason: str) -> None:
+        """The peer answers, and refuses this node: it has restarted and needs a new Hello, or it has banned this node.
+
+        One peer alone cannot exclude a node. If more reject it than are live, it is excluded.
+        """
+        unwelcome = reason.startswith(("banned", "revoked"))
+        peer.rejects = unwelcome
+        peer.lost_at = clock.now() if unwelcome else peer.lost_at
+        peer.live, peer.asked_at = False, peer.asked_at if unwelcome or not peer.live else 0.0
+        rejecting = sum(other.rejects for other in self.peers.values())
+        if unwelcome and rejecting > sum(other.live for other in self.peers.values()):
+            self.exclude_self(reason)
+        self.changed()
+
+    def _emit(self, type_: str, peer: Peer, **more: object) -> None:
+        self.on_event(type_, {"peer": peer.name, "number": peer.status.number, "label": peer.status.label, **more})

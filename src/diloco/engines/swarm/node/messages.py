@@ -1,0 +1,314 @@
+"""All messages between peers, one type each.
+
+A call is a request and its answer. A stream begins with one message of its opener. `decode` accepts these types only,
+with every field of its type and within its bounds.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
+from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.status import Addresses, PeerName, RunStatus, Status
+from diloco.engines.swarm.node.trainer import PresentWorker
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+T = TypeVar("T", bound=PeerMessage)
+
+MAX_MEASURED_BYTES = 512 << 10
+_LARGEST_FILE = 1 << 42
+
+Text = Annotated[str, Meta(max_length=512)]
+Sequence = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""The number of a round."""
+Credential = Annotated[bytes, Meta(max_length=4096)]
+Revocations = Annotated[tuple[bytes, ...], Meta(max_length=1024)]
+
+
+# Members
+
+
+class RosterEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A member that the sender knows."""
+
+    peer: PeerName
+    credential: Credential
+    addresses: Addresses
+    number: Annotated[int, Meta(ge=-1, le=1 << 20)]
+
+
+Roster = Annotated[tuple[RosterEntry, ...], Meta(max_length=1024)]
+
+
+class Hello(PeerMessage, frozen=True, tag="hello"):
+    """The first message to a peer, and the answer: the sender shows its credential."""
+
+    protocol: int
+    version: Text
+    role: Literal["worker", "guest"]
+    credential: Credential
+    addresses: Addresses
+    status: Status
+    roster: Roster = ()
+    revocations: Revocations = ()
+
+
+class HelloVersion(Struct, frozen=True, tag="hello", tag_field="t"):
+    """The fields of Hello that peers of all versions can read."""
+
+    protocol: int = 0
+    version: str = ""
+
+
+class Beat(PeerMessage, frozen=True):
+    """A heartbeat, and the answer to one."""
+
+    status: Status
+    addresses: Addresses
+    known: Annotated[tuple[Text, ...], Meta(max_length=1024)]
+    """The live members as the sender sees them, by the ends of their names."""
+    revocations_digest: Text
+    roster: Roster = ()
+    """Members that the receiver does not know."""
+    revocations: Revocations = ()
+
+
+class AskNumber(PeerMessage, frozen=True):
+    """Answered by Number; only the leader gives worker numbers."""
+
+    wished: Annotated[int, Meta(ge=-1, le=1 << 20)]
+
+
+class Number(PeerMessage, frozen=True):
+    number: Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
+class Goodbye(PeerMessage, frozen=True):
+    """Answered by Done."""
+
+
+class Done(PeerMessage, frozen=True):
+    pass
+
+
+# From a worker to the leader of its round
+
+
+class Ready(PeerMessage, frozen=True):
+    """The worker has posted a round. Answered by Waiting, Ended or NotLeader."""
+
+    contribution: PresentWorker
+    max_norm_ratio: float | None
+
+
+class Waiting(PeerMessage, frozen=True):
+    """The leader waits for others, or the round goes on."""
+
+
+class Ended(PeerMessage, frozen=True):
+    """The round has ended."""
+
+
+class NotLeader(PeerMessage, frozen=True):
+    """The asked worker does not lead this round."""
+
+
+class Complete(PeerMessage, frozen=True):
+    """The worker has the whole mean of this plan. Answered by Done."""
+
+    sequence: Sequence
+    authority: Authority
+
+
+class Trouble(PeerMessage, frozen=True):
+    """The worker cannot exchange parts with `peer`, or that one has sent other parts than it claimed (`lie`)."""
+
+    sequence: Sequence
+    authority: Authority
+    peer: PeerName
+    reason: Text
+    lie: bool
+
+
+# From the leader to the workers of its round; a Plan is a message too
+
+
+class Commit(PeerMessage, frozen=True):
+    """The mean of this plan counts. Answered by Done, NotPosted, Ended or Superseded."""
+
+    sequence: Sequence
+    authority: Authority
+
+
+class Inquire(PeerMessage, frozen=True):
+    """A new leader asks for the state of a round. Answered by Posted, LedBy, NotPosted, Ended or Superseded."""
+
+    sequence: Sequence
+    authority: Authority
+
+
+class Posted(PeerMessage, frozen=True):
+    contribution: PresentWorker
+    complete: Plan | None = None
+    """The plan whose whole mean the worker has."""
+
+
+class LedBy(PeerMessage, frozen=True):
+    """The worker follows another leader, which is live."""
+
+    leader: PeerName
+
+
+class NotPosted(PeerMessage, frozen=True):
+    """The worker has not posted this round."""
+
+
+class Superseded(PeerMessage, frozen=True):
+    """The worker follows a leader with a higher authority."""
+
+
+class PostNow(PeerMessage, frozen=True):
+    """The others wait no longer: post this round with the work done so far. Answered by Done."""
+
+    sequence: Sequence
+
+
+# Rounds that have ended
+
+
+class AskOutcome(PeerMessage, frozen=True):
+    """Answered by Outcome."""
+
+    sequence: Sequence
+
+
+class Outcome(PeerMessage, frozen=True):
+    """None: the round has not ended, or is too old."""
+
+    plan: Plan | None = None
+
+
+# For guests (`diloco join`, `status` and `doctor`)
+
+
+class AskStatus(PeerMessage, frozen=True):
+    pass
+
+
+class StatusAnswer(PeerMessage, frozen=True):
+    status: RunStatus
+
+
+class AskFiles(PeerMessage, frozen=True):
+    pass
+
+
+class FileNames(PeerMessage, frozen=True):
+    names: Annotated[tuple[Text, ...], Meta(max_length=8192)]
+
+
+class AskTime(PeerMessage, frozen=True):
+    pass
+
+
+class Time(PeerMessage, frozen=True):
+    """Seconds since 1970."""
+
+    time: float
+
+
+class Measure(PeerMessage, frozen=True):
+    """Answered by Measured with `size` bytes: a test of the bandwidth in both directions."""
+
+    size: Annotated[int, Meta(ge=0, le=MAX_MEASURED_BYTES)]
+    padding: Annotated[bytes, Meta(max_length=MAX_MEASURED_BYTES)] = b""
+
+
+class Measured(PeerMessage, frozen=True):
+    data: bytes
+
+
+# The first message on a stream, and the answer to it
+
+
+class OpenParts(PeerMessage, frozen=True):
+    """The opener's encoded parts follow; the mean of the reducer's range comes back."""
+
+    sequence: Sequence
+    authority: Authority
+
+
+class OpenMean(PeerMessage, frozen=True):
+    """The encoded mean of a round that has ended comes back: its size in eight bytes, then frames."""
+
+    sequence: Sequence
+
+
+class OpenState(PeerMessage, frozen=True):
+    """StateHead and the state come back, or NotHere."""
+
+
+class StateHead(PeerMessage, frozen=True):
+    numbers: dict[Text, int]
+    layout_digest: Text
+    note: bytes
+    size: Annotated[int, Meta(ge=0, le=1 << 42)]
+
+    def __post_init__(self) -> None:
+        if "sequence" not in self.numbers:
+            raise Malformed("the numbers of a state lack 'sequence'")
+
+
+class OpenFile(PeerMessage, frozen=True):
+    """FileHead and the file come back, or NotHere."""
+
+    name: Text
+
+
+class FileHead(PeerMessage, frozen=True):
+    size: Annotated[int, Meta(ge=0, le=_LARGEST_FILE)]
+    digest: Text
+
+
+class NotHere(PeerMessage, frozen=True):
+    pass
+
+
+Message = (
+    Hello | Beat | AskNumber | Number | Goodbye | Done
+    | Ready | Waiting | Ended | NotLeader | Complete | Trouble
+    | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
+    | AskOutcome | Outcome | AskStatus | StatusAnswer | AskFiles | FileNames | AskTime | Time | Measure | Measured
+    | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
+)  # fmt: skip
+
+_decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
+_version_decoder = msgspec.msgpack.Decoder(HelloVersion)
+
+
+def decode(data: bytes) -> Message:
+    """Raises Malformed."""
+    if len(data) > MAX_CALL_BYTES:
+        raise Malformed(f"{len(data)} bytes, more than {MAX_CALL_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Malformed(f"not a message: {error}") from error
+
+
+def expect(data: bytes, type_: type[T]) -> T:
+    """Decode an answer of this type; raises Malformed."""
+    message = decode(data)
+    if not isinstance(message, type_):
+        raise Malformed(f"{type(message).__name__} instead of {type_.__name__}")
+    return message
+
+
+def hello_version(data: bytes) -> HelloVersion | None:
+    """The version that a Hello of any version names; None if the data is no Hello."""
+    try:
+        return _version_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,59 @@
+"""Regular checks of this worker's own place in the swarm: has it missed a round, gone on alone, lost all others?"""
+
+import logging
+from collections.abc import Callable
+
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class OwnChecks:
+    def __init__(
+        self, participant: Participant, trainer: Trainer, emit: Callable[[str, dict[str, object]], None]
+    ) -> None:
+        self._participant, self._trainer, self._emit = participant, trainer, emit
+        self._members, self._recent = participant.members, participant.outcomes.recent
+        self._own = self._members.status
+        self._alone = False
+        self._diverged_since: float | None = None
+
+    def run(self) -> None:
+        self._check_missed()
+        self._check_diverged()
+        self._check_alone()
+
+    def _check_missed(self) -> None:
+        """Most others have ended a round that this worker has not posted: it must post, fail and catch up at once."""
+        sequence = self._own.next_round
+        if self._own.has_state and sequence not in self._participant.rounds and self._members.most_ended(sequence):
+            self._own.has_state = False
+            self._trainer.post_now(sequence)
+
+    def _check_diverged(self) -> None:
+        """Most others are behind, and were not in this worker's last round: it was cut off and went on alone.
+
+        Only members that have contributed to a round are counted, however many join at once.
+        """
+        last = self._recent.get(self._own.ended_round)
+        known = [peer for peer in self._members.with_state() if peer.status.contributed_round >= 0]
+        behind = [peer for peer in known if peer.status.ended_round < self._own.ended_round]
+        others = [peer for peer in behind if last is None or last.plan.entry(peer.name) is None]
+        if not self._own.has_state or 2 * len(others) <= 1 + len(known):
+            self._diverged_since = None
+            return
+        self._diverged_since = self._diverged_since or clock.now()
+        if clock.now() - self._diverged_since > self._members.settings.lost_seconds:
+            self._own.has_state, self._own.ended_round = False, others[0].status.ended_round
+            self._recent.next_to_merge = None
+            self._emit("astray", {"number": self._own.number})
+            self._trainer.post_now(self._own.next_round)
+
+    def _check_alone(self) -> None:
+        alone = not self._members.live()
+        if alone and not self._alone and len(self._members.numbers) > 1:
+            self._emit("alone", {"number": self._own.number})
+            logger.warning("no other worker is live: this worker trains alone until another one joins or returns")
+        self._alone = alone

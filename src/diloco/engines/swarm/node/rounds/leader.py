@@ -1,0 +1,112 @@
+"""The rounds that this node leads at the moment, and the messages of their workers.
+
+The first Ready of a round makes the leader start a LedRound (led_round.py). The leader also learns how long rounds
+usually take, led here or elsewhere: that is how long it waits for slow workers.
+"""
+
+import asyncio
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Ready, Trouble, Waiting
+from diloco.engines.swarm.node.plan import Entry
+from diloco.engines.swarm.node.rounds.led_round import POLL_SECONDS, LedRound
+from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+_LEAST_PATIENCE = 0.2  # times `lost_seconds`
+
+
+class Leader:
+    def __init__(self, participant: Participant, hurry: Callable[[str, int], None]) -> None:
+        """`hurry(peer, sequence)`: have a slow worker post the work that it has."""
+        self.participant, self.hurry = participant, hurry
+        self.members, self.settings = participant.members, participant.settings
+        self._rounds: dict[int, LedRound] = {}
+        self._usual_seconds: deque[float] = deque(maxlen=5)
+        """From the end of a round until half of the workers were ready for the next one."""
+        self._started = clock.now()
+        self._last_end: float | None = None
+        """Of a round, led here or elsewhere."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Messages of workers
+
+    def answer_ready(self, sender: str, ready: Ready) -> PeerMessage:
+        entry = Entry(sender, ready.contribution)
+        key, status = entry.parsed.key, self.members.status
+        if self.participant.outcomes.has_ended(key.sequence):
+            return Ended()
+        led = self._rounds.get(key.sequence)
+        if led is None:
+            ahead = any(peer.status.ended_round > status.ended_round for peer in self.members.live())
+            if self.members.leader() != self.members.me or (ahead and key.sequence > status.ended_round + 1):
+                return NotLeader()
+        if entry.number != self.members.number_of(sender):
+            raise Malformed(f"the number {entry.number} of another worker")
+        if led is None:
+            led = self._rounds[key.sequence] = LedRound(self, key, ready.max_norm_ratio)
+            task = asyncio.create_task(led.run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        led.check(entry)
+        led.ready.setdefault(sender, entry)
+        self.members.changed()
+        return Waiting()
+
+    def record_complete(self, sender: str, message: Complete) -> PeerMessage:
+        if (led := self._current(sender, message)) is not None:
+            led.complete.add(sender)
+            self.members.changed()
+        return Done()
+
+    def record_trouble(self, sender: str, message: Trouble) -> PeerMessage:
+        if (led := self._current(sender, message)) is not None:
+            led.troubles.append((sender, message))
+            self.members.changed()
+        return Done()
+
+    def _current(self, sender: str, message: Complete | Trouble) -> LedRound | None:
+        """The round that the message is about, if it is about the plan that is carried out now."""
+        led = self._rounds.get(message.sequence)
+        if led is None or led.plan is None or led.authority != message.authority or led.plan.entry(sender) is None:
+            return None
+        return led
+
+    # How long rounds take
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a round waits for the others after half of the workers are ready."""
+        since = clock.now() - (self._last_end or self._started)
+        usual = statistics.median(self._usual_seconds) if self._usual_seconds else since
+        return max(_LEAST_PATIENCE * self.settings.lost_seconds, self.settings.patience * usual)
+
+    def record_end(self, led: LedRound) -> None:
+        self._rounds.pop(led.key.sequence, None)
+        if led.half_ready_at is not None and self._last_end is not None:
+            self._usual_seconds.append(led.half_ready_at - self._last_end)
+        self._last_end = clock.now()
+        self.members.changed()
+
+    def record_end_elsewhere(self, sequence: int) -> None:
+        """This worker has ended a round that another leads: should that one be lost, this node knows what is usual."""
+        own = self.participant.rounds.get(sequence)
+        if own is None or sequence in self._rounds:
+            return
+        if self._last_end is not None:
+            self._usual_seconds.append(max(0.0, own.started - self._last_end))
+        self._last_end = clock.now()
+
+    # State
+
+    def phases(self) -> dict[int, str]:
+        """The rounds that this node leads, and the phase of each."""
+        return {sequence: led.phase for sequence, led in self._rounds.items()}
+
+    async def wait_for_earlier(self, sequence: int) -> None:
+        """Rounds end in their order, also if several overlap."""
+        while any(other < sequence for other in self._rounds):
+            await self.members.wait_for_change(POLL_SECONDS)

@@ -1,0 +1,314 @@
+"""One round, from the leader's side.
+
+    inquire   ask all members for the state of this round: an earlier leader may have come far. If one of them has ended
+              it, it has ended; if all live workers of a plan have its whole mean, that plan is committed
+    gather    until all members are ready, or patience is over: then the slow ones are told to post what they have
+    attempt   send a plan to all ready workers; those that die, freeze or lie are left out of the next attempt
+    commit    when all live workers have the whole mean. The leader's own worker counts it last: if the leader dies
+              before any other has heard of it, no worker has ended the round, and the next leader goes on
+
+A leader that finds a higher authority, or the round ended, steps down. Its own worker need not be in the round.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from diloco.engines.rounds import RoundKey
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import Commit, Done, Ended, Inquire, LedBy, Posted, Superseded, Trouble
+from diloco.engines.swarm.node.plan import Authority, Entry, Plan, parse_header
+from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+_LEAST_GRACE = 0.6  # times `lost_seconds`
+_MAX_TROUBLES = 2
+
+
+class SteppedDown(Exception):
+    """Another worker leads this round, or it has ended already."""
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """Workers that cannot be in the next attempt, and why."""
+
+    peers: dict[str, str]
+    lie: bool = False
+    lost: bool = False
+    """They may come back: left out only while they are lost."""
+
+
+class Leading(Protocol):
+    """What a led round needs of leader.py."""
+
+    participant: Participant
+
+    @property
+    def patience_seconds(self) -> float: ...
+
+    def hurry(self, peer: str, sequence: int) -> None: ...
+
+    def record_end(self, led: "LedRound") -> None: ...
+
+    async def wait_for_earlier(self, sequence: int) -> None: ...
+
+
+class LedRound:
+    def __init__(self, leader: Leading, key: RoundKey, max_norm_ratio: float | None) -> None:
+        self._leader, self.key, self._max_norm_ratio = leader, key, max_norm_ratio
+        self._participant, self._outcomes = leader.participant, leader.participant.outcomes
+        self._members, self._heartbeats = self._participant.members, self._participant.heartbeats
+        self._settings = self._participant.settings
+        self.ready: dict[str, Entry] = {}
+        self.complete: set[str] = set()
+        """Workers that have the whole mean of `plan`."""
+        self.troubles: list[tuple[str, Trouble]] = []
+        """Sender and message, about `plan`."""
+        self.plan: Plan | None = None
+        self.phase = "gathering"
+        self.authority = Authority(1, -self._members.status.number)
+        self.half_ready_at: float | None = None
+        self._troubles_of: Counter[str] = Counter()
+
+    def check(self, entry: Entry) -> None:
+        """Refuse a worker that trains another model or fragment, and tell it so."""
+        key = entry.parsed.key
+        if key != self.key:
+            raise CallRefused(f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}")
+        layouts = Counter(known.parsed.layout_digest for known in self.ready.values())
+        own = self._participant.rounds.get(self.key.sequence)
+        mine = own and parse_header(0, own.posted.header).layout_digest
+        reference = mine or (layouts.most_common(1)[0][0] if layouts else entry.parsed.layout_digest)
+        if entry.parsed.layout_digest != reference:
+            raise CallRefused(
+                f"worker {entry.number} trains something else than the others (layout {entry.parsed.layout_digest} "
+                f"against {reference}): model, data, codec, schedule and outer optimizer must be the same everywhere; "
+                "compare the workers' config.toml and versions"
+            )
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.timeout_seconds):
+                await self._leader.wait_for_earlier(self.key.sequence)
+                if await self._inquire():
+                    return
+                await self._gather()
+                await self._conclude()
+        except SteppedDown as why:
+            logger.info("round %d: %s", self.key.sequence, why)
+        except TimeoutError:
+            logger.warning("round %d did not end within %g s", self.key.sequence, self._settings.timeout_seconds)
+        except Exception:
+            logger.exception("leading round %d", self.key.sequence)
+        finally:
+            self._leader.record_end(self)
+
+    # Inquire
+
+    async def _inquire(self) -> bool:
+        """Whether the round has ended with a mean that all live workers of a plan have already."""
+        own = self._participant.rounds.get(self.key.sequence)
+        if own is not None:
+            self.authority = self.authority._replace(term=own.authority.term + 1)
+        peers = [self._members.me, *(peer.name for peer in self._members.live())]
+        answers = await self._ask(peers, Inquire(self.key.sequence, self.authority))
+        complete: dict[str, Plan] = {}
+        for peer, answer in answers.items():
+            if isinstance(answer, Ended):
+                if own is not None and peer != self._members.me:
+                    await self._outcomes.resolve(own, peer)
+                if own is None or own.ended or self._members.most_ended(self.key.sequence):
+                    raise SteppedDown("it has ended already")
+            elif isinstance(answer, LedBy):
+                if own is not None:
+                    own.leader = answer.leader
+                raise SteppedDown(f"{answer.leader} leads it")
+            elif isinstance(answer, Posted) and self._add(peer, answer) and answer.complete is not None:
+                complete[peer] = answer.complete
+        for plan in complete.values():
+            live = {entry.peer for entry in plan.entries if self._members.is_live(entry.peer)}
+            if live and live <= {peer for peer, other in complete.items() if other.authority == plan.authority}:
+                await self._commit(plan)
+                return True
+        return False
+
+    def _add(self, peer: str, answer: Posted) -> bool:
+        try:
+            entry = Entry(peer, answer.contribution)
+            self.check(entry)
+        except (CallRefused, Malformed) as problem:
+            logger.info("round %d: %s is not in it: %s", self.key.sequence, peer, problem)
+            return False
+        if entry.number == self._members.number_of(peer):
+            self.ready.setdefault(peer, entry)
+        return peer in self.ready
+
+    async def _ask(self, peers: list[str], message: PeerMessage) -> dict[str, PeerMessage]:
+        """The answers of the peers that give one."""
+
+        async def ask(peer: str) -> PeerMessage | None:
+            try:
+                return await self._participant.calls.ask(peer, message)
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("round %d: %s does not answer: %s", self.key.sequence, peer, problem)
+                if isinstance(problem, Unreachable):
+                    self._heartbeats.suspect(peer, problem)
+                return None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in peers))
+        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
+
+    # Gather
+
+    async def _gather(self) -> None:
+        hurried_at: float | None = None
+        while missing := self._missing():
+            now = clock.now()
+            live_ready = [name for name in self.ready if self._members.is_live(name)]
+            if self.half_ready_at is None and len(live_ready) >= len(missing):
+                self.half_ready_at = now
+            for name in missing:
+                peer = self._members.peers.get(name)
+                if peer is not None and now - peer.heard_at > 0.6 * self._settings.beat_seconds:
+                    self._heartbeats.beat_soon(name)
+            since_half = 0.0 if self.half_ready_at is None else now - self.half_ready_at
+            if hurried_at is None and since_half > self._leader.patience_seconds:
+                hurried_at = now
+                for name in missing:
+                    self._leader.hurry(name, self.key.sequence)
+            if hurried_at is not None and now - hurried_at > self._grace_seconds(missing):
+                break
+            await self._members.wait_for_change(POLL_SECONDS)
+        self.half_ready_at = self.half_ready_at or clock.now()
+
+    def _missing(self) -> list[str]:
+        """Members with the state that have not posted this round."""
+        expected = [peer.name for peer in self._members.with_state()]
+        if self._members.status.has_state:
+            expected.append(self._members.me)
+        return [name for name in expected if name not in self.ready]
+
+    def _grace_seconds(self, missing: list[str]) -> float:
+        """How long hurried workers may take: the inner step that they are in."""
+        peers = [self._members.peers[name] for name in missing if name in self._members.peers]
+        slowest = max((peer.status.step_seconds for peer in peers), default=0.0)
+        least = _LEAST_GRACE * self._settings.lost_seconds
+        return min(max(least, 3 * slowest), self._settings.timeout_seconds / 4)
+
+    # Attempt
+
+    async def _conclude(self) -> None:
+        """Make plans until one succeeds, and commit it."""
+        excluded: dict[int, str] = {}
+        dropped: set[str] = set()
+        while True:
+            await self._wait_until_it_may_go_on()
+            here = [e for e in self.ready.values() if e.peer not in dropped and self._members.is_live(e.peer)]
+            if not here:
+                raise SteppedDown("no worker is left in it")
+            self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
+            entries = tuple(sorted(here, key=lambda entry: entry.number))
+            roster = tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)}))
+            self.plan = Plan(
+                self.key, self.authority, self._members.me, entries, dict(excluded), roster, self._max_norm_ratio
+            )
+            problem = await self._attempt(self.plan)
+            if problem is None:
+                await self._commit(self.plan)
+                return
+            for peer, reason in problem.peers.items():
+                logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
+                if not problem.lost:
+                    dropped.add(peer)
+                if problem.lie:
+                    excluded[self.ready[peer].number] = reason[:200]
+
+    async def _wait_until_it_may_go_on(self) -> None:
+        live = len(self._members.live())
+        while not self._members.may_go_on():
+            self.phase = "waiting: most others have fallen silent"
+            await self._members.wait_for_change(POLL_SECONDS)
+        if len(self._members.live()) > live:
+            raise SteppedDown("other workers are back, and may have gone on")
+
+    async def _attempt(self, plan: Plan) -> _Dropped | None:
+        """None: all live workers have the whole mean."""
+        self.phase = "averaging"
+        self.complete, self.troubles = set(), []
+        refusals: dict[str, PeerMessage] = {}
+        offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
+        try:
+            while True:
+                waiting = [e.peer for e in plan.entries if e.peer not in self.complete]
+                live = [peer for peer in waiting if self._members.is_live(peer)]
+                if not live and self.complete:
+                    return None
+                if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
+                    return _Dropped(lost, lost=True)
+                if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
+                    raise SteppedDown("another worker leads it now, or it has ended")
+                if refusals:
+                    return _Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
+                if (problem := await self._judge(plan)) is not None:
+                    return problem
+                await self._members.wait_for_change(POLL_SECONDS)
+        finally:
+            for offer in offers:
+                offer.cancel()
+
+    async def _offer(self, plan: Plan, peer: str, refusals: dict[str, PeerMessage]) -> None:
+        answer = (await self._ask([peer], plan)).get(peer)
+        if answer is not None and not isinstance(answer, Done):
+            refusals[peer] = answer
+            self._members.changed()
+
+    async def _judge(self, plan: Plan) -> _Dropped | None:
+        """The workers to leave out after the reported troubles; _Dropped({}) to try the same plan again."""
+        liars = {one.peer: one.reason for _, one in self.troubles if one.lie and plan.entry(one.peer)}
+        if liars:
+            return _Dropped(liars, lie=True)
+        if not self.troubles:
+            return None
+        await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
+        if any(not self._members.is_live(entry.peer) for entry in plan.entries):
+            return None
+        accused = Counter(one.peer for _, one in self.troubles if plan.entry(one.peer))
+        accusers = Counter(sender for sender, _ in self.troubles)
+        me, self.troubles = self._members.me, []
+        if not accused:
+            return None
+        worst = max(accused, key=lambda peer: (accused[peer], self._members.number_of(peer)))
+        if worst == me:
+            worst = accusers.most_common(1)[0][0]
+        self._troubles_of[worst] += 1
+        if self._troubles_of[worst] < _MAX_TROUBLES or worst == me:
+            return _Dropped({})
+        return _Dropped({worst: "others cannot exchange parts with it"})
+
+    # Commit
+
+    async def _commit(self, plan: Plan) -> None:
+        """Tell all other workers first, and count the mean here when at least one of them has answered."""
+        self.phase = "committing"
+        others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
+        commit = Commit(self.key.sequence, plan.authority)
+        commits = [asyncio.create_task(self._ask([peer], commit)) for peer in others]
+        for next_one in asyncio.as_completed(commits):
+            answers = await next_one
+            if any(isinstance(answer, Superseded) for answer in answers.values()):
+                raise SteppedDown("another worker leads it now")
+            if answers:
+                break
+        own = self._participant.rounds.get(self.key.sequence)
+        if own is not None and own.complete == plan.authority and own.plan is not None:
+            self._outcomes.succeed(own, own.plan)
+        elif plan.entry(self._members.me) is None:
+            self._outcomes.record_missed(self.key.sequence)
+        await asyncio.gather(*commits)

@@ -1,0 +1,155 @@
+"""How rounds end for this worker, and what a late worker gets.
+
+A round that this worker was in ends with its mean (`succeed`). Members keep the last rounds (recent_rounds.py): a
+worker that missed the end of a round asks one of them for the outcome (`resolve`). If its contribution is in the plan,
+it fetches the mean and the round has succeeded for it too. If not, and most others have ended the round, the round has
+failed for this worker (I6) and it must fetch their state. A single worker that went on alone is not followed.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+
+from diloco.codecs.registry import codec
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node.calls import Calls
+from diloco.engines.swarm.node.heartbeats import Heartbeats
+from diloco.engines.swarm.node.messages import AskOutcome, OpenMean, Outcome
+from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
+from diloco.engines.swarm.node.rounds.round import Round
+from diloco.engines.swarm.node.rounds.transfer import NORM_SLACK
+from diloco.engines.swarm.node.trainer import PostedRound
+from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.25
+_CHUNK_BYTES = 1 << 20
+
+
+class Outcomes:
+    def __init__(self, heartbeats: Heartbeats, calls: Calls) -> None:
+        self.heartbeats, self.members, self.calls = heartbeats, heartbeats.members, calls
+        self.recent = RecentRounds()
+        self.on_end: Callable[[Plan], None] = lambda _: None
+        self._stall_seconds = self.members.settings.stall_seconds
+
+    def has_ended(self, sequence: int) -> bool:
+        return sequence in self.recent or sequence <= self.members.status.ended_round
+
+    # The end of a round
+
+    def succeed(self, round_: Round, plan: Plan) -> None:
+        """The mean of this plan counts."""
+        round_.stop_transfer()
+        status, decision = self.members.status, plan.decision
+        self.recent.add(plan, bytes(round_.posted.mean.view) if plan.has_mean else b"")
+        status.ended_round = max(status.ended_round, round_.sequence)
+        if round_.number in decision.contributors:
+            status.contributed_round = round_.sequence
+        if decision.resync and round_.number in decision.refused:  # this worker's anchor differs
+            status.has_state, self.recent.next_to_merge = False, None
+        elif status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
+            self.recent.next_to_merge = round_.sequence + 1
+        self.on_end(plan)
+        round_.succeed(plan)
+        self.members.changed()
+
+    def record_missed(self, sequence: int) -> None:
+        """A round has ended that this worker has not posted: it no longer has the state."""
+        status = self.members.status
+        status.ended_round, status.has_state = max(status.ended_round, sequence), False
+        self.members.changed()
+
+    async def resolve(self, round_: Round, peer: str) -> None:
+        """`peer` has ended this round: with this worker in it, or without."""
+        try:
+            plan = await self.ask(peer, round_.sequence)
+            if plan is not None:
+                own = plan.entry(self.members.me)
+                if own is not None and own.contribution.header == round_.posted.header:
+                    async with round_.fetching:
+                        if not round_.ended:
+                            await self._fetch_own_mean(round_, plan, peer)
+                            self.succeed(round_, plan)
+                    return
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: %s does not give its outcome: %s", round_.sequence, peer, problem)
+            if isinstance(problem, Unreachable):
+                self.heartbeats.suspect(peer, problem)
+                await asyncio.sleep(_RETRY_SECONDS)
+                return
+        if not round_.ended and self.members.most_ended(round_.sequence):
+            self.members.status.has_state = False
+            round_.fail("the others ended it without this worker", resync=True)
+
+    async def _fetch_own_mean(self, round_: Round, plan: Plan, peer: str) -> None:
+        posted = round_.posted
+        if not plan.has_mean or round_.complete == plan.authority:
+            return
+        round_.stop_transfer()
+        data = await self.fetch_mean(round_.sequence, peer)
+        if len(data) != posted.mean.num_bytes:
+            raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")
+        await asyncio.get_running_loop().run_in_executor(None, check_mean, posted, plan, data)
+        posted.mean.view[:] = data
+        round_.bytes_received += len(data)
+
+    # Asking others
+
+    async def ask(self, peer: str, sequence: int) -> Plan | None:
+        """The plan that a round has ended with; None if it has not ended, or is too old."""
+        answer = await self.calls.ask(peer, AskOutcome(sequence))
+        if not isinstance(answer, Outcome):
+            raise Malformed(f"{type(answer).__name__} instead of Outcome")
+        return answer.plan
+
+    async def fetch_mean(self, sequence: int, peer: str) -> bytes:
+        """The encoded mean of a round that has ended. Raises Unreachable or Malformed."""
+        stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
+        try:
+            await write_frame(stream, encode(OpenMean(sequence)), self._stall_seconds)
+            size = int.from_bytes(await stream.read(8, self._stall_seconds), "little")
+            if size > self.recent.max_mean_bytes:
+                raise Malformed(f"a mean of {size} bytes")
+            data = bytearray(size)
+            view, received = memoryview(data), 0
+            while received < size:
+                received += await read_frame_into(stream, view[received:], self._stall_seconds)
+            await stream.write(b"\1", self._stall_seconds)
+            return bytes(data)
+        finally:
+            stream.close()
+
+    # Answering others
+
+    def answer(self, request: AskOutcome) -> Outcome:
+        ended = self.recent.get(request.sequence)
+        return Outcome() if ended is None else Outcome(ended.plan)
+
+    async def serve_mean(self, stream: Stream, request: OpenMean) -> None:
+        ended = self.recent.get(request.sequence)
+        if ended is None:
+            return
+        await stream.write(len(ended.mean).to_bytes(8, "little"), self._stall_seconds)
+        view = memoryview(ended.mean)
+        for first in range(0, len(view), _CHUNK_BYTES):
+            await write_frame(stream, view[first : first + _CHUNK_BYTES], self._stall_seconds)
+        await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit
+
+
+@torch.no_grad()
+def check_mean(posted: PostedRound, plan: Plan, data: bytes) -> None:
+    """A mean is finite, and never longer than the longest contribution in it. Raises Malformed."""
+    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(posted.num_parts, posted.part_bytes)
+    values, squares = torch.empty(1, posted.part_elements), 0.0
+    for row in range(posted.num_parts):
+        codec(posted.codec).decode(rows[row : row + 1], values)
+        squares += float(torch.linalg.vector_norm(values)) ** 2
+    longest = max(entry.parsed.claim.norm for entry in plan.contributors)
+    if not (math.isfinite(squares) and math.sqrt(squares) <= longest * NORM_SLACK):
+        raise Malformed(f"a mean of norm {math.sqrt(squares):.3g}; the longest contribution has {longest:.3g}")

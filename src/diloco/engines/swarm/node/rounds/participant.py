@@ -1,0 +1,225 @@
+"""One worker's part in its rounds: it posts, follows the leader's plan, and ends with the whole mean or with none.
+
+    post      the header goes to the leader (Ready), and to the next leader if that one is lost
+    plan      its workers exchange parts (transfer.py); each tells the leader when it has the whole mean (Complete)
+    commit    the mean counts, since all live workers in the plan have it
+    late      others have ended the round: outcomes.py
+
+A message of a leader counts only if no higher authority (plan.py) has sent one in this round.
+"""
+
+import asyncio
+import logging
+
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import (
+    Commit,
+    Complete,
+    Done,
+    Ended,
+    Inquire,
+    LedBy,
+    NotPosted,
+    OpenParts,
+    Posted,
+    Ready,
+    Superseded,
+    Trouble,
+    Waiting,
+)
+from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.rounds.outcomes import Outcomes
+from diloco.engines.swarm.node.rounds.round import Round
+from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
+from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
+_ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
+
+
+class Participant:
+    def __init__(self, outcomes: Outcomes) -> None:
+        self.outcomes, self.calls = outcomes, outcomes.calls
+        self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
+        self.settings = self.members.settings
+        self.rounds: dict[int, Round] = {}
+        """Rounds that this worker has posted and that have not ended, by sequence."""
+
+    # Posting
+
+    async def post(self, posted: PostedRound) -> RoundOutcome:
+        """Returns when the round has ended, or its deadline is over."""
+        status = self.members.status
+        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number)
+        status.next_round = max(status.next_round, round_.sequence)
+        try:
+            async with asyncio.timeout(posted.deadline_seconds):
+                while not round_.ended:
+                    if self.members.excluded is not None:
+                        round_.fail(self.members.excluded, fatal=True)
+                        break
+                    await self._announce(round_)
+                    await self._watch(round_)
+        except TimeoutError:
+            if ahead := self._first_ahead(round_.sequence):
+                await self.outcomes.resolve(round_, ahead)
+            round_.fail(f"no result within {posted.deadline_seconds:g} s")
+        finally:
+            round_.stop_transfer()
+            self.rounds.pop(round_.sequence, None)
+        status.next_round = max(status.next_round, round_.sequence + 1)
+        return round_.outcome.result()
+
+    async def _announce(self, round_: Round) -> None:
+        """Send the header to the leader."""
+        leader = round_.leader or self.members.leader()
+        round_.leader = None
+        if leader is not None:
+            try:
+                answer = await self.calls.ask(leader, Ready(round_.contribution, round_.posted.max_norm_ratio))
+            except Unreachable as problem:
+                self.heartbeats.suspect(leader, problem)
+            except CallRefused as reason:
+                if not str(reason).startswith(("unknown", "busy")):  # else the leader does not know this worker yet
+                    round_.fail(str(reason), fatal=True)
+                self.heartbeats.beat_soon(leader)
+            except Malformed as problem:
+                logger.info("round %d: %s", round_.sequence, problem)
+            else:
+                if isinstance(answer, Waiting):
+                    round_.leader = leader
+                    return
+                if isinstance(answer, Ended):
+                    await self.outcomes.resolve(round_, leader)
+                else:  # NotLeader: the views of both settle within a beat
+                    self.heartbeats.beat_soon(leader)
+        await self.members.wait_for_change(_POLL_SECONDS)
+
+    async def _watch(self, round_: Round) -> None:
+        """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
+        others_ended: float | None = None
+        ask_again = clock.now() + _ASK_AGAIN_SECONDS
+        while not round_.ended and round_.leader is not None and clock.now() < ask_again:
+            await asyncio.wait({round_.outcome}, timeout=_POLL_SECONDS)
+            if round_.leader is not None and not self.members.is_live(round_.leader):
+                round_.leader = None
+            ahead = self._first_ahead(round_.sequence)
+            if ahead is not None and not round_.ended:
+                others_ended = others_ended or clock.now()
+                if clock.now() - others_ended > _COMMIT_SHARE * self.settings.lost_seconds:
+                    await self.outcomes.resolve(round_, ahead)
+
+    def _first_ahead(self, sequence: int) -> str | None:
+        """A live member that has ended this round."""
+        return next((peer.name for peer in self.members.live() if peer.status.ended_round >= sequence), None)
+
+    # Messages of leaders
+
+    def answer_plan(self, sender: str, plan: Plan) -> PeerMessage:
+        round_ = self.rounds.get(plan.key.sequence)
+        if (refusal := self._refusal(sender, plan.key.sequence, plan.authority)) is not None or round_ is None:
+            return refusal or NotPosted()
+        if plan.authority < round_.authority:
+            return Superseded()
+        self._check_plan(round_, sender, plan)
+        round_.stop_transfer()
+        round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
+        if plan.has_mean:
+            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, self.settings.stall_seconds)
+        round_.task = asyncio.create_task(self._follow(round_, plan))
+        round_.planned.set()
+        return Done()
+
+    def _check_plan(self, round_: Round, sender: str, plan: Plan) -> None:
+        own = plan.entry(self.members.me)
+        if plan.leader != sender:
+            raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}")
+        if own is None or own.contribution != round_.contribution:
+            raise CallRefused("the plan does not have this worker's header as it was sent")
+        if plan.max_norm_ratio != round_.posted.max_norm_ratio or plan.key != round_.posted.key:
+            raise CallRefused("the plan has another fragment or another max_norm_ratio")
+        if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
+            raise CallRefused("the plan has a worker that trains another model")
+
+    def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
+        refusal = self._refusal(sender, commit.sequence, commit.authority)
+        if isinstance(refusal, Ended):
+            return Done()
+        if refusal is not None:
+            return refusal
+        round_ = self.rounds[commit.sequence]
+        if round_.plan is not None and round_.complete == commit.authority:
+            self.outcomes.succeed(round_, round_.plan)
+        else:  # a new leader has found that another worker has ended the round
+            task = asyncio.create_task(self.outcomes.resolve(round_, sender))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return Done()
+
+    def answer_inquiry(self, sender: str, inquire: Inquire) -> PeerMessage:
+        """A new leader asks for the state of a round. From here on leaders of lower authority are refused."""
+        refusal = self._refusal(sender, inquire.sequence, inquire.authority)
+        round_ = self.rounds.get(inquire.sequence)
+        if round_ is None or refusal is not None:
+            if isinstance(refusal, Superseded) and round_ is not None and round_.leader is not None:
+                return LedBy(round_.leader) if self.members.is_live(round_.leader) else refusal
+            return refusal or NotPosted()
+        round_.authority = inquire.authority
+        return Posted(round_.contribution, round_.plan if round_.complete is not None else None)
+
+    def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
+        """Why a leader's message is not obeyed, if so."""
+        if self.outcomes.has_ended(sequence):
+            return Ended()
+        round_ = self.rounds.get(sequence)
+        if round_ is None:
+            return NotPosted()
+        if -authority.minus_number != self.members.number_of(sender):
+            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker")
+        return Superseded() if authority.leader < round_.authority.leader else None
+
+    async def _follow(self, round_: Round, plan: Plan) -> None:
+        """Exchange parts as the plan says, and tell the leader how that went."""
+        message: PeerMessage
+        try:
+            if round_.transfer is not None:
+                await round_.transfer.run()
+            round_.complete = plan.authority
+            message = Complete(round_.sequence, plan.authority)
+        except TransferFailed as problem:
+            logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
+            if not problem.lie:
+                self.heartbeats.beat_soon(problem.peer)
+            message = Trouble(round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie)
+        while not round_.ended:  # another plan cancels this task
+            try:
+                await self.calls.ask(plan.leader, message)
+                return
+            except (CallRefused, Malformed) as refused:
+                logger.info("round %d: its leader refuses a message: %s", round_.sequence, refused)
+                return
+            except Unreachable as unreachable:
+                self.heartbeats.suspect(plan.leader, unreachable)
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def serve_parts(self, stream: Stream, request: OpenParts) -> None:
+        """Another worker's parts, which may arrive before the plan that they belong to."""
+        end = clock.now() + self.settings.lost_seconds
+        while clock.now() < end:
+            round_ = self.rounds.get(request.sequence)
+            if round_ is not None and round_.transfer is not None and round_.authority == request.authority:
+                if round_.plan is not None and round_.plan.entry(stream.peer) is not None:
+                    await round_.transfer.serve(stream)
+                return
+            if round_ is None or round_.authority > request.authority:
+                return
+            round_.planned.clear()
+            try:
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await round_.planned.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,87 @@
+"""What this worker knows of a round that it has posted."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
+
+_NO_AUTHORITY = Authority(0, -(1 << 30))
+
+
+@dataclass(eq=False)
+class Round:
+    posted: PostedRound
+    number: int
+    """This worker's."""
+    started: float = field(default_factory=clock.now)
+    authority: Authority = _NO_AUTHORITY
+    """The highest that has sent a message in this round."""
+    leader: str | None = None
+    """The leader that has this worker's header."""
+    plan: Plan | None = None
+    complete: Authority | None = None
+    """The authority of the plan whose whole mean is in the posted memory."""
+    transfer: Transfer | None = None
+    task: "asyncio.Task[None] | None" = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    outcome: "asyncio.Future[RoundOutcome]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    planned: asyncio.Event = field(default_factory=asyncio.Event)
+    fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def sequence(self) -> int:
+        return self.posted.key.sequence
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome.done()
+
+    @property
+    def contribution(self) -> PresentWorker:
+        return PresentWorker(self.number, self.posted.header, self.posted.note)
+
+    def stop_transfer(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            self.task = None
+        if self.transfer is not None:
+            self.transfer.close()
+            self.bytes_sent += self.transfer.bytes_sent
+            self.bytes_received += self.transfer.bytes_received
+            self.transfer = None
+
+    def succeed(self, plan: Plan) -> None:
+        """The mean of this plan counts."""
+        decision, failure = plan.decision, None
+        if not decision.contributors and decision.refused:
+            failure = f"round {self.sequence}: every contribution was refused: {decision.refused}"
+        diverged = decision.resync and self.number in decision.refused
+        self._end(
+            RoundOutcome(
+                self.posted.key,
+                failure=failure,
+                resync=diverged if failure is None else decision.resync,
+                contributors=decision.contributors,
+                refused=decision.refused,
+                total_weight=decision.total_weight,
+                present=tuple(entry.contribution for entry in plan.entries),
+                roster=plan.roster,
+            )
+        )
+
+    def fail(self, reason: str, *, resync: bool = False, fatal: bool = False) -> None:
+        failure = f"round {self.sequence}: {reason}"
+        self._end(RoundOutcome(self.posted.key, failure=failure, resync=resync, fatal=fatal))
+
+    def _end(self, outcome: RoundOutcome) -> None:
+        self.stop_transfer()
+        if not self.ended:
+            seconds = clock.now() - self.started
+            sizes = {"bytes_sent": self.bytes_sent, "bytes_received": self.bytes_received}
+            self.outcome.set_result(structs.replace(outcome, **sizes, seconds=seconds))
