@@ -1,11 +1,18 @@
-"""The local engine alone: deadlines, and faults on purpose."""
+"""The local engine alone: deadlines, faults on purpose, and what a start sends."""
 
 import threading
 from typing import Any
 
+import pytest
+import torch
+
+from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
-from diloco.engines.rounds import RoundKey
+from diloco.engines.local import LocalEngine, LocalSwarm
+from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import EngineError, RoundFailed
+from diloco.optimizer import DiLoCo
+from support.problem import net
 from support.rounds import average, contribution, decoded, message, plain_mean, values
 from support.threads import in_threads
 
@@ -46,3 +53,29 @@ def test_posting_a_round_twice_is_refused() -> None:
         return message(lambda: engine.start_round(RoundKey(0, 0), contribution(engine), 0.0), EngineError)
 
     assert in_threads(2, twice)[0] == "worker 0 posted round 0 twice"
+
+
+def sent_at_the_start(monkeypatch: pytest.MonkeyPatch, *, restoring: bool) -> list[set[str]]:
+    """The names of the tensors that each worker serves while it asks for the others' state."""
+    sent: list[set[str]] = []
+    fetch = LocalEngine.fetch_state
+
+    def recorded(engine: LocalEngine) -> GlobalState | None:
+        sent.append(set(engine.swarm.providers[engine.worker]().tensors))
+        return fetch(engine)
+
+    monkeypatch.setattr(LocalEngine, "fetch_state", recorded)
+    for engine in LocalSwarm(2).engines():
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        DiLoCo(model, inner, engine, sync=SyncConfig(4, fragments=2), restoring=restoring)
+    return sent
+
+
+def test_a_fresh_start_sends_anchors_and_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in sent_at_the_start(monkeypatch, restoring=False):
+        assert names == {"0.anchor", "1.anchor", "2.anchor"}
+
+
+def test_a_start_that_a_saved_state_follows_sends_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sent_at_the_start(monkeypatch, restoring=True) == [set(), set()]

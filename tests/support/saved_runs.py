@@ -115,7 +115,16 @@ def train(
     logs = [EventLog(folder, worker) for worker in range(config.workers)]
     engines = LocalSwarm(config.workers).engines()
     workers = [
-        Training(config, corpus, engine, log, torch.device("cpu"), folder, leader=engine.worker == 0)
+        Training(
+            config,
+            corpus,
+            engine,
+            log,
+            torch.device("cpu"),
+            folder,
+            leader=engine.worker == 0,
+            restoring=starts is not None and starts[engine.worker].checkpoint is not None,
+        )
         for engine, log in zip(engines, logs, strict=True)
     ]
     for number, worker in enumerate(workers):

@@ -24,6 +24,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout, assign
 from diloco.core.merging import diverged, mean_cosine
+from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
@@ -99,7 +100,7 @@ class OuterLoop:
             groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0)))
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
-        common = (self.schedule, outer, sync, identity)
+        common = (self.schedule, outer, common_values(sync), identity)
         build = Replica if set(self.engine.sizes) == {1} else RankedReplica
         self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, sync, common)
         self.state = OuterState(self.replica)

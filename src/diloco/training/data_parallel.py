@@ -41,7 +41,9 @@ class DataParallel:
         sync: SyncConfig,
         weight: float = 1.0,
         identity: str = "",
+        restoring: bool = False,
     ) -> None:
+        """`restoring`: a saved state is loaded right after, so no parameters are sent now."""
         self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
         tensors = model_tensors(model, inner)
         self.parameters = tensors.averaged
@@ -54,7 +56,8 @@ class DataParallel:
             repr(("data-parallel", shapes, common_values(sync), identity)).encode()
         ).hexdigest()[:16]
         self._views = self._gradient_views()
-        self._start = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
+        whole = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
+        self._start = {} if restoring else whole
         self.report = Report()
         self.inner_steps = self.rounds = self.rounds_failed = self.contributions_refused = self.bytes_sent = (
             self.sequence

@@ -55,8 +55,12 @@ class Training:
         folder: Path,
         *,
         leader: bool,
+        restoring: bool = False,
     ) -> None:
-        """`leader`: the first process of its machine, which writes down what concerns the whole run."""
+        """`leader`: the first process of its machine, which writes down what concerns the whole run.
+
+        `restoring`: `resume` loads a checkpoint next, on every worker, so no parameters are sent at the start.
+        """
         self.leader = leader and engine.ranks.rank == 0
         self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # the leader's worker, of all its ranks
         texts = texts if isinstance(texts, Texts) else Texts(texts)
@@ -74,7 +78,7 @@ class Training:
         torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
-        self.mode = self._mode(config.identity(corpus.digest, self.model.description))
+        self.mode = self._mode(config.identity(corpus.digest, self.model.description), restoring=restoring)
         self.joined = False
         """In a swarm: with the state of others, in the middle of their training."""
         self.stop_requested = False
@@ -100,11 +104,14 @@ class Training:
         self._loss: float | None = None  # of the last inner step that was logged
         self._started = time.monotonic()
 
-    def _mode(self, identity: str) -> Mode:
+    def _mode(self, identity: str, *, restoring: bool) -> Mode:
+        weight = self._weight()
         if self.config.mode == "data-parallel":
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
-            return DataParallelMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
-        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, self._weight())
+            return DataParallelMode(
+                self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring
+            )
+        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring)
         mode.averager.on_post, mode.averager.on_round, mode.averager.on_cut = (
             self._on_post,
             self._on_round,

@@ -87,8 +87,10 @@ class DiLoCoMode(Mode):
         config: RunConfig,
         identity: str,
         weight: float,
+        *,
+        restoring: bool,
     ) -> None:
-        """`weight`: of this worker's contributions to a mean."""
+        """`weight`: of this worker's contributions to a mean. `restoring`: a checkpoint is loaded next."""
         self.optimizer = DiLoCo(
             model,
             inner,
@@ -97,6 +99,7 @@ class DiLoCoMode(Mode):
             outer=outer_optimizer(config.outer),
             weight=weight,
             identity=identity,
+            restoring=restoring,
         )
         self.averager: OuterLoop = self.optimizer.loop
         self._stop_requested = False
@@ -160,9 +163,11 @@ class DataParallelMode(Mode):
         config: RunConfig,
         identity: str,
         weight: float,
+        *,
+        restoring: bool,
     ) -> None:
         self.averager: DataParallel = DataParallel(
-            model, inner, engine, sync=config.sync, weight=weight, identity=identity
+            model, inner, engine, sync=config.sync, weight=weight, identity=identity, restoring=restoring
         )
 
     def zero_grad(self) -> None:

@@ -72,7 +72,8 @@ def train_here(
     check_devices(device, engine.ranks)
     start = agree_on_start(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
-    training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0)
+    restoring = start is not None and start.checkpoint is not None
+    training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0, restoring=restoring)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: training.request_stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
