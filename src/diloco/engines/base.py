@@ -1,11 +1,11 @@
-"""The engine contract: who averages with whom. Everything that can fail, wait or travel is behind it.
+"""The engine contract: which workers average, and how. Everything that can fail, wait or travel is behind it.
 
-A `Connection` is a process's place among the workers; it gives an `Engine` for each lane that the process is in. A
-worker of one rank is in one lane, and its engine is its membership too.
+A `Connection` joins this process to the other workers; it gives an `Engine` for each lane that the process is in. A
+worker of one rank is in one lane, and its engine is its connection too.
 
 - `start_round` returns at once; the transfer runs beside training. `PendingRound.wait` is bounded by the deadline.
 - The divisor is the total weight of the contributions that are really in the mean, never the expected world size.
-- Everyone gets the same bits: a part is accumulated in fp32 in worker order by one worker, its mean encoded once, and
+- Every worker gets the same bits: one worker accumulates a part in fp32 in worker order and encodes its mean once, and
   all decode those bytes. On the CPU every engine gives the same trajectory as `local`, bit for bit.
 - A failed round changes no anchor and loses no local work: the next outer gradient carries it.
 - Nothing that arrives is unpickled.
@@ -26,7 +26,7 @@ class PendingRound(ABC):
 
 
 class Connection(ABC):
-    """This process's place: in worker `worker`, from 0 to `workers` − 1, and one of its `ranks`."""
+    """This process is one of the `ranks` of worker `worker`, which is a number from 0 to `workers` − 1."""
 
     worker: int
     workers: int
@@ -34,8 +34,8 @@ class Connection(ABC):
     """The number of ranks of each worker; (1,) of an elastic engine, whatever the number of workers at the moment."""
     ranks: WorkerRanks
     elastic: ClassVar[bool] = False
-    """Workers come and go while the others train: `worker` is a number that nobody else has, `workers` how many there
-    are at the moment. Whoever stops leaves alone; a round that was missed is made up for by `fetch_state`."""
+    """Workers come and go while the others train: `worker` is a number of its own, `workers` how many there are
+    at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
 
     def wanted(self, sequence: int) -> bool:
         """The others are in this round, or past it, and wait no longer: post it now, with the work there is.

@@ -69,7 +69,7 @@ def connect(
 def _check_island(owns_world: bool, backend: str) -> None:
     if not owns_world:
         raise ConfigError(
-            "island = True, but torch.distributed is initialised already, and who did it has seen the other workers: "
+            "island = True, but torch.distributed is initialised already and shows the other workers: "
             "call diloco.connect(island=True) before anything else"
         )
     if backend != "gloo":

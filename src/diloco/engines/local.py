@@ -1,7 +1,7 @@
 """k workers in one process: the reference that every other engine must equal bit for bit, and the laboratory's engine.
 
 The workers may be threads, each with its own loop, or one loop that takes them in turn (`inner_step` and `post` for
-all, then `merge` for all). A round is reduced when the last member has posted; nothing depends on who came first.
+all, then `merge` for all). A round is reduced when the last member has posted, in worker order.
 Bytes are those that the workers would have sent over a network. `fail_at` drops a worker's contribution on purpose.
 """
 
@@ -40,7 +40,7 @@ class LocalSwarm:
 
 
 def alone() -> "LocalEngine":
-    """The engine of a single worker that averages with nobody: DiLoCo with k = 1."""
+    """The engine of a single worker: DiLoCo with k = 1."""
     return LocalSwarm(1).engines()[0]
 
 
@@ -85,7 +85,7 @@ class LocalEngine(Engine):
             self.swarm.changed.notify_all()
 
     def fetch_state(self) -> GlobalState | None:
-        """At the start worker 0's state; later that of whoever has merged more rounds, or of a worker that agrees."""
+        """At the start worker 0's state; later that of a worker that has merged more rounds, or has the right anchor."""
         providers = self.swarm.providers
         self._missed = {p: count for p, count in self._missed.items() if self._rounds_of(self.worker, p) < count}
         source = self._source
@@ -121,7 +121,7 @@ class LocalEngine(Engine):
 
 
 def _at_its_start(state: GlobalState) -> GlobalState:
-    """A source that is a thread may have run ahead; its anchors have not, since the first merge needs everyone."""
+    """A source that is a thread may have run ahead; its anchors have not, since the first merge needs every worker."""
     return replace(state, numbers={**state.numbers, "inner_steps": 0, "sequence": 0})
 
 

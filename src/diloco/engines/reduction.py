@@ -23,7 +23,7 @@ _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
 
 @dataclass(frozen=True)
 class Decision:
-    """Who is in the mean, with which weight, and who is not and why."""
+    """Which workers are in the mean, with which weights, and why the others are not."""
 
     contributors: tuple[int, ...]
     weights: tuple[float, ...]

@@ -37,7 +37,7 @@ class Report:
     checkpoint_step: int = 0
     """The inner step of its latest complete checkpoint; older ones may go once all are known to have one."""
     stopping: bool = False
-    """This worker ends after this round's rotation; with a fixed membership so does everyone."""
+    """This worker ends after this round's rotation; with a fixed membership all do."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Member:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A mean, and how it came about. `total_weight` 0 means that nobody had done any work: there is no mean."""
+    """A mean, and how it came about. `total_weight` 0: no worker had done any work, and there is no mean."""
 
     mean: "EncodedVector"
     contributors: tuple[int, ...]
@@ -86,7 +86,7 @@ class RoundResult:
     seconds: float
     members: tuple[Member, ...]
     resync: bool = False
-    """Someone's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
+    """A worker's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
     roster: tuple[int, ...] = ()
     """With an elastic engine: the numbers of all members, also of those that missed this round."""
 
@@ -105,7 +105,7 @@ class GlobalState:
     """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str
     """Of everything that must be the same on all workers. An engine compares it before it hands tensors over; with an
-    elastic one, whoever takes them over does."""
+    elastic one, the worker that takes them over does."""
     means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
     """Encoded means (bytes, of whatever shape) of rounds that ended since, to be merged in this order before anything
     else. A source serves none; an elastic engine adds them, and moves `sequence` on."""

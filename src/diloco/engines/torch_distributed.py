@@ -104,7 +104,7 @@ class TorchDistributedEngine(Engine):
         self._provider = provider
 
     def fetch_state(self) -> GlobalState | None:
-        """Collective: everyone's state becomes that of the source, in place. The source gets None."""
+        """Collective: every worker's state becomes that of the source, in place. The source gets None."""
         return self._submit(self._broadcast_state).result()
 
     @property
@@ -162,7 +162,7 @@ class TorchDistributedEngine(Engine):
                     "without it; start the run again"
                 )
                 future.set_exception(self._broken)
-            except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it is
+            except Exception as error:  # noqa: BLE001  the waiting trainer must hear of it, whatever it is
                 self._broken = EngineError(f"worker {self.worker} left the others in the middle of a round: {error!r}")
                 self._broken.__cause__ = error
                 traceback.clear_frames(error.__traceback__)  # they hold the process groups
@@ -207,7 +207,7 @@ class TorchDistributedEngine(Engine):
         )
 
     def _gather(self, mine: bytes, deadline: float) -> list[bytes]:
-        """Everyone's bytes, in worker order; all must give the same number."""
+        """The bytes of every worker, in worker order; all must give the same number."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
         _finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)
@@ -235,7 +235,7 @@ class TorchDistributedEngine(Engine):
             vector.data.copy_(staged)
 
     def _scatter(self, data: Tensor, wave: Wave, inbox: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
-        """Everyone's contribution to what this worker reduces of a wave; there when the works are done."""
+        """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
         pieces = wave.split(data)
         own = pieces[self.worker]
         contributions = [own if w == self.worker else inbox[w, : len(own)] for w in range(self.workers)]

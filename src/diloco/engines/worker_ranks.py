@@ -55,7 +55,7 @@ class WorkerRanks:
     # What the ranks tell each other
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes, in rank order; all must give the same number."""
+        """The bytes of every rank, in rank order; all must give the same number."""
         if self.count == 1:
             return [data]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -85,7 +85,7 @@ class WorkerRanks:
     # Tensors that every rank holds a copy of
 
     def share(self, flat: Tensor, bounds: Sequence[int]) -> None:
-        """Everyone's copy of a 1-D tensor becomes rank r's in [bounds[r], bounds[r + 1])."""
+        """Every rank's copy of a 1-D tensor becomes rank r's in [bounds[r], bounds[r + 1])."""
         if self.count == 1:
             return
         staged = flat if flat.device.type == "cpu" or self._carries(flat.device) else flat.cpu()
@@ -99,7 +99,7 @@ class WorkerRanks:
             flat.copy_(staged)
 
     def average(self, tensor: Tensor) -> None:
-        """Everyone's copy becomes the mean of all."""
+        """Every rank's copy becomes the mean of all."""
         if self.count == 1:
             return
         total = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()

@@ -5,7 +5,7 @@ rows alone, as if it were sharded: only they are averaged here, and after every 
 anchors and outer momentum of a worker are held once, whatever its ranks do with the parameters.
 
 Refused: a DTensor that is not cut by rows over the worker's own ranks (tensor parallelism, hybrid sharding), since
-nobody else could know which of its elements are where.
+the other workers could not know which of its elements are where.
 """
 
 import sys

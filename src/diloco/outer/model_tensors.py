@@ -83,5 +83,5 @@ def bare_name(name: str) -> str:
 
 
 def _sharded_modules(model: nn.Module) -> tuple[nn.Module, ...]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and who uses it has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and a sharded model has imported it
     return () if fsdp is None else tuple(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))

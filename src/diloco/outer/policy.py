@@ -1,4 +1,4 @@
-"""What depends on the kind of run: what is due, what a round does, what a missed round means, who stops with whom.
+"""The policy of a run: what is due, what a round does, what a missed round means, which workers stop together.
 
 fixed.py and elastic.py are the policies there are. A new way to merge (a round's mean applied later, or a part of it)
 is a policy too: `merge` says what a round's mean does.

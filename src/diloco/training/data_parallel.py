@@ -90,7 +90,7 @@ class DataParallel:
                 )
 
     def average_gradients(self) -> None:
-        """Every worker's gradient becomes the mean; without a mean it raises, since nobody may step alone."""
+        """Every worker's gradient becomes the mean; without a mean it raises, since no worker may step alone."""
         started = time.monotonic()
         self._check_gradients()
         self._vector.encode(0, self._gradient)
@@ -135,7 +135,7 @@ class DataParallel:
         self.inner_steps += 1
 
     def finish(self, *, before_confirming: Callable[[], None] | None = None) -> None:
-        """A last exchange without payload: everyone learns everyone's final digest and report."""
+        """A last exchange without payload: every worker learns the others' final digest and report."""
         if before_confirming is not None:
             before_confirming()
         vector = EncodedVector(codec(self.sync.codec), PartLayout(0))

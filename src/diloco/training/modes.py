@@ -195,7 +195,7 @@ class DataParallelMode(Mode):
 
     @property
     def must_end(self) -> bool:
-        """Only once everyone knows: the next step's averaging tells them, and all end after it."""
+        """Only once all workers know: the next step's averaging tells them, and all end after it."""
         return self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:
@@ -208,5 +208,5 @@ class DataParallelMode(Mode):
         return self.averager.anchor_digest()
 
     def start_from_anchor(self) -> None:
-        """All parameters are everyone's; only what was counted is not."""
+        """The parameters are the same on all workers; the counts are another worker's."""
         self.averager.bytes_sent, self.averager.sync_seconds = 0, 0.0
