@@ -85,7 +85,7 @@ class LocalEngine(Engine):
             self.swarm.changed.notify_all()
 
     def fetch_state(self) -> GlobalState | None:
-        """At the start worker 0's state; later that of a worker that has merged more rounds, or has the right anchor."""
+        """At the start worker 0's state; later that of a worker with more merged rounds, or with the right anchor."""
         providers = self.swarm.providers
         self._missed = {p: count for p, count in self._missed.items() if self._rounds_of(self.worker, p) < count}
         source = self._source
