@@ -258,7 +258,7 @@ def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
 
     def start(index: int) -> None:
         machine = folder / f"machine-{index}" / "swarm"
-        known = [one["addresses"][0] for one in engines[0].status()["members"] if one["live"]] if engines else []
+        known = [one.addresses[0] for one in engines[0].status().members if one.live] if engines else []
         write_private(machine / INVITATION_FILE, invite(key, known[:4], 3600.0, time.time()).text())
         engine = SwarmEngine(Settings(str(machine), "worker-0", founder=index == 0, host="127.0.0.1"))
         engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
@@ -277,7 +277,7 @@ def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
 
 def _until_all_see_all(engines: list[SwarmEngine]) -> None:
     end = time.monotonic() + 60.0
-    while any(sum(one["live"] and one["holds"] for one in e.status()["members"]) < len(engines) for e in engines):
+    while any(sum(one.live and one.has_state for one in e.status().members) < len(engines) for e in engines):
         if time.monotonic() > end:
             raise SystemExit("the peers do not see each other")
         time.sleep(0.1)

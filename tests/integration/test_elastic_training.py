@@ -15,6 +15,7 @@ from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.engines.swarm.node.status import RunStatus
 from diloco.errors import EngineError
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
@@ -60,8 +61,8 @@ class Member(ElasticEngine):
     def fetch_file(self, name: str, path: Path) -> None:
         raise EngineError(f"{name} is at {path} already")
 
-    def status(self) -> dict[str, Any]:
-        return {"members": []}
+    def status(self) -> RunStatus:
+        return RunStatus("", (), None, {}, {})
 
 
 class Swarm:

@@ -167,7 +167,7 @@ def test_files_and_progress_reach_the_node_and_its_status_comes_back(
     engine.progress(inner_steps=12, tokens=345, loss=2.5, step_seconds=0.1)
     assert eventually(lambda: told(engine.settings).get("inner_steps") == 12)
     assert told(engine.settings)["files"] == {"config.toml": str(tmp_path / "config.toml")}
-    assert [one["number"] for one in engine.status()["members"]] == [3, 7, 8] and engine.workers == 2
+    assert [one.number for one in engine.status().members] == [3, 7, 8] and engine.workers == 2
     engine.fetch_file("tokenizer.json", tmp_path / "here")
     assert (tmp_path / "here").read_text() == "tokenizer.json"
     with pytest.raises(EngineError, match="nobody has the file missing"):

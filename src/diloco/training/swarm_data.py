@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
@@ -25,6 +25,9 @@ from diloco.training.records.events import EventLog
 from diloco.training.shard_claims import Fetching, Sharing, place_in, shards_of
 from diloco.training.validation import Validation
 
+if TYPE_CHECKING:
+    from diloco.engines.swarm.node.status import MemberStatus, RunStatus
+
 logger = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 3
@@ -37,7 +40,7 @@ CUT_OFF_SECONDS = 3600.0
 
 @runtime_checkable
 class Swarm(Protocol):
-    """What engines/hivemind.py offers besides averaging."""
+    """What engines/swarm/engine.py offers besides averaging."""
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -47,8 +50,8 @@ class Swarm(Protocol):
 
     def fetch_file(self, name: str, path: Path) -> None: ...
 
-    def status(self) -> dict[str, Any]:
-        """Of all members (swarm/node.py)."""
+    def status(self) -> "RunStatus":
+        """Of all members (swarm/node/status.py)."""
 
 
 def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
@@ -74,15 +77,15 @@ def present(engine: Connection) -> tuple[int, ...]:
     return tuple(sorted({*others, engine.worker}))
 
 
-def _listed(one: dict[str, Any]) -> dict[str, Any]:
+def _listed(one: "MemberStatus") -> dict[str, Any]:
     """A member as an event has it."""
-    state = "left" if one["left"] else "lost" if not one["live"] else "training" if one["holds"] else "joining"
+    state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
     return {
-        "member": one["number"],
-        "where": one["label"],
-        "step": one["position"],
-        "loss": one["loss"] if one["loss"] >= 0 else None,
-        "contributed": one["contributed"] if one["contributed"] >= 0 else None,
+        "member": one.number,
+        "where": one.label,
+        "step": one.position,
+        "loss": one.loss if one.loss >= 0 else None,
+        "contributed": one.contributed_round if one.contributed_round >= 0 else None,
         "state": state,
     }
 
@@ -184,7 +187,7 @@ class Company:
         if self._swarm is None or now - self._listed < _LIST_SECONDS:
             return
         self._listed = now
-        told = [one for one in self._swarm.status().get("members", ()) if one["number"] >= 0]
+        told = [one for one in self._swarm.status().members if one.number >= 0]
         self._events.emit("members", present=[_listed(one) for one in told[:_MOST_LISTED]])
 
     # Rounds

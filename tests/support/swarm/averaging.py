@@ -31,13 +31,13 @@ def main(given: dict[str, Any]) -> None:
     engine.fetch_state()
     deadline = time.monotonic() + _SECONDS
     while True:
-        own = next(one for one in engine.status()["members"] if one["number"] == engine.worker)
-        if not given["relayed"] or any("/p2p-circuit" in address for address in own["addresses"]):
+        own = next(one for one in engine.status().members if one.number == engine.worker)
+        if not given["relayed"] or any("/p2p-circuit" in address for address in own.addresses):
             break
         assert time.monotonic() < deadline, f"no relay has a reservation for this worker: {own}"
         time.sleep(0.05)
-    print(json.dumps({"worker": engine.worker, "addresses": own["addresses"]}), flush=True)
-    while sum(one["live"] and one["holds"] for one in engine.status()["members"]) < given["workers"]:
+    print(json.dumps({"worker": engine.worker, "addresses": own.addresses}), flush=True)
+    while sum(one.live and one.has_state for one in engine.status().members) < given["workers"]:
         assert time.monotonic() < deadline, f"only {engine.status()} are here"
         time.sleep(0.05)
     for sequence in range(given["rounds"]):

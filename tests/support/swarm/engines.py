@@ -21,6 +21,7 @@ from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
+from diloco.engines.swarm.node.status import MemberStatus
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
@@ -52,16 +53,16 @@ class LoopbackSwarm:
         return SwarmEngine(Settings(str(folder), "worker-0", founder=machine == 0, **self._settings))
 
     def _addresses(self) -> list[str]:
-        return [a for engine in self.engines for a in self._member(engine, engine.worker)["addresses"]]
+        return [a for engine in self.engines for a in self._member(engine, engine.worker).addresses]
 
-    def _member(self, engine: SwarmEngine, number: int) -> dict[str, Any]:
-        found = [one for one in engine.status()["members"] if one["number"] == number and one["live"]]
-        return found[0] if found else {"holds": False}
+    def _member(self, engine: SwarmEngine, number: int) -> MemberStatus:
+        found = [one for one in engine.status().members if one.number == number and one.live]
+        return found[0] if found else MemberStatus()
 
     def settle(self) -> None:
         """Until all know of each other that they have the state."""
         deadline = time.monotonic() + 20.0
-        while not all(self._member(one, other.worker)["holds"] for one in self.engines for other in self.engines):
+        while not all(self._member(one, other.worker).has_state for one in self.engines for other in self.engines):
             assert time.monotonic() < deadline, "the workers do not see each other"
             time.sleep(0.02)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco.atomic_files import write_file
 from diloco.engines.rounds import RoundKey
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.engines.swarm.node.trainer import (
     FetchedState,
     PostedRound,
@@ -124,17 +125,14 @@ class LonelyNode:
     async def leave(self) -> None:
         self.settings.path("left").touch()
 
-    def status(self) -> dict[str, Any]:
-        return {"members": [_member(3), _member(7), _member(8, live=False)]}
+    def status(self) -> RunStatus:
+        members = MemberStatus(number=3), MemberStatus(number=7), MemberStatus(number=8, live=False)
+        return RunStatus("run", members, None, {}, {})
 
 
 def told(settings: Settings) -> dict[str, Any]:
     """What the node of the worker with these settings was told: next_round, files, progress; and its "pid"."""
     return dict(json.loads(settings.path(_TOLD_FILE).read_text()))
-
-
-def _member(number: int, *, live: bool = True) -> dict[str, Any]:
-    return {"number": number, "live": live}
 
 
 async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> sidecar.NodeWithNetwork:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from diloco.cli.config_parser import parse_config
@@ -21,6 +22,7 @@ from diloco.cli.display.view import RunView
 from diloco.cli.main import run
 from diloco.cli.status import headline, lines, rows
 from diloco.data.preparation.received_corpus import corpus_files
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
@@ -40,25 +42,17 @@ def event(type_: str, worker: int = 3, **fields: Any) -> Event:
     return {"v": 1, "time": 0.0, "worker": worker, "type": type_, **fields}
 
 
-def member(number: int, **changes: Any) -> dict[str, Any]:
-    status = {"number": number, "holds": True, "next": 8, "ended": 7, "position": 80 - number, "tokens": 5000}
-    status |= {
-        "loss": 3.5,
-        "step_seconds": 0.5,
-        "contributed": 6,
-        "label": f"host-{number}",
-        "peer": f"12D3{number:06d}",
-    }
-    status |= {"live": True, "left": False, "silent_seconds": 0.2, "latency_seconds": 0.02, "addresses": []}
-    return status | changes
+def member(number: int, **changes: Any) -> MemberStatus:
+    status = MemberStatus(
+        number=number, has_state=True, next_round=8, ended_round=7, position=80 - number, tokens=5000, loss=3.5,
+        step_seconds=0.5, contributed_round=6, label=f"host-{number}", peer=f"12D3{number:06d}", silent_seconds=0.2,
+        latency_seconds=0.02,
+    )  # fmt: skip
+    return structs.replace(status, **changes)
 
 
-TOLD = {
-    "run": "abcd",
-    "members": [member(0), member(1, live=False), member(4, holds=False, loss=-1.0, contributed=-1, step_seconds=0.0)],
-    "leader": "12D3000000",
-    "leading": {"8": "gathering"},
-}
+JOINING = member(4, has_state=False, loss=-1.0, contributed_round=-1, step_seconds=0.0)
+TOLD = RunStatus("abcd", (member(0), member(1, live=False), JOINING), "12D3000000", {"8": "gathering"}, {})
 
 
 def shown(view: RunView) -> str:
@@ -126,7 +120,7 @@ def test_one_member_is_a_member() -> None:
 
 def test_who_was_never_heard_is_shown_as_such() -> None:
     told = member(2, live=False, label="", position=0, silent_seconds=28552.1)
-    (row,) = rows({**TOLD, "members": [told]})
+    (row,) = rows(structs.replace(TOLD, members=(told,)))
     assert row[-3] == "never" and row[-1] == "not met"
 
 

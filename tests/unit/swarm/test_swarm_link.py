@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diloco.engines.rounds import GlobalState, RoundKey
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.engines.swarm.node.trainer import (
     FetchedState,
     PostedRound,
@@ -75,7 +76,7 @@ def one_of_each() -> list[messages.Message]:
         messages.PostNow(12),
         messages.MakeSnapshot(13),
         messages.Event("joined", {"worker": 3}),
-        messages.Status({"members": [{"worker": 0}]}),
+        messages.Status(RunStatus("run", (MemberStatus(number=0),), None, {"3": "gathering"}, {})),
     ]
 
 

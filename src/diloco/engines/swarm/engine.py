@@ -18,6 +18,7 @@ from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.engines.swarm.installed import check_swarm
+from diloco.engines.swarm.node.status import RunStatus
 from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
 from diloco.engines.swarm.pending_round import FailedRound, RoundMemoryPool, SwarmRound, as_tensor
 from diloco.engines.swarm.settings import Settings
@@ -60,7 +61,7 @@ class SwarmEngine(Engine):
         self.settings = settings
         self.log = Path(settings.folder).parent / "logs" / f"{settings.name}-swarm.log"
         self._on_event = on_event
-        self._status: dict[str, Any] = {}
+        self._status = RunStatus("", (), None, {}, {})
         self._workers = 1
         self._members: tuple[Member, ...] = ()
         self._due_round = -1  # the latest round that the others wait for no longer
@@ -195,15 +196,14 @@ class SwarmEngine(Engine):
             self._progress_sent_at = now
             self._sidecar.send(messages.Progress(inner_steps, tokens, loss, step_seconds), seconds=0.0)
 
-    def status(self) -> dict[str, Any]:
-        """The node's latest status (Node.status): the run and its members."""
+    def status(self) -> RunStatus:
+        """The node's latest status: the run and its members."""
         return self._status
 
     @property
     def roster(self) -> tuple[int, ...]:
         """The numbers of all live workers that have the state."""
-        members = self._status.get("members", ())
-        return tuple(one["number"] for one in members if one["live"] and one["holds"] and one["number"] >= 0)
+        return tuple(one.number for one in self._status.members if one.live and one.has_state and one.number >= 0)
 
     def _request_until_answered(self, request: Callable[[int], Request], what: str, seconds: float) -> tuple[Any, int]:
         """Repeats the request if the sidecar is lost. Also returns how many sidecars had been lost at the request."""
@@ -237,9 +237,9 @@ class SwarmEngine(Engine):
     def _on_message(self, message: FromSidecar) -> None:
         match message:
             case messages.Status():
-                self._status = message.values
-                live = [one for one in message.values.get("members", ()) if one["live"] and one["number"] >= 0]
-                self._workers = max(1, len(live))
+                if message.status is not None:
+                    self._status = message.status
+                    self._workers = max(1, sum(one.live and one.number >= 0 for one in message.status.members))
             case messages.PostNow():
                 self._due_round = max(self._due_round, message.sequence)
             case messages.MakeSnapshot():

@@ -71,7 +71,7 @@ def join_run(
             config = configure(description)
             check_out(config)
             check_network(config)
-            members = sum(one["live"] and one["number"] >= 0 for one in guest.status()["members"])
+            members = sum(one.live and one.number >= 0 for one in guest.status().members)
             observer = until_summarized.enter_context(observe(config, members))
             config, text = receive_text(
                 config, description, guest.fetch, members, observer.show_preparation, guest.hosts

@@ -15,6 +15,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.network.listen_port import choose_port
+from diloco.engines.swarm.node.status import MemberStatus
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
 from diloco.training.batches import Texts
@@ -137,10 +138,10 @@ def _train_with(
     files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
     engine.serve_files(files)
     me = _me(engine)
-    founded = bool(me.get("holds"))  # no member answered: this worker starts the swarm, or restarts it
+    founded = me.has_state  # no member answered: this worker starts the swarm, or restarts it
     start = newest_start(slot.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
-    place = {"run": engine.status().get("run"), "peer": me.get("peer"), "addresses": me.get("addresses", [])}
+    place = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
     log.emit("swarm", name=slot.name, founded=founded, going_on=saved, **place)
     engine.pause_serving_state(saved)  # until it is the saved one
     training = Training(config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0)
@@ -161,6 +162,6 @@ def _train_with(
         raise
 
 
-def _me(engine: SwarmEngine) -> dict[str, Any]:
+def _me(engine: SwarmEngine) -> MemberStatus:
     """The status of this worker, as its node reports it."""
-    return next((one for one in engine.status().get("members", ()) if one["number"] == engine.worker), {})
+    return next(one for one in engine.status().members if one.number == engine.worker)

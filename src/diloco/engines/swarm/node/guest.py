@@ -14,8 +14,6 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
-from msgspec import to_builtins
-
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
@@ -31,7 +29,7 @@ from diloco.engines.swarm.node.messages import (
     Time,
     expect,
 )
-from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.node.status import RunStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import EngineError, RendezvousError
@@ -96,10 +94,8 @@ class Guest:
             raise problem
         return min(times, key=lambda theirs: abs(theirs - time.time()))
 
-    def status(self) -> dict[str, Any]:
-        """As Node.status."""
-        status: dict[str, Any] = to_builtins(self._ask(AskStatus(), StatusAnswer).status)
-        return status
+    def status(self) -> RunStatus:
+        return self._ask(AskStatus(), StatusAnswer).status
 
     def files(self) -> list[str]:
         return list(self._ask(AskFiles(), FileNames).names)
@@ -119,11 +115,9 @@ class Guest:
     def remember(self, path: Path) -> None:
         """Write the members' addresses into a peers.json."""
         known = [
-            KnownPeer(
-                one["peer"], one["number"] if one["number"] >= 0 else None, tuple(one["addresses"]), seen=time.time()
-            )
-            for one in self.status()["members"]
-            if one["live"]
+            KnownPeer(one.peer, one.number if one.number >= 0 else None, one.addresses, seen=time.time())
+            for one in self.status().members
+            if one.live
         ]
         write_peers(path, known)
 

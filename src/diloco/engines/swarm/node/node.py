@@ -123,11 +123,6 @@ class Node:
         await self.transport.close()
         await self._peers_file.save(self._known_peers(), _SAVE_SECONDS)
 
-    def status(self) -> dict[str, Any]:
-        """RunStatus as a dict, for the display."""
-        status: dict[str, Any] = msgspec.to_builtins(self._status())
-        return status
-
     # Tasks
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
@@ -168,7 +163,7 @@ class Node:
         )
         return [me, *known]
 
-    def _status(self) -> RunStatus:
+    def status(self) -> RunStatus:
         others = [
             MemberStatus(
                 **msgspec.structs.asdict(peer.status),
@@ -261,7 +256,7 @@ class Node:
         """To a peer with a credential; only members take part in rounds."""
         match request:
             case messages.AskStatus():
-                return messages.StatusAnswer(self._status())
+                return messages.StatusAnswer(self.status())
             case messages.AskFiles():
                 return messages.FileNames(tuple(self.files.names()))
             case messages.AskTime():

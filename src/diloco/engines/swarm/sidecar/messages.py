@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from diloco.engines.swarm.node.status import RunStatus
 from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot
 from diloco.engines.swarm.settings import Settings
 
@@ -124,9 +125,9 @@ class Event(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """Sent every second and after every change: the node's status, and a sign that the sidecar is alive."""
+    """Sent every second and after every change; also a sign that the sidecar is alive. None: the node is starting."""
 
-    values: dict[str, Any]
+    status: RunStatus | None
 
 
 FromTrainer = Start | PostRound | FetchState | FetchFile | Leave | ServeFiles | Progress | SnapshotMade

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
+from diloco.engines.swarm.node.status import RunStatus
 from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot, Trainer
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.sidecar import messages
@@ -46,7 +47,7 @@ class Node(Protocol):
     def serve_files(self, files: Mapping[str, Path]) -> None: ...
     async def fetch_file(self, name: str, path: Path) -> None: ...
     async def leave(self) -> None: ...
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> RunStatus: ...
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class Sidecar:
         self._send_status()
 
     def _send_status(self) -> None:
-        self._link.send(messages.Status({} if self._running is None else self._running.node.status()))
+        self._link.send(messages.Status(None if self._running is None else self._running.node.status()))
 
 
 def run(fd: int, build: Build) -> None:
