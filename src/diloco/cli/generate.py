@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from diloco.cli.display.live import PipeSafeConsole
-from diloco.cli.display.view import printable
+from diloco.cli.display.notes import printable
 from diloco.errors import ConfigError
 from diloco.training.records.run_folder import any_model
 

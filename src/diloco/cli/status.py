@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.view import printable
+from diloco.cli.display.notes import printable
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, RendezvousError
 from diloco.training.processes.run_lock import trains

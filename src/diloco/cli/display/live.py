@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.view import MemberView, RunView, WorkerView, duration, printable
+from diloco.cli.display.notes import printable
+from diloco.cli.display.view import MemberView, RunView, WorkerView, duration
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import EventReader

@@ -8,7 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.view import duration, printable
+from diloco.cli.display.notes import printable
+from diloco.cli.display.view import duration
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records import history
 from diloco.training.records.events import read_events

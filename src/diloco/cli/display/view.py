@@ -1,13 +1,11 @@
 """The current state of a run, from its events: no terminal, no clock, no files."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.cli.display.notes import RunNotes
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import Event
-
-_REPEAT_SECONDS = 60.0
 
 
 @dataclass
@@ -55,7 +53,7 @@ class RunView:
         self.unigram_perplexity: float | None = None
         self.workers: dict[int, WorkerView] = {}
         self.validations: list[tuple[int, float]] = []
-        self.notes: list[str] = []
+        self._notes = RunNotes(config)
         self.checkpoint_step = 0
         self.rounds = 0
         self._merged: set[int] = set()
@@ -66,14 +64,18 @@ class RunView:
         self.round_in_progress: int | None = None
         self.last_round_seconds: float | None = None
         self.similarity: float | None = None
-        self._reported: dict[tuple[str, int, str], tuple[int, float]] = {}
-        """(event type, member, peer) -> the local worker that reported it last, and when."""
 
     def update(self, event: Event) -> None:
         worker = self.workers.setdefault(event["worker"], WorkerView())
         handler = getattr(self, f"_on_{event['type']}", None)
         if handler is not None:
             handler(event, worker)
+        self._notes.update(event, self.workers)
+
+    @property
+    def notes(self) -> list[str]:
+        """What happened besides steps and rounds, one line each."""
+        return self._notes.lines
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
         worker.state = "started"
@@ -128,16 +130,6 @@ class RunView:
         del worker
         self.checkpoint_step = event["step"]
 
-    def _on_checkpoint_failed(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        self.notes.append(
-            f"worker {event['worker']} could not write the checkpoint of step {event['step']}: {event['reason']}"
-        )
-
-    def _on_sample_skipped(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        self.notes.append(f"no sample: {event['reason']}")
-
     def _on_resumed(self, event: Event, worker: WorkerView) -> None:
         """Forget everything after this step, and workers that are no longer part of the run."""
         worker.step = event["step"]
@@ -147,10 +139,6 @@ class RunView:
         self._merged = {sequence for sequence in self._merged if sequence < event["rounds"]}
         self._failed = {sequence for sequence in self._failed if sequence < event["rounds"]}
         self.rounds, self.round_in_progress = len(self._merged), None
-        first = event["worker"] == 0 or self.config.engine == "swarm"
-        if first and event["workers_before"] is not None:  # otherwise a note says that the run starts again
-            self.notes.append(f"continuing from step {event['step']}")
-        self.notes += [note for note in event["notes"] if note not in self.notes]
 
     # Events of a swarm
 
@@ -161,69 +149,17 @@ class RunView:
 
     def _on_joined(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["step"], "joined"
-        self._note(f"worker {event['worker']} starts at step {event['step']}, the position of the swarm")
-
-    def _on_member_joined(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        if event["member"] not in self.workers and not event.get("already"):
-            self._note_member(event, f"{_member_name(event)} has joined")
-
-    def _on_member_left(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        if event["member"] not in self.workers:  # local workers are shown in the table
-            self._note_member(event, f"{_member_name(event)} has left")
-
-    def _on_member_lost(self, event: Event, worker: WorkerView) -> None:
-        """The full reason is in events.jsonl."""
-        del worker
-        reason = event["reason"] if event["reason"].startswith("silent") else "it cannot be reached"
-        self._note_member(event, f"{_member_name(event)} is lost ({reason}); training continues without it")
-
-    def _on_member_banned(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        self._note_member(event, f"{_member_name(event)} is banned: {event['reason']}")
-
-    def _on_member_expelled(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        self._note_member(event, f"{_member_name(event)} is excluded: {event['reason']}")
 
     def _on_alone(self, event: Event, worker: WorkerView) -> None:
         del event
         worker.state = "alone"
-        self._note("training alone at the moment: no other member answers")
 
     def _on_waiting(self, event: Event, worker: WorkerView) -> None:
+        del event
         worker.state = "waiting"
-        self._note(
-            f"{event['present']} of {event['wanted']} workers are present (swarm.min_workers): waiting for the rest"
-        )
 
     def _on_resync(self, event: Event, worker: WorkerView) -> None:
         worker.step = event["step"]
-        self._note(f"worker {event['worker']} has fetched the others' state: {event['reason']}")
-
-    def _on_sidecar_restarted(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        self._note(f"the network process of worker {event['worker']} died and was restarted")
-
-    def _on_shards_not_fetched(self, event: Event, worker: WorkerView) -> None:
-        del worker
-        shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
-        self._note(f"shards {shards} could not be fetched ({event['reason']}); trying again later")
-
-    def _note_member(self, event: Event, text: str) -> None:
-        """Add a note about a member, unless another local worker reported the same a little earlier."""
-        what = (event["type"], event["member"], event["peer"])
-        reporter, reported_at = self._reported.get(what, (event["worker"], -math.inf))
-        if reporter == event["worker"] or event["time"] - reported_at > _REPEAT_SECONDS:
-            self._reported[what] = (event["worker"], event["time"])
-            self.notes.append(printable(text))
-
-    def _note(self, text: str) -> None:
-        """Add a note once, though several local workers may report it."""
-        text = printable(text)
-        if text not in self.notes[-6:]:
-            self.notes.append(text)
 
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "done"
@@ -264,11 +200,6 @@ class RunView:
         return first.elapsed_seconds / taken * (self.config.steps - self.step) if taken else None
 
 
-def _member_name(event: Event) -> str:
-    where = f" ({event['label']})" if event.get("label") else ""
-    return f"worker {event['member']}{where}"
-
-
 def _without(values: Event, name: str) -> Event:
     return {key: value for key, value in values.items() if key != name}
 
@@ -280,10 +211,3 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
