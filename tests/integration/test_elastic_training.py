@@ -90,7 +90,7 @@ class Swarm:
         return training
 
     def _watch(self, training: Training, after: dict[str, Callable[[Training], None]]) -> None:
-        step, take = training._step, training.reading.next
+        step, take = training._step, training.reader.next
 
         def watched(position: int) -> None:
             step(position)
@@ -102,7 +102,7 @@ class Swarm:
             self.read.setdefault(training.engine.worker, []).extend(row.tobytes() for row in batch)
             return batch
 
-        training._step, training.reading.next = watched, noted  # type: ignore[method-assign]
+        training._step, training.reader.next = watched, noted  # type: ignore[method-assign]
 
     def start(self, training: Training) -> None:
         def run() -> None:
@@ -221,7 +221,7 @@ def test_a_swarm_that_is_gone_goes_on_from_the_newest_checkpoint(
     again = Swarm(made, tmp_path)
     resumed = again.worker(0, resume=True)
     assert resumed.mode.averager.inner_steps >= 13
-    assert resumed.reading.shards == [0, 1, 2, 3, 4, 5]
+    assert resumed.reader.shards == [0, 1, 2, 3, 4, 5]
     again.start(resumed)
     again.end()
     assert again.events(0, "worker_finished")[-1]["inner_steps"] == STEPS
@@ -247,16 +247,15 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
 ) -> None:
     swarm = Swarm(made, tmp_path)
     training = swarm.worker(0)
-    company = training.company
-    assert company is not None
-    company.check_progress(["no network"] * 50, 2.0)
-    company.check_progress(["no network"] * 50, None)
+    peers = training.peers
+    peers.check_progress(["no network"] * 50, 2.0)
+    peers.check_progress(["no network"] * 50, None)
     for loss in (math.inf, -math.inf, math.nan):
         with pytest.raises(EngineError, match=f"the loss is {loss}: lower"):
-            company.check_progress(["no contribution"] * 3, loss)
-    monkeypatch.setattr("diloco.training.swarm_data.CUT_OFF_SECONDS", -1.0)
+            peers.check_progress(["no contribution"] * 3, loss)
+    monkeypatch.setattr("diloco.training.swarm_peers.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
-        company.check_progress(["no network"] * 3, 2.0)
+        peers.check_progress(["no network"] * 3, 2.0)
 
 
 def test_a_worker_whose_loss_is_nan_ends_after_three_rounds_without_its_contribution(

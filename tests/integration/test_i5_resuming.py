@@ -166,7 +166,7 @@ def test_without_checkpoints_a_killed_run_begins_again_and_says_so(
 
 
 def progress_of(workers: list[Training]) -> dict[int, tuple[int, int]]:
-    told = [worker.reading.progress() for worker in workers]
+    told = [worker.reader.progress() for worker in workers]
     return {shard: tuple(read) for shard, read in merge_progress(told).items()}
 
 
@@ -205,7 +205,7 @@ def test_what_is_not_known_of_a_worker_that_is_left_out_is_said(
     lost = "worker 2 is not started again: its inner steps since its last round are lost; no checkpoint of it here"
     assert any(note.startswith(lost) for note in notes)
     for worker, shard in ((0, 2), (1, 5)):
-        unknown = f"no checkpoint here tells how far the shards {shard} had been read: worker {worker} reads them from"
+        unknown = f"no checkpoint here says how far the shards {shard} had been read: worker {worker} reads them from"
         assert any(note.startswith(unknown) for note in notes)
 
 

@@ -31,7 +31,7 @@ class Texts:
         return self.own or self.shared
 
 
-class Reading:
+class ShardReader:
     """One worker's share of the text."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, shards: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """One worker's training: batches in, inner steps, rounds, evaluations, events out.
 
-The same for a worker started by `diloco train` or `diloco join` and for one started by torchrun; the mode decides what
-is averaged, and company.py what to do about others that come and go. It prints nothing: what happens is in
-events.jsonl. Inputs are a pure function of (seed, shards, how far they were read).
+The same for workers started by `diloco train`, `diloco join` and torchrun. The mode says what is averaged (modes.py),
+`peers` what the other workers require (peers.py, swarm_peers.py). The loop prints nothing: it writes events.jsonl.
+Inputs are a pure function of (seed, shards, how far they were read).
 """
 
 import logging
@@ -23,7 +23,7 @@ from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
-from diloco.training.batches import Reading, Texts
+from diloco.training.batches import ShardReader, Texts
 from diloco.training.checkpoints.checkpointer import Checkpointer
 from diloco.training.checkpoints.resume import Start
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
@@ -32,11 +32,13 @@ from diloco.training.compute import prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import sample, write_model
+from diloco.training.records.worker_events import end_fields, round_fields, started_fields
 from diloco.training.sharding import spread, whole_number
-from diloco.training.swarm_data import FAILURES_IN_A_ROW, Company, starting_shards
+from diloco.training.swarm_peers import SwarmPeers, starting_shards
 from diloco.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -57,40 +59,39 @@ class Training:
         leader: bool,
         restoring: bool = False,
     ) -> None:
-        """`leader`: the first process of its machine, which writes down what concerns the whole run.
+        """`leader`: the first process of its machine, which writes the events that concern the whole run.
 
         `restoring`: `resume` loads a checkpoint next, on every worker, so no parameters are sent at the start.
         """
         self.leader = leader and engine.ranks.rank == 0
-        self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # the leader's worker, of all its ranks
+        self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
         texts = texts if isinstance(texts, Texts) else Texts(texts)
         self.config, self.corpus, self.engine, self.events = config, texts.shared, engine, events
         corpus = texts.shared
         self.device, self.folder = device, folder
-        self.reading = Reading(texts.read, config, starting_shards(texts, engine, config))
+        self.reader = ShardReader(texts.read, config, starting_shards(texts, engine, config))
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         self.precision = Precision(config.compute.precision, device, engine.ranks)
         self.spread = spread(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
         self.model = self.spread.model
         prepare(self.model, config.compute, device, sharded=self.spread.sharded)
-        # Dropout, where a model has it, is not the same on all workers and ranks.
+        # Dropout, where a model has it, differs between workers and ranks.
         torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
         self.schedule = learning_rate_schedule(self.inner, config.inner, config.steps)
         self.mode = self._mode(config.identity(corpus.digest, self.model.description), restoring=restoring)
         self.joined = False
-        """In a swarm: with the state of others, in the middle of their training."""
+        """In a swarm: this worker has received the state of a run in progress."""
         self.stop_requested = False
-        self._open_step = False  # the last inner step is taken, and the rounds that belong to it are to come
+        self._open_step = False  # the last inner step is taken, its rounds are not
         self._saved_before_cut = False
         self.validation = Validation(config, corpus, self.model, self.precision, engine, events)
-        self.company = self._company(texts)
+        self.peers = self._peers(texts)
         also: dict[str, HasState] = {
-            "training": self, "reading": self.reading, "mode": self.mode, "precision": self.precision
+            "training": self, "reading": self.reader, "mode": self.mode, "precision": self.precision,
+            "peers": self.peers,
         }  # fmt: skip
-        if self.company is not None:
-            also["company"] = self.company
         state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
         workers = None if engine.elastic else engine.workers
         owner = CheckpointOwner(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
@@ -112,52 +113,39 @@ class Training:
                 self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring
             )
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring)
-        mode.averager.on_post, mode.averager.on_round, mode.averager.on_cut = (
-            self._on_post,
-            self._on_round,
-            self._on_cut,
-        )
+        loop = mode.averager
+        loop.on_post, loop.on_round, loop.on_cut = self._on_post, self._on_round, self._on_cut
         return mode
 
-    def _company(self, texts: Texts) -> Company | None:
+    def _peers(self, texts: Texts) -> Peers:
         if not self.engine.elastic:
-            return None
+            return FixedPeers(self.config, self.engine)
         outer = self.mode.averager
         assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
-        return Company(self.config, texts, self.engine, self.reading, self.validation, outer, self.events)
+        return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
 
     def _weight(self) -> float:
-        """Of this worker's contributions: its work, or its part of the text where the shards differ in kind (paper)."""
+        """Of this worker's contributions: its tokens a step, or the size of its shards if they are clusters (paper)."""
         if self.config.data.partition == "clusters":
-            return self.reading.weight
+            return self.reader.weight
         return float(self.config.tokens_per_step)
 
     def run(self) -> None:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
         config, state = self.config, self.mode.averager
-        self.events.emit(
-            "worker_started",
-            workers=self.engine.workers,
-            ranks=self.engine.ranks.count,
-            device=str(self.device),
-            parameters=sum(p.numel() for p in self.model.parameters()),
-            threads=torch.get_num_threads(),
-            precision=self.precision.name,
-            tokens_per_step=config.tokens_per_step,
-            unigram_perplexity=self.corpus.unigram_perplexity,
-        )
+        fields = started_fields(config, self.engine, self.model, self.corpus)
+        self.events.emit("worker_started", **fields, device=str(self.device), precision=self.precision.name)
         if self.leader:
             self.events.emit("corpus", **self.corpus.meta.event())
         if self._resumed is not None:
             self.events.emit("resumed", **self._resumed)
-        if self.company is not None:
-            self.company.begin(joined=self.joined, stopped=lambda: self.stop_requested)
-            self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
+        self.peers.begin(joined=self.joined, stopped=lambda: self.stop_requested)
+        self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
             self.validation.measure(self.mode)
         self._started, self.validation.seconds = time.monotonic(), 0.0
         while state.inner_steps < config.steps or self._open_step:
-            if self.engine.ranks.any(self.stop_requested):  # together: a rank that left alone would hold up the others
+            if self.engine.ranks.any(self.stop_requested):  # a rank that stopped alone would block the others
                 self.mode.request_stop()
             if self.mode.must_end:
                 break
@@ -167,7 +155,7 @@ class Training:
                 self._end_step()
             else:
                 self._step(state.inner_steps)
-            self._check_progress()
+            self.peers.check_progress(self._failures, self._loss)
             if self.validation.due(state.inner_steps):
                 self.validation.measure(self.mode)
             if not self._saved_before_cut:
@@ -178,24 +166,24 @@ class Training:
         """End after this step; may be called from a signal handler."""
         self.stop_requested = True
 
-    # Going on where the run was saved
+    # Resuming
 
     def resume(self, start: Start) -> None:
-        """Before `run`: everything as it was saved, or at the first step if nothing was."""
+        """Before `run`: load everything that was saved, or start at the first step if nothing was."""
         self._resumed = self.checkpointer.load(start)
         if start.progress is not None:
-            unknown = self.reading.take(start.progress, since=self.mode.averager.inner_steps)
+            unknown = self.reader.take(start.progress, since=self.mode.averager.inner_steps)
             if unknown:
                 self._resumed["notes"].append(
-                    f"no checkpoint here tells how far the shards {', '.join(map(str, unknown))} had been read: worker "
-                    f"{self.engine.worker} reads them from their beginning, and text may come again within its epoch"
+                    f"no checkpoint here says how far the shards {', '.join(map(str, unknown))} had been read: worker "
+                    f"{self.engine.worker} reads them from their beginning, so text may repeat within its epoch"
                 )
         if self._resumed["new"]:
             self._joined_at, self._elapsed_before = self.mode.steps_taken, 0.0
             torch.manual_seed(self.config.seed + self.engine.worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop itself must remember."""
+        """What the loop itself saves."""
         return {
             "steps": self.config.steps,
             "elapsed_seconds": self._elapsed(),
@@ -215,10 +203,9 @@ class Training:
 
     def _step(self, position: int) -> None:
         ranks = self.engine.ranks
-        if self.company is not None:
-            self.company.before_step()
-            set_position(self.schedule, position)  # it may have jumped
-        batch = torch.from_numpy(self.reading.next()).chunk(ranks.count)[ranks.rank].to(self.device)
+        self.peers.before_step()
+        set_position(self.schedule, position)  # in a swarm it may have jumped
+        batch = torch.from_numpy(self.reader.next()).chunk(ranks.count)[ranks.rank].to(self.device)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)
@@ -239,13 +226,12 @@ class Training:
         self._end_step()
 
     def _end_step(self) -> None:
-        """After its rounds."""
+        """After the rounds of the step."""
         self.checkpoints.note_reports(self.engine.members())
         self._announce_validation()
-        if self.company is not None:
-            self.company.after_step(self._loss, self._tokens())
-            if self.leader:
-                self.company.list_members()
+        self.peers.after_step(self._loss, self._tokens())
+        if self.leader:
+            self.peers.list_members()
 
     def _clip(self) -> Tensor | None:
         limit = self.config.inner.clip_norm
@@ -270,7 +256,7 @@ class Training:
         )
 
     def _tokens(self, more_steps: int = 0) -> int:
-        """That this worker itself has trained on, with those of the step that it is in."""
+        """Tokens that this worker itself has trained on, and those of `more_steps` more."""
         return (self.mode.steps_taken + more_steps - self._joined_at) * self.config.tokens_per_step
 
     def _elapsed(self) -> float:
@@ -286,19 +272,9 @@ class Training:
             checkpoint_step=self.checkpoints.latest,
         )
 
-    def _check_progress(self) -> None:
-        """A failed round may be followed by a good one; several in a row (all parameters are NaN, say) will not be."""
-        if self.company is not None:
-            self.company.check_progress(self._failures, self._loss)
-        elif len(self._failures) >= FAILURES_IN_A_ROW:
-            raise EngineError(
-                f"the last {len(self._failures)} rounds failed, the last because: {self._failures[-1]}. If the loss "
-                f"is not finite, lower inner.lr ({self.config.inner.lr}) or check the data"
-            )
-
     def _on_cut(self) -> None:
-        """A worker that stops has cut a round short: save this step without it, to post it again after a resume."""
-        if self.precision.loss_scale is None:  # a loss scale changes after the rounds: there is no going back to it
+        """A stopping worker has cut a round short: save this step without it, to post it again after a resume."""
+        if self.precision.loss_scale is None:  # a loss scale changes after the rounds, and cannot be taken back
             self._open_step = True
             self.checkpointer.before_cut()
             self._open_step, self._saved_before_cut = False, True
@@ -306,31 +282,12 @@ class Training:
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.averager.inner_steps
         self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
-        if self.company is not None:
-            self.company.after_post(key.sequence)
+        self.peers.after_post(key.sequence)
 
     def _on_round(self, event: RoundEvent) -> None:
-        result = event.result
         self._failures = [*self._failures, event.failure] if event.failure is not None else []
-        self.events.emit(
-            "round",
-            sequence=event.key.sequence,
-            fragment=event.key.fragment,
-            step=event.inner_step,
-            norm=event.norm,
-            mean_norm=event.mean_norm,
-            similarity=event.similarity,
-            waited_seconds=event.waited_seconds,
-            failure=event.failure,
-            seconds=None if result is None else result.seconds,
-            contributors=[] if result is None else list(result.contributors),
-            refused={} if result is None else dict(result.refused),
-            bytes_sent=0 if result is None else result.bytes_sent,
-            members=[] if result is None else [member.told() for member in result.members],
-            roster=[] if result is None else list(result.roster),
-        )
-        if self.company is not None:
-            self.company.after_round(event)
+        self.events.emit("round", **round_fields(event))
+        self.peers.after_round(event)
 
     # The end
 
@@ -339,11 +296,9 @@ class Training:
             self.checkpointer.at_end(open_step=self._open_step)
         self.mode.finish(before_confirming=self._last_evaluation)
         self._announce_validation()
-        self._check_progress()  # rounds that were on their way have ended only now
+        self.peers.check_progress(self._failures, self._loss)  # rounds in flight have ended only now
         self._emit_end("worker_finished")
-        digests = {member.worker: member.anchor_digest for member in self.engine.members()}
-        if self.company is None and len(set(digests.values())) > 1:
-            raise EngineError(f"the workers ended with different anchors: {digests}; the run is not to be trusted")
+        self.peers.check_end()
         if self._saves:
             model = self.save()
             if model is not None:
@@ -351,7 +306,7 @@ class Training:
         self.checkpoints.close()
 
     def _last_evaluation(self) -> None:
-        self._announce_validation()  # the one before, which the last rounds have told
+        self._announce_validation()  # the one before, which the last rounds have reported
         self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self._elapsed())
         self.validation.measure_end(self.mode)
 
@@ -360,42 +315,33 @@ class Training:
             self.validation.announce()
 
     def _emit_end(self, type_: str, **more: object) -> None:
-        state = self.mode.averager
         self.events.emit(
             type_,
-            inner_steps=state.inner_steps,
-            stopped_early=state.inner_steps < self.config.steps,
-            rounds=state.rounds,
-            rounds_failed=state.rounds_failed,
-            resyncs=0 if self.company is None else self.company.resyncs,
-            contributions_refused=state.contributions_refused,
+            **end_fields(self.mode, self.config.steps),
+            resyncs=self.peers.resyncs,
             checkpoints_failed=self.checkpoints.failed,
-            skipped_steps=self.mode.skipped_steps,
-            bytes_sent=state.bytes_sent,
             elapsed_seconds=self._elapsed(),
-            sync_seconds=state.sync_seconds,
-            anchor_digest=self.mode.anchor_digest(),
             members=[member.told() for member in self.engine.members()],
             **more,
         )
 
     def save(self) -> LanguageModel | None:
-        """Write model/; collective among the worker's ranks. The whole model on the first one."""
+        """Write model/. Collective among the worker's ranks; returns the whole model on the first one."""
         model = self.spread.whole()
         if model is not None:
             write_model(model, self.corpus, self.folder)
         return model
 
     def fail(self, error: BaseException) -> None:
-        """After an error in `run`: write down how far this worker came, and keep the last agreed parameters."""
+        """After an error in `run`: write how far this worker came, and save the last agreed parameters."""
         self.checkpoints.close()
         try:
             self._emit_end("worker_failed", error=str(error))
             if self.engine.ranks.count > 1:
-                if not isinstance(error, EngineError):  # which all ranks of a worker have heard of
-                    raise EngineError("the error is this rank's alone, and the others may be waiting for it elsewhere")
+                if not isinstance(error, EngineError):  # the other ranks of the worker have it too
+                    raise EngineError("only this rank has the error, and the others may be in another collective")
                 self.engine.ranks.agree(None)
             with self.mode.outer_parameters():
                 self.save()
-        except Exception as problem:  # noqa: BLE001 - the first error is what the user must hear of
+        except Exception as problem:  # noqa: BLE001 - the first error is the one to report
             logger.error("the last agreed parameters could not be saved: %s", problem)

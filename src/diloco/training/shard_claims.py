@@ -19,7 +19,7 @@ from pathlib import Path
 from diloco.data.corpus import Corpus, shard_name
 from diloco.data.order import ShardProgress, count_windows, worker_shards
 from diloco.errors import DataError, DiLoCoError
-from diloco.training.batches import Reading
+from diloco.training.batches import ShardReader
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Fetch = Callable[[str, Path], None]
 """A file of the corpus, by its name, from any member that has it; raises DiLoCoError."""
 
 
-def place_in(roster: Iterable[int], worker: int) -> tuple[int, int]:
+def index_among(roster: Iterable[int], worker: int) -> tuple[int, int]:
     """Where a worker stands among the members, and how many there are; it is one of them, told of or not."""
     numbers = sorted({*roster, worker})
     return numbers.index(worker), len(numbers)
@@ -42,7 +42,7 @@ def shards_of(shards: int, place: int, places: int) -> list[int]:
     return worker_shards(shards, place, places) if places <= shards else [place % shards]
 
 
-class Sharing:
+class ShardClaims:
     """Of one worker. All in the thread that trains."""
 
     def __init__(self, corpus: Corpus, sequence_length: int, worker: int, *, own_text: bool) -> None:
@@ -54,9 +54,9 @@ class Sharing:
 
     # What is told
 
-    def note(self, reading: Reading) -> bytes:
+    def note(self, reader: ShardReader) -> bytes:
         """With a round, and with the state for a joiner: how far the shards have been read, this worker's own first."""
-        mine = {} if self.own_text else reading.progress()
+        mine = {} if self.own_text else reader.progress()
         self.learn(mine)
         told = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
         read = {str(shard): list(self.known[shard]) for shard in told}
@@ -90,32 +90,32 @@ class Sharing:
 
     def shards(self) -> list[int]:
         """Of this worker, by the roster as it is."""
-        return shards_of(self._corpus.shards, *place_in(set(self.roster) - self._apart, self._worker))
+        return shards_of(self._corpus.shards, *index_among(set(self.roster) - self._apart, self._worker))
 
-    def begin(self, roster: tuple[int, ...], reading: Reading) -> None:
+    def begin(self, roster: tuple[int, ...], reader: ShardReader) -> None:
         """Before the first step: each shard goes on where it was when this worker joined."""
         self.roster = tuple(sorted({*roster, self._worker}))
-        if not self.own_text and not self.take(reading) and self.known:
-            reading.take(self.known)
+        if not self.own_text and not self.take(reader) and self.known:
+            reader.take(self.known)
 
-    def follow(self, roster: tuple[int, ...], reading: Reading) -> bool:
+    def follow(self, roster: tuple[int, ...], reader: ShardReader) -> bool:
         """After a round. Whether this worker reads other shards from here on than before."""
         self.roster = tuple(sorted({*roster, self._worker}))
-        return not self.own_text and self.take(reading)
+        return not self.own_text and self.take(reader)
 
-    def take(self, reading: Reading) -> bool:
+    def take(self, reader: ShardReader) -> bool:
         """Read the shards that are this worker's and here; those that it has if none of its own is."""
         mine = self.shards()
         here = [shard for shard in mine if self._corpus.has(shard)]
-        if not here or here == reading.shards:
+        if not here or here == reader.shards:
             return False
-        before = reading.shards, reading.progress()
+        before = reader.shards, reader.progress()
         self.learn(before[1])
         try:
-            reading.take(self.known, shards=here)
+            reader.take(self.known, shards=here)
         except DataError as error:  # too little text in what is here: until the rest has come, the old shards
             logger.info("shards %s are not enough yet: %s", here, error)
-            reading.take({**self.known, **before[1]}, shards=before[0])
+            reader.take({**self.known, **before[1]}, shards=before[0])
             return False
         return True
 
@@ -123,7 +123,7 @@ class Sharing:
         return [] if self.own_text else [shard for shard in self.shards() if not self._corpus.has(shard)]
 
 
-class Fetching:
+class ShardFetcher:
     """Shards that are to come, one after another in a thread; what does not come is asked for again after a while."""
 
     def __init__(self, corpus: Corpus, fetch: Fetch, tell: Callable[..., None]) -> None:

@@ -10,9 +10,9 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus, shard_name
 from diloco.data.order import ShardProgress
 from diloco.errors import EngineError
-from diloco.training.batches import Reading
+from diloco.training.batches import ShardReader
 from diloco.training.config.run import RunConfig
-from diloco.training.shard_claims import Fetching, Sharing, place_in, shards_of
+from diloco.training.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
 from support.saved_runs import small_config, small_corpus
 
 LENGTH = 8
@@ -20,19 +20,19 @@ LENGTH = 8
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, RunConfig]:
-    data, corpus = small_corpus(tmp_path_factory.mktemp("sharing"))
+    data, corpus = small_corpus(tmp_path_factory.mktemp("claims"))
     return corpus, small_config(data, SyncConfig(num_inner_steps=4))
 
 
-def worker(made: tuple[Corpus, RunConfig], number: int, *, own_text: bool = False) -> tuple[Sharing, Reading]:
+def worker(made: tuple[Corpus, RunConfig], number: int, *, own_text: bool = False) -> tuple[ShardClaims, ShardReader]:
     corpus, config = made
-    return Sharing(corpus, LENGTH, number, own_text=own_text), Reading(corpus, config, range(corpus.shards))
+    return ShardClaims(corpus, LENGTH, number, own_text=own_text), ShardReader(corpus, config, range(corpus.shards))
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 5, 6])
 def test_the_shards_of_all_members_are_all_shards_each_once(members: int) -> None:
     numbers = [3 * number + 1 for number in range(members)]  # some have left: numbers have gaps
-    shares = [shards_of(6, *place_in(numbers, number)) for number in numbers]
+    shares = [shards_of(6, *index_among(numbers, number)) for number in numbers]
     assert sorted(shard for share in shares for shard in share) == list(range(6))
 
 
@@ -41,39 +41,39 @@ def test_with_more_members_than_shards_everyone_still_has_one() -> None:
 
 
 def test_a_worker_is_among_the_members_even_if_nobody_said_so() -> None:
-    assert place_in((0, 1), 7) == (2, 3)
-    assert place_in((), 7) == (0, 1)
+    assert index_among((0, 1), 7) == (2, 3)
+    assert index_among((), 7) == (0, 1)
 
 
 def test_shards_change_hands_and_go_on_where_their_reader_had_come(made: tuple[Corpus, RunConfig]) -> None:
-    first, reading = worker(made, 0)
+    first, reader = worker(made, 0)
     for _ in range(7):
-        reading.next()
-    told = first.note(reading)
+        reader.next()
+    told = first.note(reader)
     joiner, fresh = worker(made, 1)
     joiner.joined(told)
     assert joiner.follow((0, 1), fresh)
     assert fresh.shards == [1, 3, 5]
-    assert fresh.progress() == {shard: read for shard, read in reading.progress().items() if shard in (1, 3, 5)}
-    assert first.follow((0, 1), reading)
-    assert reading.shards == [0, 2, 4] and reading.step == 7
+    assert fresh.progress() == {shard: read for shard, read in reader.progress().items() if shard in (1, 3, 5)}
+    assert first.follow((0, 1), reader)
+    assert reader.shards == [0, 2, 4] and reader.step == 7
     fresh.next()
     first.heard(1, joiner.note(fresh))
-    assert first.follow((0,), reading)  # the joiner is gone again
-    assert {shard: reading.progress()[shard] for shard in (1, 3, 5)} == fresh.progress()
+    assert first.follow((0,), reader)  # the joiner is gone again
+    assert {shard: reader.progress()[shard] for shard in (1, 3, 5)} == fresh.progress()
 
 
 def test_the_same_roster_changes_nothing(made: tuple[Corpus, RunConfig]) -> None:
-    sharing, reading = worker(made, 0)
-    assert not sharing.follow((0,), reading)
-    assert sharing.follow((0, 1), reading) and not sharing.follow((0, 1), reading)
+    claims, reader = worker(made, 0)
+    assert not claims.follow((0,), reader)
+    assert claims.follow((0, 1), reader) and not claims.follow((0, 1), reader)
 
 
 def test_a_worker_with_text_of_its_own_takes_no_part(made: tuple[Corpus, RunConfig]) -> None:
-    guest, reading = worker(made, 1, own_text=True)
-    assert not guest.follow((0, 1, 2), reading) and guest.missing() == []
+    guest, reader = worker(made, 1, own_text=True)
+    assert not guest.follow((0, 1, 2), reader) and guest.missing() == []
     first, its = worker(made, 0)
-    first.heard(1, guest.note(reading))
+    first.heard(1, guest.note(reader))
     assert first.follow((0, 1, 2), its)
     assert its.shards == [0, 2, 4]  # of two that share, not of three
     third, _ = worker(made, 2)
@@ -82,10 +82,10 @@ def test_a_worker_with_text_of_its_own_takes_no_part(made: tuple[Corpus, RunConf
 
 
 def test_only_a_worker_itself_says_that_it_has_text_of_its_own(made: tuple[Corpus, RunConfig]) -> None:
-    sharing, reading = worker(made, 0)
-    sharing.heard(2, json.dumps({"read": {}, "apart": [1]}).encode())
-    sharing.follow((0, 1), reading)
-    assert reading.shards == [0, 2, 4]
+    claims, reader = worker(made, 0)
+    claims.heard(2, json.dumps({"read": {}, "apart": [1]}).encode())
+    claims.follow((0, 1), reader)
+    assert reader.shards == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_only_a_worker_itself_says_that_it_has_text_of_its_own(made: tuple[Corpu
     ],
 )
 def test_a_note_that_makes_no_sense_is_passed_over(made: tuple[Corpus, RunConfig], note: bytes) -> None:
-    sharing, reading = worker(made, 0)
-    sharing.heard(1, note)
-    sharing.joined(note)
-    sharing.follow((0, 1), reading)
-    assert set(reading.progress().values()) == {ShardProgress(0, 0)}
+    claims, reader = worker(made, 0)
+    claims.heard(1, note)
+    claims.joined(note)
+    claims.follow((0, 1), reader)
+    assert set(reader.progress().values()) == {ShardProgress(0, 0)}
 
 
 def test_a_note_is_small_however_many_shards_there_are(made: tuple[Corpus, RunConfig]) -> None:
@@ -112,10 +112,10 @@ def test_a_note_is_small_however_many_shards_there_are(made: tuple[Corpus, RunCo
         def progress(self) -> dict[int, ShardProgress]:
             return {shard: ShardProgress(10**6, 0) for shard in range(6)}
 
-    sharing, _ = worker(made, 0)
-    sharing.known = {shard: ShardProgress(10**11, 10**11) for shard in range(60_000, 62_000)}
-    sharing._apart |= set(range(2**31, 2**31 + 5000))
-    note = sharing.note(Many())  # type: ignore[arg-type]
+    claims, _ = worker(made, 0)
+    claims.known = {shard: ShardProgress(10**11, 10**11) for shard in range(60_000, 62_000)}
+    claims._apart |= set(range(2**31, 2**31 + 5000))
+    note = claims.note(Many())  # type: ignore[arg-type]
     assert len(note) < 1 << 14
     assert {"0", "5"} <= json.loads(note)["read"].keys()
 
@@ -128,9 +128,9 @@ def test_shards_that_are_elsewhere_are_fetched_and_read_once_they_are_here(
         if path.name not in (shard_name(3), shard_name(5)):
             (tmp_path / path.name).write_bytes(path.read_bytes())
     corpus = Corpus.open(tmp_path, allow_missing_shards=True)
-    sharing, reading = Sharing(corpus, LENGTH, 1, own_text=False), Reading(corpus, config, [1])
-    sharing.follow((0, 1), reading)
-    assert reading.shards == [1] and sharing.missing() == [3, 5]
+    claims, reader = ShardClaims(corpus, LENGTH, 1, own_text=False), ShardReader(corpus, config, [1])
+    claims.follow((0, 1), reader)
+    assert reader.shards == [1] and claims.missing() == [3, 5]
     said: list[str] = []
     tried: list[str] = []
     done = threading.Event()
@@ -144,14 +144,14 @@ def test_shards_that_are_elsewhere_are_fetched_and_read_once_they_are_here(
         if name == shard_name(5):
             done.set()
 
-    fetching = Fetching(corpus, fetch, lambda type_, **_: said.append(type_))
+    fetcher = ShardFetcher(corpus, fetch, lambda type_, **_: said.append(type_))
     for expected in ([1, 3], [1, 3, 5]):
         done.clear()
-        fetching.start(sharing.missing())
-        assert done.wait(10) and fetching._thread is not None
-        fetching._thread.join(10)
-        assert fetching.arrived.is_set()
-        sharing.take(reading)
-        assert reading.shards == expected
-        assert not fetching.may_try  # not at once again
+        fetcher.start(claims.missing())
+        assert done.wait(10) and fetcher._thread is not None
+        fetcher._thread.join(10)
+        assert fetcher.arrived.is_set()
+        claims.take(reader)
+        assert reader.shards == expected
+        assert not fetcher.may_try  # not at once again
     assert said == ["shard_fetched", "shards_not_fetched", "shard_fetched"]

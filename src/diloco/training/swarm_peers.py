@@ -1,7 +1,7 @@
-"""What a worker of a swarm does about the others, who come and go while it trains. Nothing with a fixed membership.
+"""What a worker of a swarm does because members come and go while it trains.
 
-It tells where it is, reads the shards that are its own at the moment, follows the others when its position jumps, and
-bears with rounds that fail: a worker that is cut off from the network for a while goes on by itself, and says so.
+It reports its progress, reads the shards that are its own at the moment, shares the text out again when the members
+change, and tolerates failed rounds: a worker that is cut off from the network trains on alone, and says so.
 """
 
 import logging
@@ -19,10 +19,11 @@ from diloco.engines.base import Connection
 from diloco.errors import EngineError
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
-from diloco.training.batches import Reading, Texts, as_json
+from diloco.training.batches import ShardReader, Texts, as_json
 from diloco.training.config.run import RunConfig
+from diloco.training.peers import FAILURES_IN_A_ROW, Peers
 from diloco.training.records.events import EventLog
-from diloco.training.shard_claims import Fetching, Sharing, place_in, shards_of
+from diloco.training.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
 from diloco.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -30,33 +31,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FAILURES_IN_A_ROW = 3
 _POLL_SECONDS = 0.1
 _LIST_SECONDS = 10.0
 _MOST_LISTED = 64
 CUT_OFF_SECONDS = 3600.0
-"""So long a worker of a swarm goes on although no round of its succeeds."""
+"""A worker without a successful round for this long gives up."""
 
 
 @runtime_checkable
 class Swarm(Protocol):
-    """What engines/swarm/engine.py offers besides averaging."""
+    """What SwarmEngine offers besides averaging."""
 
     @property
     def roster(self) -> tuple[int, ...]:
-        """The numbers of all that are here."""
+        """The numbers of all live members."""
 
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None: ...
 
     def fetch_file(self, name: str, path: Path) -> None: ...
 
     def status(self) -> "RunStatus":
-        """Of all members (swarm/node/status.py)."""
+        """The status of all members, as the node reports it."""
 
 
 def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
-    """What a worker reads first: its share of the text, as far as it is here. In a swarm all that is here, if its share
-    is less than a batch."""
+    """The shards that a worker reads first: its share of the text. In a swarm, those of its share that are on this
+    machine, or all that are if its share is less than a batch."""
     if texts.own is not None:
         return list(range(texts.own_place, texts.own.shards, texts.own_places))
     corpus = texts.shared
@@ -64,7 +64,7 @@ def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list
         check_disjoint(corpus, engine.workers)
         return worker_shards(corpus.shards, engine.worker, engine.workers)
     here = [shard for shard in range(corpus.shards) if corpus.has(shard)]
-    mine = shards_of(corpus.shards, *place_in(present(engine), engine.worker))
+    mine = shards_of(corpus.shards, *index_among(present(engine), engine.worker))
     share = [shard for shard in mine if shard in here]
     length = config.data.sequence_length
     windows = sum(count_windows(corpus.meta.shard_tokens[shard], length) for shard in share)
@@ -72,13 +72,13 @@ def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list
 
 
 def present(engine: Connection) -> tuple[int, ...]:
-    """The members of the moment; this worker is one of them."""
+    """The numbers of the present members, this worker included."""
     others = engine.roster if isinstance(engine, Swarm) else [member.worker for member in engine.members()]
     return tuple(sorted({*others, engine.worker}))
 
 
 def _listed(one: "MemberStatus") -> dict[str, Any]:
-    """A member as an event has it."""
+    """A member, as the event `members` has it."""
     state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
     return {
         "member": one.number,
@@ -90,26 +90,26 @@ def _listed(one: "MemberStatus") -> dict[str, Any]:
     }
 
 
-class Company:
-    """Of one worker with an elastic engine."""
+class SwarmPeers(Peers):
+    """The other members, as one worker of a swarm deals with them."""
 
     def __init__(
         self,
         config: RunConfig,
         texts: Texts,
         engine: Connection,
-        reading: Reading,
+        reader: ShardReader,
         validation: Validation,
         outer: OuterLoop,
         events: EventLog,
     ) -> None:
         self._config, self._engine, self._events = config, engine, events
         self._swarm = engine if isinstance(engine, Swarm) else None
-        self._reading, self._validation, self._outer = reading, validation, outer
+        self._reader, self._validation, self._outer = reader, validation, outer
         self._thread = threading.get_ident()
         length = config.data.sequence_length
-        self.sharing = Sharing(texts.shared, length, engine.worker, own_text=texts.own is not None)
-        self._fetching = Fetching(texts.shared, self._fetch, events.emit)
+        self.claims = ShardClaims(texts.shared, length, engine.worker, own_text=texts.own is not None)
+        self._fetcher = ShardFetcher(texts.shared, self._fetch, events.emit)
         self._corpus: Corpus = texts.shared
         self._lacking: list[int] = []
         self._note = b""
@@ -121,7 +121,7 @@ class Company:
         outer.note, outer.on_resync = self._told, self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
-        """Before the first inner step: the members of this moment share the text out. `joined`: with others' state."""
+        """The present members share the text out; at the first step of a run, wait until min_workers are there."""
         outer, self._thread = self._outer, threading.get_ident()
         outer.end_at(self._config.steps)
         if joined:
@@ -129,15 +129,15 @@ class Company:
         if outer.inner_steps == 0:
             self._wait_for_others(stopped)
         if joined:
-            self.sharing.joined(outer.arrived_note)
-            self.sharing.begin(present(self._engine), self._reading)
-            self._events.emit("shards", shards=self._reading.shards)
+            self.claims.joined(outer.arrived_note)
+            self.claims.begin(present(self._engine), self._reader)
+            self._events.emit("shards", shards=self._reader.shards)
         self._follow(present(self._engine))
-        self._note = self.sharing.note(self._reading)
+        self._note = self.claims.note(self._reader)
         self._last_step = time.monotonic()
 
     def _wait_for_others(self, stopped: Callable[[], bool]) -> None:
-        """At the very beginning of a run, if its user wants so many to be there: that is for as long as it takes."""
+        """Until swarm.min_workers members are there, however long that takes."""
         wanted, told = self._config.swarm.min_workers, -1
         while (here := len(present(self._engine))) < wanted and not stopped():
             if here != told:
@@ -145,35 +145,35 @@ class Company:
                 told = here
             time.sleep(_POLL_SECONDS)
 
-    # What is saved: how far the text has been read, also by others
+    # Saved: how far all known readers have read the text
 
     def state_dict(self) -> dict[str, Any]:
-        self.sharing.note(self._reading)
-        return {"read": as_json(self.sharing.known)}
+        self.claims.note(self._reader)
+        return {"read": as_json(self.claims.known)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Whoever goes on alone has other shards than before."""
-        self.sharing.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
-        known, mine = self.sharing.known, self._reading.progress()
-        if not self.sharing.own_text and any(known.get(shard, read) != read for shard, read in mine.items()):
-            self._reading.take(known)
+        """A worker that resumes alone has other shards than before."""
+        self.claims.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
+        known, mine = self.claims.known, self._reader.progress()
+        if not self.claims.own_text and any(known.get(shard, read) != read for shard, read in mine.items()):
+            self._reader.take(known)
 
     # Steps
 
     def before_step(self) -> None:
-        if self._fetching.arrived.is_set():
-            self._fetching.arrived.clear()
-            if self.sharing.take(self._reading):
-                self._events.emit("shards", shards=self._reading.shards)
-        if self._lacking and self._fetching.may_try:
-            self._lacking = self.sharing.missing()
-            self._fetching.start(self._lacking)
+        if self._fetcher.arrived.is_set():
+            self._fetcher.arrived.clear()
+            if self.claims.take(self._reader):
+                self._events.emit("shards", shards=self._reader.shards)
+        if self._lacking and self._fetcher.may_try:
+            self._lacking = self.claims.missing()
+            self._fetcher.start(self._lacking)
 
     def after_step(self, loss: float | None, tokens: int) -> None:
         now = time.monotonic()
         self._step_seconds += 0.1 * (now - self._last_step - self._step_seconds)
         self._last_step = now
-        if self._swarm is not None:  # which itself tells no more than twice a second
+        if self._swarm is not None:  # the engine sends it at most twice a second
             self._swarm.progress(
                 inner_steps=self._outer.inner_steps,
                 tokens=tokens,
@@ -182,7 +182,7 @@ class Company:
             )
 
     def list_members(self) -> None:
-        """Who is in the swarm and where, for whoever looks at this machine's log; now and then."""
+        """Every _LIST_SECONDS, for the display."""
         now = time.monotonic()
         if self._swarm is None or now - self._listed < _LIST_SECONDS:
             return
@@ -203,36 +203,35 @@ class Company:
         self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
         for member in result.members:
             if member.worker != self._engine.worker:
-                self.sharing.heard(member.worker, member.note)
-        if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.sharing.roster:
+                self.claims.heard(member.worker, member.note)
+        if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 
     def _follow(self, roster: tuple[int, ...]) -> None:
-        before = list(self._reading.shards)
-        if self.sharing.follow(roster, self._reading) or self._reading.shards != before:
-            self._events.emit("shards", shards=self._reading.shards)
-        self._validation.share = place_in(self.sharing.roster, self._engine.worker)
-        self._lacking = self.sharing.missing()
-        self._fetching.start(self._lacking)
+        before = list(self._reader.shards)
+        if self.claims.follow(roster, self._reader) or self._reader.shards != before:
+            self._events.emit("shards", shards=self._reader.shards)
+        self._validation.share = index_among(self.claims.roster, self._engine.worker)
+        self._lacking = self.claims.missing()
+        self._fetcher.start(self._lacking)
 
     def _fetch(self, name: str, path: Path) -> None:
-        assert self._swarm is not None, "whoever lacks a shard is in a swarm that has it"
+        assert self._swarm is not None, "shards are missing only in a swarm"
         self._swarm.fetch_file(name, path)
         check_file(self._corpus.meta, path)
 
     def _told(self) -> bytes:
-        """In another thread, for a joiner, what was last told."""
+        """The note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
-            self._note = self.sharing.note(self._reading)
+            self._note = self.claims.note(self._reader)
         return self._note
 
     def _on_resync(self, reason: str, sequence: int) -> None:
-        self.sharing.joined(self._outer.arrived_note)
+        self.claims.joined(self._outer.arrived_note)
         self._events.emit("resync", reason=reason, sequence=sequence, step=self._outer.inner_steps)
 
     @property
-    def resyncs(self) -> int:
-        """How often this worker took over the others' state after it had begun."""
+    def resyncs(self) -> int:  # type: ignore[override]
         return self._outer.resyncs
 
     # Patience

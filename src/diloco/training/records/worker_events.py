@@ -1,0 +1,61 @@
+"""The fields of the events of one worker's start, rounds and end."""
+
+from typing import Any
+
+import torch
+
+from diloco.data.corpus import Corpus
+from diloco.engines.base import Connection
+from diloco.models.base import LanguageModel
+from diloco.outer.rounds import RoundEvent
+from diloco.training.config.run import RunConfig
+from diloco.training.modes import Mode
+
+
+def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:
+    """Of `worker_started`, but for the device and the precision."""
+    return {
+        "workers": engine.workers,
+        "ranks": engine.ranks.count,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "tokens_per_step": config.tokens_per_step,
+        "unigram_perplexity": corpus.unigram_perplexity,
+    }
+
+
+def round_fields(event: RoundEvent) -> dict[str, Any]:
+    """Of `round`."""
+    result = event.result
+    return {
+        "sequence": event.key.sequence,
+        "fragment": event.key.fragment,
+        "step": event.inner_step,
+        "norm": event.norm,
+        "mean_norm": event.mean_norm,
+        "similarity": event.similarity,
+        "waited_seconds": event.waited_seconds,
+        "failure": event.failure,
+        "seconds": None if result is None else result.seconds,
+        "contributors": [] if result is None else list(result.contributors),
+        "refused": {} if result is None else dict(result.refused),
+        "bytes_sent": 0 if result is None else result.bytes_sent,
+        "members": [] if result is None else [member.told() for member in result.members],
+        "roster": [] if result is None else list(result.roster),
+    }
+
+
+def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
+    """Of `worker_finished` and `worker_failed`, as far as the mode knows them. `steps`: of the whole run."""
+    averager = mode.averager
+    return {
+        "inner_steps": averager.inner_steps,
+        "stopped_early": averager.inner_steps < steps,
+        "rounds": averager.rounds,
+        "rounds_failed": averager.rounds_failed,
+        "contributions_refused": averager.contributions_refused,
+        "skipped_steps": mode.skipped_steps,
+        "bytes_sent": averager.bytes_sent,
+        "sync_seconds": averager.sync_seconds,
+        "anchor_digest": mode.anchor_digest(),
+    }
