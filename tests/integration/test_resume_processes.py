@@ -69,7 +69,7 @@ def test_a_killed_run_of_sharded_workers_falls_back_from_damage_and_goes_on_with
         assert resumed.code() == 0, resumed.errors
     told = "".join(resumed.output.split())
     assert "".join(f"{damaged}: it has".split()) in told
-    assert f"goingonfromstep{latest.step - 5}" in told and "worker1isnew" in told
+    assert f"continuingfromstep{latest.step - 5}" in told and "worker1isnew" in told
     assert len(set(resumed.summary["anchor_digests"])) == 1
     with resume(tmp_path / "run", f"--steps={latest.step + 9}") as run:
         for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"):
