@@ -135,7 +135,7 @@ def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.M
     monkeypatch.setattr(machine_checks, "_version", lambda name: {"torch": "2.3.1", "hivemind": "1.1.11"}.get(name))
     found = {finding.name: finding for finding in machine_checks.check_packages()}
     assert {name: finding.state for name, finding in found.items()} == {
-        "torch": "failed", "hivemind": "warning", "msgpack": "failed", "msgspec": "failed", "base58": "failed",
+        "torch": "failed", "hivemind": "warning", "msgspec": "failed", "base58": "failed",
         "cryptography": "failed",
     }  # fmt: skip
     assert all(finding.remedy for finding in found.values())

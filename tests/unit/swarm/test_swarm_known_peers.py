@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diloco.engines.swarm.network import known_peers
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers

@@ -5,7 +5,7 @@ import sys
 
 from diloco.errors import ConfigError, install_hint
 
-PACKAGES = ("hivemind", "msgpack", "msgspec", "base58", "cryptography")
+PACKAGES = ("hivemind", "msgspec", "base58", "cryptography")
 
 
 def check_swarm() -> None:

@@ -120,8 +120,8 @@ class _SwarmChecks:
         try:
             started = time.time()
             answer = await self._transport.call(self._hosts[0], encode(AskTime()), _SECONDS)
-            told = expect(answer, Time).time
-            skew = (started + time.time()) / 2 - told
+            swarm_time = expect(answer, Time).time
+            skew = (started + time.time()) / 2 - swarm_time
         except Problem as error:
             return Finding("clock", "warning", f"cannot be compared: {error}", "run this again")
         difference = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the swarm's"
