@@ -44,7 +44,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def held(tensors: dict[str, Tensor]) -> dict[str, TensorPieces]:
+def as_pieces(tensors: dict[str, Tensor]) -> dict[str, TensorPieces]:
     return {name: pieces_of(tensor) for name, tensor in tensors.items()}
 
 
@@ -55,14 +55,14 @@ def write(path: Path, tensors: dict[str, TensorPieces]) -> FileDigest:
 
 
 def written(folder: Path) -> Path:
-    write(folder / "rank-0.safetensors", held(TENSORS))
+    write(folder / "rank-0.safetensors", as_pieces(TENSORS))
     return folder
 
 
 def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     written(tmp_path)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    read_tensors(tmp_path, held(loaded))
+    read_tensors(tmp_path, as_pieces(loaded))
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in TENSORS.items()}
     told = saved_tensors(tmp_path)
     assert {name: (data.shape, data.dtype) for name, data in told.items()} == {
@@ -71,7 +71,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_files_are_safetensors_and_their_size_and_digest_are_told(tmp_path: Path) -> None:
-    told = write(tmp_path / "rank-0.safetensors", held(TENSORS))
+    told = write(tmp_path / "rank-0.safetensors", as_pieces(TENSORS))
     assert told == digest_file(tmp_path / "rank-0.safetensors")
     loaded = load_file(tmp_path / "rank-0.safetensors")
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in TENSORS.items()}
@@ -94,7 +94,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
     written(tmp_path)
-    read_tensors(tmp_path, held({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}))
+    read_tensors(tmp_path, as_pieces({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}))
 
 
 def cut(tensor: Tensor, cuts: list[int]) -> list[TensorPieces]:
@@ -167,8 +167,8 @@ def test_a_copy_to_write_from_does_not_follow_the_training(tmp_path: Path) -> No
 def test_what_is_missing_of_another_shape_or_there_in_part_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "rank-1.safetensors", {"w": cut(torch.randn(6, 2), [3])[1]})
     with pytest.raises(CheckpointError, match=r"'v' is missing in the checkpoint, but \(2,\) is needed here"):
-        read_tensors(tmp_path, held({"v": torch.zeros(2)}))
+        read_tensors(tmp_path, as_pieces({"v": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=r"'w' has the shape \(6, 2\) in the checkpoint, but \(2, 6\)"):
-        read_tensors(tmp_path, held({"w": torch.zeros(2, 6)}))
+        read_tensors(tmp_path, as_pieces({"w": torch.zeros(2, 6)}))
     with pytest.raises(CheckpointError, match="'w' is in the checkpoint in part only"):
-        read_tensors(tmp_path, held({"w": torch.zeros(6, 2)}))
+        read_tensors(tmp_path, as_pieces({"w": torch.zeros(6, 2)}))
