@@ -63,6 +63,46 @@ def test_an_elastic_worker_that_is_alone_at_the_moment_sends_what_a_joiner_could
     assert world.workers[0].loop.rounds == 1
 
 
+@pytest.mark.parametrize("sync", [PLAIN, FRAGMENTS], ids=["plain", "fragments"])
+def test_a_mean_that_is_not_finite_moves_no_anchor_and_loses_no_work(sync: SyncConfig) -> None:
+    world = ElasticWorld(2, sync, SGD(lr=1.0))
+    events, before = heard(world, 0), anchors(world.workers[0].optimizer)
+    schedule = world.workers[0].loop.schedule
+    world.inner_step(times=schedule.post_step(0))
+    world.post()
+    mean = world.swarm.rounds[0].mean
+    assert mean is not None
+    mean.fill_(255)  # NaN in fp32
+    world.merge()
+    for worker in world.workers.values():
+        assert (worker.loop.rounds_failed, worker.loop.rounds) == (1, 0)
+        assert torch.equal(anchors(worker.optimizer), before)
+    again = next(m for m in range(1, 9) if schedule.fragment_of(m) == schedule.fragment_of(0))
+    world.step(times=schedule.post_step(again) - schedule.post_step(0))
+    assert events[again].result.total_weight == 2 * schedule.post_step(again), "the work of both rounds"
+    assert len(world.digests()) == 1 and torch.isfinite(anchors(world.workers[0].optimizer)).all()
+
+
+def test_a_state_with_a_mean_that_is_not_finite_is_not_taken_over() -> None:
+    world = ElasticWorld(3, PLAIN, SGD(lr=1.0))
+    world.swarm.means_only = True
+    world.inner_step(times=6)
+    world.swarm.leave_out(2, 0)
+    world.post(0, 1)
+    world.merge(0, 1)
+    mean = world.swarm.rounds[0].mean
+    assert mean is not None
+    good = mean.clone()
+    mean.fill_(255)
+    before = anchors(world.workers[2].optimizer)
+    world.post(2)
+    world.merge(2)
+    assert torch.equal(anchors(world.workers[2].optimizer), before)
+    mean.copy_(good)
+    world.step(times=6)
+    assert len(world.digests()) == 1
+
+
 # Called early
 
 

@@ -57,6 +57,18 @@ class EncodedVector:
         self.codec.decode(self.data[first_part : first_part + num_parts].to(device, non_blocking=True), out)
         return out.view(-1)[: self.layout.numel - first_part * part]
 
+    def is_finite(self, data: Tensor | None = None) -> bool:
+        """Whether all values of this vector, or of other encoded bytes of the same layout, are finite."""
+        rows = (self.data if data is None else data).view(self.data.shape)
+        batch = max(1, span_elements(rows.device) // self.layout.part_elements)
+        norms = []
+        for first in range(0, len(rows), batch):
+            encoded = rows[first : first + batch]
+            values = scratch("decoded", (len(encoded), self.layout.part_elements), rows.device)
+            self.codec.decode(encoded, values)
+            norms.append(torch.linalg.vector_norm(values))
+        return not norms or bool(torch.isfinite(torch.stack(norms)).all())
+
 
 _blocks = threading.local()
 _BLOCK_ELEMENTS = span_elements(torch.device("cpu"))

@@ -75,7 +75,7 @@ class SyncConfig:
     """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
     offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
-    max_norm_ratio: float | None = 1000.0
+    max_norm_ratio: float | None = 5.0
     """Refuse a contribution whose norm is above this many times the round's median; none: accept any finite norm."""
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""

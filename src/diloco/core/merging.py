@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_WEIGHT_ROUNDS = 5.0
+"""In a swarm a contribution weighs at most as much as so many full rounds of an average worker."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -22,30 +25,53 @@ class Claim:
     """L2 norm of the outer gradient; not finite if any element is not finite."""
     anchor_digest: str = ""
     """Digest of the anchor that the outer gradient was taken from."""
+    round_weight: float = math.inf
+    """The weight of H inner steps of this worker; inf: its weight has no bound (a fixed membership is trusted)."""
 
 
 def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | None]:
     """For each claim: None if the contribution is in the mean, else the reason why it is not.
 
-    A norm above `max_norm_ratio` times the (lower) median of the round is refused; None accepts any finite norm.
-    A weight of 0 (the worker took no step since its last round) is accepted and adds nothing.
+    A norm is refused above `max_norm_ratio` times the round's (lower) median; None accepts any finite norm. A worker
+    with more work than the median, up to one full round, is measured against the median norm per weight times its own
+    weight: a fast worker among slow ones is no outlier.
+
+    A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
-    reference = _majority([claim.anchor_digest for claim in claims])
-    reasons = [_own_fault(claim, reference) for claim in claims]
-    norms = sorted(
-        claim.norm for claim, reason in zip(claims, reasons, strict=True) if reason is None and claim.weight > 0
-    )
-    median = norms[(len(norms) - 1) // 2] if norms else 0.0
-    if max_norm_ratio is not None and median > 0:
-        for index, claim in enumerate(claims):
-            if reasons[index] is None and claim.norm > max_norm_ratio * median:
-                reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {median:.3g}"
+    majority = _majority([claim.anchor_digest for claim in claims])
+    reasons = [_own_fault(claim, majority) for claim in claims]
+    sound = [claim for claim, reason in zip(claims, reasons, strict=True) if reason is None and claim.weight > 0]
+    if max_norm_ratio is None or not sound:
+        return reasons
+    norm = _lower_median([claim.norm for claim in sound])
+    norm_per_weight = _lower_median([claim.norm / claim.weight for claim in sound])
+    round_weight = _lower_median([claim.round_weight for claim in sound])
+    for index, claim in enumerate(claims):
+        usual = max(norm, norm_per_weight * min(claim.weight, round_weight))
+        if reasons[index] is None and usual > 0 and claim.norm > max_norm_ratio * usual:
+            reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {usual:.3g}"
     return reasons
+
+
+def bounded_weights(claims: Sequence[Claim]) -> list[float]:
+    """The weight of each claim, at most MAX_WEIGHT_ROUNDS times the (lower) median of the claims' `round_weight`.
+
+    A worker that missed rounds contributes the work of several. One that lies about its weight counts as much as an
+    honest one that missed four rounds, not more: fewer than half of the workers cannot move the median.
+    """
+    bound = MAX_WEIGHT_ROUNDS * _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
+    return [min(claim.weight, bound) for claim in claims]
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _own_fault(claim: Claim, reference_digest: str) -> str | None:
     if not math.isfinite(claim.weight) or claim.weight < 0:
         return f"weight {claim.weight} is not a finite number of at least 0"
+    if not claim.round_weight > 0:
+        return f"the weight of a round {claim.round_weight} is not above 0"
     if not math.isfinite(claim.norm):
         return "the outer gradient is not finite"
     if claim.anchor_digest != reference_digest:

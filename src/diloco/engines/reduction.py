@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.fragments import span_elements
-from diloco.core.merging import Claim, admit, diverged, weighted_mean
+from diloco.core.merging import Claim, admit, bounded_weights, diverged, weighted_mean
 
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
@@ -38,11 +38,9 @@ class Decision:
 def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None) -> Decision:
     """The same claims give the same decision on every worker."""
     reasons = admit(claims, max_norm_ratio)
-    accepted = [
-        (worker, claim.weight)
-        for worker, claim, reason in zip(workers, claims, reasons, strict=True)
-        if reason is None and claim.weight > 0
-    ]
+    admitted = [index for index, reason in enumerate(reasons) if reason is None]
+    weights = bounded_weights([claims[index] for index in admitted])
+    accepted = [(workers[index], weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
     return Decision(
         contributors=tuple(worker for worker, _ in accepted),
         weights=tuple(weight for _, weight in accepted),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import nan
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a sidecar's link has no need of torch
@@ -53,6 +53,8 @@ class Contribution:
     report: Report = field(default_factory=Report)
     note: bytes = b""
     """What else this worker tells the others with the round; only elastic engines carry it."""
+    round_weight: float = inf
+    """The weight of H inner steps: with an elastic engine it bounds `weight` (core.merging.bounded_weights)."""
 
 
 @dataclass(frozen=True)

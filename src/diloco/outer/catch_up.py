@@ -137,4 +137,6 @@ def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
     for key, mean in state.means:
         if not 0 <= key.fragment < len(lane.vectors) or mean.numel() != lane.vectors[key.fragment].num_bytes:
             return f"the mean of round {key.sequence} (fragment {key.fragment}) has another size"
+        if not lane.vectors[key.fragment].is_finite(mean):
+            return f"the mean of round {key.sequence} (fragment {key.fragment}) is not finite"
     return None

@@ -139,6 +139,10 @@ class ElasticMembership(Policy):
         if self.missed is not None:
             self.missed.later.append((posted, outcome))
             return None
+        if not all(mean.is_finite() for mean in outcome.means):  # the same bytes, and so the same answer, everywhere
+            logger.warning("round %d: its mean is not finite and is not merged", posted.key.sequence)
+            self.loop.rounds_failed += 1
+            return None
         return self.loop.outer_step(posted, outcome)
 
     def after_round(self, posted: Posted) -> None:
@@ -161,7 +165,7 @@ class ElasticMembership(Policy):
             self.missed = None
             for posted, outcome in missed.later:
                 if not taken:
-                    loop.outer_step(posted, outcome)
+                    self.merge(posted, outcome)
                 elif posted.key.sequence < self.state.sequence:
                     self._catch_up.follow(posted, loop.sync.mixing)
             self.state.unmerged = self.state.sequence

@@ -12,6 +12,7 @@ carries that work, taken from the others' anchor if they went on. No wait is lon
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -195,6 +196,7 @@ class OuterLoop:
                 max_norm_ratio=self.sync.max_norm_ratio,
                 report=report,
                 note=self.note(),
+                round_weight=self.weight * self.sync.num_inner_steps if self.engine.elastic else math.inf,
             )
             for lane, vector in zip(self.replica.lanes, vectors, strict=True)
         ]

@@ -251,12 +251,14 @@ class MemoryWorker:
         layout: str = "same",
         seconds: float = 30.0,
         sequence: int | None = None,
+        round_weight: float = 1.0,
     ) -> PostedRound:
         vector = EncodedVector(codec(self.codec), PartLayout(values.numel()))
         vector.encode(0, values)
         norm = float(torch.linalg.vector_norm(values.double())) if claimed is None else claimed
         key = RoundKey(self.trainer.sequence if sequence is None else sequence, 0)
-        header = pack_header(key, Contribution(vector, weight, norm, digest, layout, 1000.0))
+        contribution = Contribution(vector, weight, norm, digest, layout, 1000.0, round_weight=round_weight)
+        header = pack_header(key, contribution)
         data = SharedMemory.copy_of(memoryview(vector.data.numpy().reshape(-1)))
         parts, width = vector.data.shape
         mean = SharedMemory.create(data.num_bytes)

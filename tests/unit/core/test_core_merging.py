@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.merging import Claim, admit, diverged, shares, weighted_mean
+from diloco.core.config import SyncConfig
+from diloco.core.merging import MAX_WEIGHT_ROUNDS, Claim, admit, bounded_weights, diverged, shares, weighted_mean
+from diloco.engines.reduction import decide
 
 
 def reasons(*claims: Claim, ratio: float | None = 1000.0) -> list[str | None]:
@@ -104,3 +106,36 @@ def test_the_values_may_be_one_scratch_memory_filled_anew() -> None:
 def test_shares_of_no_weight_are_zero() -> None:
     assert shares([0.0, 0.0]) == [0.0, 0.0]
     assert shares([3.0, 3.0]) == [1.0, 1.0]
+
+
+def test_by_default_a_gradient_times_minus_900_is_refused_and_one_of_twice_the_usual_norm_is_not() -> None:
+    ratio = SyncConfig().max_norm_ratio
+    claims = [Claim(1.0, 1.0), Claim(1.0, 900.0), Claim(1.0, 2.0), Claim(1.0, 0.5)]
+    assert decide(range(4), claims, ratio).contributors == (0, 2, 3)
+
+
+def test_a_fast_worker_among_slow_ones_is_no_outlier() -> None:
+    slow, fast = Claim(50.0, 1.0, round_weight=500.0), Claim(500.0, 8.0, round_weight=500.0)
+    assert reasons(slow, slow, slow, fast, ratio=5.0) == [None] * 4
+    liar = Claim(5e9, 1e3, round_weight=500.0)  # claims much work to be allowed a large norm
+    assert reasons(slow, slow, slow, liar, ratio=5.0)[3] is not None
+
+
+def test_a_weight_counts_up_to_five_rounds_of_the_median_worker() -> None:
+    """An honest worker that missed three rounds is not bounded; one that claims a billion rounds counts as five."""
+    claims = [
+        Claim(500.0, 1.0, round_weight=500.0),
+        Claim(2000.0, 2.0, round_weight=500.0),
+        Claim(1e12, 1.0, round_weight=1e12),
+    ]
+    assert decide(range(3), claims, 5.0).weights == (500.0, 2000.0, MAX_WEIGHT_ROUNDS * 500.0)
+
+
+@pytest.mark.parametrize("round_weight", [math.nan, 0.0, -1.0, -math.inf])
+def test_a_weight_of_a_round_that_makes_no_sense_is_refused(round_weight: float) -> None:
+    assert reasons(Claim(1.0, 1.0), Claim(1.0, 1.0, round_weight=round_weight))[1] is not None
+
+
+def test_a_fixed_membership_bounds_no_weight() -> None:
+    claims = [Claim(1.0, 1.0), Claim(1e9, 1.0)]
+    assert bounded_weights(claims) == [1.0, 1e9] and bounded_weights([]) == []

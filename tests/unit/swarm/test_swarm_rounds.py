@@ -11,9 +11,11 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.engines.swarm.node.rounds.outcomes import check_mean
+from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
+from diloco.engines.swarm.node.wire import Malformed
 from support import virtual_clock
-from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, values
+from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
 
 Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
 
@@ -181,6 +183,28 @@ def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_b
     assert [set(results[0][0].refused) for results in rounds] == [{1}, {1}, {1}, set()]
     assert "norm" in rounds[0][0][0].refused[1]
     assert rounds[3][0][0].roster == (0, 2), "banned after three refusals"
+
+
+def test_a_worker_that_claims_any_weight_counts_as_five_rounds_of_the_others() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
+        posts = (workers[i].post(values(i), weight=w, round_weight=w) for i, w in enumerate([1.0, 1.0, 1e9]))
+        return list(await asyncio.gather(*posts))
+
+    results = told(3, story)
+    assert {mean for _, mean in results} == {mean_of([values(i) for i in range(3)], [1.0, 1.0, 5.0])}
+    assert results[0][0].total_weight == 7.0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1.0])
+def test_a_mean_that_a_late_worker_fetches_is_finite_and_not_longer_than_the_contributions(wrong: float) -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> PostedRound:
+        return workers[0].posting(values(0))
+
+    posted = told(1, story)  # the contributions of `plan` have norm 1
+    good = values(0) / torch.linalg.vector_norm(values(0))
+    check_mean(posted, plan([0, 1]), mean_of([good], [1.0]))
+    with pytest.raises(Malformed, match="norm"):
+        check_mean(posted, plan([0, 1]), mean_of([torch.full_like(good, wrong)], [1.0]))
 
 
 def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> None:
