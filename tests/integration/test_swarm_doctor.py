@@ -13,9 +13,10 @@ import pytest
 
 from diloco.cli.main import run
 from diloco.engines.swarm.doctor import machine_checks, network_checks, swarm_checks
-from diloco.engines.swarm.network import p2pd_transport, reachability
+from diloco.engines.swarm.network import reachability
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm.network import incoming, p2pd_transport
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_transport import COMMON_FLAGS, P2pdTransport
+from diloco.engines.swarm.network.p2pd import incoming
+from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
+from diloco.engines.swarm.network.p2pd.transport import COMMON_FLAGS, P2pdTransport
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 from diloco.errors import ConfigError, RendezvousError
 
@@ -281,7 +282,7 @@ def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -
 _KILLED = """
 import asyncio, sys
 from pathlib import Path
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport
 from diloco.engines.swarm.network.addresses import ListenConfig
 
 async def main():
@@ -308,7 +309,7 @@ def test_no_daemon_is_left_when_its_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_hivemind_itself_is_not_imported() -> None:
-    used = "import sys, diloco.engines.swarm.network.p2pd_transport as d; d.Control('/a', '/b')"
+    used = "import sys, diloco.engines.swarm.network.p2pd.transport as d; d.Control('/a', '/b')"
     code = f"{used}; print({{'torch', 'hivemind'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

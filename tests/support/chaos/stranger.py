@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Authority

@@ -83,7 +83,7 @@ class LaunchedPeer:
 async def _main() -> None:
     from diloco.engines.swarm.network import hole_punching, reachability
     from diloco.engines.swarm.network.addresses import ListenConfig
-    from diloco.engines.swarm.network.p2pd_transport import P2pdTransport
+    from diloco.engines.swarm.network.p2pd.transport import P2pdTransport
     from diloco.engines.swarm.network.transport import Stream
 
     async def answer(peer: str, request: bytes) -> bytes:

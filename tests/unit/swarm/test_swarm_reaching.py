@@ -7,8 +7,8 @@ import pytest
 
 from diloco.engines.swarm.network import hole_punching, reachability
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_errors import DaemonError, to_unreachable
-from diloco.engines.swarm.network.p2pd_relay import p2pd_arguments
+from diloco.engines.swarm.network.p2pd.errors import DaemonError, to_unreachable
+from diloco.engines.swarm.network.p2pd.relay import p2pd_arguments
 from diloco.engines.swarm.network.reachability import DialBackResult, Reachability, decode_result, encode_request
 from diloco.engines.swarm.network.reachability_monitor import public_addresses
 

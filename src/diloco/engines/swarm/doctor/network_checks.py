@@ -1,10 +1,10 @@
 """Checks of `diloco doctor`: whether p2pd runs here, and this machine's port and addresses. Nothing is changed."""
 
 from diloco.engines.swarm.doctor.machine_checks import Finding
-from diloco.engines.swarm.network import p2pd
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.listen_port import check_ports
-from diloco.engines.swarm.network.p2pd import Daemon
+from diloco.engines.swarm.network.p2pd import process as p2pd
+from diloco.engines.swarm.network.p2pd.process import Daemon
 from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.errors import DiLoCoError, install_hint
 

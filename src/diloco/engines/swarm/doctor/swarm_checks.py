@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from diloco.engines.swarm.doctor.machine_checks import Finding, State
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.engines.swarm.network.reachability_monitor import answers_libp2p
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable

@@ -17,8 +17,8 @@ import msgspec
 
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.limits import PeerRateLimit
-from diloco.engines.swarm.network.p2pd_control import Control
-from diloco.engines.swarm.network.p2pd_errors import DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.network.p2pd.control import Control
+from diloco.engines.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
 
 SECONDS = 2.0
 """The longest that an attempt may take."""

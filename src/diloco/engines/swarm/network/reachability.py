@@ -20,7 +20,7 @@ import msgspec
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.limits import PeerRateLimit
-from diloco.engines.swarm.network.p2pd_control import Control
+from diloco.engines.swarm.network.p2pd.control import Control
 
 Kind = Literal["public", "private", "unknown"]
 

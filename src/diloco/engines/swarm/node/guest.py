@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.messages import (

@@ -7,7 +7,7 @@ import torch
 
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.network.p2pd_transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Trainer
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE

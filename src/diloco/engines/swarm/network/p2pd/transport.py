@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from diloco.engines.swarm.network import hole_punching, identity, multiaddr, p2pd_relay
+from diloco.engines.swarm.network import hole_punching, identity, multiaddr
 from diloco.engines.swarm.network import reachability as reach
 from diloco.engines.swarm.network.addresses import ListenConfig, listen_addresses
 from diloco.engines.swarm.network.hole_punching import Endpoint, HolePuncher
-from diloco.engines.swarm.network.incoming import IncomingRequests
 from diloco.engines.swarm.network.limits import LruCache
-from diloco.engines.swarm.network.p2pd import Daemon
-from diloco.engines.swarm.network.p2pd_control import Control
-from diloco.engines.swarm.network.p2pd_errors import (
+from diloco.engines.swarm.network.p2pd import relay as p2pd_relay
+from diloco.engines.swarm.network.p2pd.control import Control
+from diloco.engines.swarm.network.p2pd.errors import (
     DaemonError,
     DaemonGone,
     HandlerError,
@@ -28,6 +27,8 @@ from diloco.engines.swarm.network.p2pd_errors import (
     to_unreachable,
     was_never_sent,
 )
+from diloco.engines.swarm.network.p2pd.incoming import IncomingRequests
+from diloco.engines.swarm.network.p2pd.process import Daemon
 from diloco.engines.swarm.network.reachability import DialBackResult, Reachability
 from diloco.engines.swarm.network.reachability_monitor import ReachabilityMonitor
 from diloco.engines.swarm.network.transport import (

@@ -4,8 +4,8 @@ import logging
 import socket
 
 from diloco.engines.swarm.network.limits import ConcurrencyLimit
-from diloco.engines.swarm.network.p2pd_control import Control
-from diloco.engines.swarm.network.streams import SocketStream
+from diloco.engines.swarm.network.p2pd.control import Control
+from diloco.engines.swarm.network.p2pd.streams import SocketStream
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, OnCall, OnStream, Unreachable
 
 log = logging.getLogger(__name__)

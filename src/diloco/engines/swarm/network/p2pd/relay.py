@@ -7,9 +7,9 @@ from dataclasses import replace
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.listen_port import check_ports
-from diloco.engines.swarm.network.p2pd import Daemon
-from diloco.engines.swarm.network.p2pd_control import Control
-from diloco.engines.swarm.network.p2pd_errors import DaemonError, DaemonGone
+from diloco.engines.swarm.network.p2pd.control import Control
+from diloco.engines.swarm.network.p2pd.errors import DaemonError, DaemonGone
+from diloco.engines.swarm.network.p2pd.process import Daemon
 from diloco.engines.swarm.network.reachability import Reachability
 from diloco.errors import ConfigError, RendezvousError
 

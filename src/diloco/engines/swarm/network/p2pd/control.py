@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from diloco.engines.swarm.network import multiaddr
-from diloco.engines.swarm.network.p2pd import messages
-from diloco.engines.swarm.network.p2pd_errors import DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
+from diloco.engines.swarm.network.p2pd.process import messages
 
 _MAX_MESSAGE_BYTES = 8 << 20
 _SOCKET_BUFFER = 1 << 20
