@@ -39,7 +39,7 @@ HELP = {
 [bold]diloco data prepare[/] \\[RUN.toml] \\[OPTIONS]
 
 Turn text into token shards, once: `diloco train` with the same data options
-then starts at once. After an interruption the same command goes on.
+then starts at once. After an interruption, run the same command again.
 
   --data.source X          stdlib, a file or folder (text, .jsonl, .parquet;
                            also .gz .xz .bz2 .zst), or a Hugging Face dataset:
@@ -97,7 +97,7 @@ def prepare(
         return
     _check_first(file, "prepare")
     with Preparing(console) as preparing:
-        corpus = prepare_corpus(config.data, preparing.told, load_features(config))
+        corpus = prepare_corpus(config.data, preparing.show, load_features(config))
     print_corpus(console, corpus, config.data.sequence_length)
 
 
@@ -124,11 +124,12 @@ def tokenizer(
     if config.data.tokenizer is not None:
         raise ConfigError("data.tokenizer is an existing tokenizer: leave it out to train one")
     with Preparing(console) as preparing:
-        preparing.told("training the tokenizer", 0, None)
+        preparing.show("training the tokenizer", 0, None)
         trained = train_tokenizer(config.data, open_source(config.data))
     trained.save(to)
-    told = f"{to}: {trained.vocab_size:,} tokens (beside it {TOKENIZER_CONFIG_FILES[0]}, which names the end of a text)"
-    console.print(Text(f"{told}; use it with --data.tokenizer {to}"), soft_wrap=True)
+    beside = f"beside it {TOKENIZER_CONFIG_FILES[0]}, which names the end of a text"
+    message = f"{to}: {trained.vocab_size:,} tokens ({beside})"
+    console.print(Text(f"{message}; use it with --data.tokenizer {to}"), soft_wrap=True)
 
 
 def _check_first(file: Path | None, command: str) -> None:
@@ -158,10 +159,10 @@ class Preparing:
     ) -> None:
         self._bar.stop()
         if isinstance(error, KeyboardInterrupt):
-            self.console.print("interrupted; the same command goes on from where it was", highlight=False)
+            self.console.print("interrupted; the same command continues from here", highlight=False)
 
-    def told(self, stage: str, done: int, total: int | None) -> None:
-        """`total` is None where nobody knows it, and `done` then counts documents."""
+    def show(self, stage: str, done: int, total: int | None) -> None:
+        """`total` is None if it is unknown; `done` then counts documents."""
         new, self._stage = stage != self._stage, stage
         if self.console.is_terminal:
             if new or self._task is None:
@@ -177,7 +178,7 @@ class Preparing:
 
 
 def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None:
-    """Where it is and what it holds."""
+    """The corpus's folder and contents."""
     meta = corpus.meta
     tokens = sorted(meta.shard_tokens)
     sizes = f"{tokens[0]:,}" if tokens[0] == tokens[-1] else f"{tokens[0]:,} to {tokens[-1]:,}"
@@ -203,7 +204,7 @@ def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None
 
 
 def shard_table(corpus: Corpus) -> Table:
-    """The sizes of the shards, what is in them, and how pure the labels are."""
+    """The size of each shard, its most frequent labels, and how pure the labels are."""
     meta = corpus.meta
     table = Table("shard", "tokens", "share", "mostly", title="shards", title_justify="left")
     for shard, tokens in enumerate(meta.shard_tokens):

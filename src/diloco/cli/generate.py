@@ -34,7 +34,7 @@ def generate(
     model
         A run folder, or a model folder.
     prompt
-        The text to go on from.
+        The text to continue.
     max_tokens
         Write at most so many tokens.
     temperature

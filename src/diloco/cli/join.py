@@ -38,7 +38,7 @@ from the others; only what concerns this machine is decided here:
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
 
 and --compute.*, --checkpoint.*, --data.cache_dir, --training.accumulation. Ctrl-C
-leaves; the others go on. To come back: diloco train --resume RUNDIR.
+leaves; the others train on. To come back: diloco train --resume RUNDIR.
 
 Example:  diloco join diloco1... --workers 2 --device cuda"""
 

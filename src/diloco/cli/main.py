@@ -26,7 +26,7 @@ app.command("diloco.cli.join:join", name="join", help="Join a run of a swarm, wi
 app.command(
     "diloco.cli.status:status",
     name="status",
-    help="Show who is in a swarm, and where each is.",
+    help="Show the workers of a swarm, and how far each is.",
     help_epilogue="Example:  diloco status runs/mine",
 )
 app.command(

@@ -1,4 +1,4 @@
-"""`diloco sink RUN NAME`: a run, going on or long ended, into W&B, TensorBoard or trackio."""
+"""`diloco sink RUN NAME`: write a run, in progress or ended, to W&B, TensorBoard or trackio."""
 
 import time
 from pathlib import Path
@@ -16,9 +16,9 @@ _TURN_SECONDS = 1.0
 
 
 def sink(run: Path, name: Literal["tensorboard", "wandb", "trackio"], /) -> None:
-    """Write a run to TensorBoard, W&B or trackio; follows one that is going on to its end.
+    """Write a run to TensorBoard, W&B or trackio; follows a run in progress to its end.
 
-    It goes on where it stopped: RUN/sinks/NAME says how far it came, and removing that folder starts anew.
+    It continues where it stopped: RUN/sinks/NAME says how far it came; remove that folder to start again.
     Example:  diloco sink runs/2026-01-31-101500-tiny tensorboard
 
     Parameters
@@ -50,4 +50,4 @@ def _to_the_end(follower: Follower, console: Console) -> None:
             time.sleep(_TURN_SECONDS)
             follower.catch_up()
     except KeyboardInterrupt:
-        console.print("left; the same command goes on from here", highlight=False)
+        console.print("stopped; the same command continues from here", highlight=False)

@@ -37,7 +37,7 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --engine E            torch_distributed (default); swarm: others can join
   --seed N              of the initial parameters and the order of the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
-  --resume RUNDIR       go on with a run that was stopped, killed, or has ended
+  --resume RUNDIR       continue a run that was stopped, killed, or has ended
   --device D            auto (default), cpu, cuda
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
   --print-config        show every option with its value and meaning, and end
@@ -79,8 +79,8 @@ def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
     if not console.quiet:
         check_installed(config.sink_names)
     if resume is not None and (steps := completed_steps(resume, config)) is not None:
-        told = f"{resume} is complete with {steps} steps: to train on, give --steps above that"
-        console.print(Text(told), soft_wrap=True)
+        message = f"{resume} is complete with {steps} steps: to train on, give --steps above that"
+        console.print(Text(message), soft_wrap=True)
         return
     if torchrun:
         from diloco.training.processes.torchrun import train_as_rank

@@ -1,8 +1,8 @@
-"""What a worker reads: the batch of each inner step, from its own shards, wherever earlier workers had come in them.
+"""The batch of each inner step, from the shards of one worker.
 
-Batches are a function of the seed, the shards and how far each had been read when this worker took them over; so a
-count of batches is all that must be saved. With another number of workers the shards are shared out anew, and each goes
-on where its last reader had stopped: nothing is read twice in an epoch.
+Batches are a function of the seed, the shards and how far each had been read when this worker took it over, so a count
+of batches is all that must be saved. When the number of workers changes, the shards are shared out again, and each
+continues where its last reader had stopped: nothing is read twice in an epoch.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from diloco.training.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run is about, and what this worker reads."""
+    """The text of a run, and the part of it that is on this machine."""
 
     shared: Corpus
-    """Shared out among the workers, and validated on by all; its tokenizer is the run's."""
+    """Shared out among the workers; all validate on it, and its tokenizer is the run's."""
     own: Corpus | None = None
     """In a swarm a worker may read text of its own instead."""
     own_place: int = 0
     own_places: int = 1
-    """Several workers of one machine share that out."""
+    """The local workers of this machine share its own text: this one's index, and how many there are."""
 
     @property
     def read(self) -> Corpus:
@@ -32,22 +32,22 @@ class Texts:
 
 
 class ShardReader:
-    """One worker's share of the text."""
+    """Reads one worker's shards, batch by batch."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, shards: Sequence[int]) -> None:
         self._corpus, self._config = corpus, config
         self.shards = list(shards)
         self.step = 0
-        """Batches that have been read, with those that others had read for this worker before it took over."""
+        """Number of the next batch; batches that earlier readers had read of these shards count."""
         self.take(None, since=0)
 
     def take(
         self, progress: Progress | None, since: int | None = None, shards: Sequence[int] | None = None
     ) -> list[int]:
-        """The shards as far as they had been read before batch `since` (default: the next one); None: from their
-        beginning. `shards`: others than before.
+        """From batch `since` on (default: the next one), read the shards from where `progress` says, or from their
+        beginning if it is None. `shards`: read these from now on.
 
-        Returns the shards that `progress` knows nothing of: they too are read from their beginning.
+        Returns the shards that are missing in `progress`: they too are read from their beginning.
         """
         if shards is not None:
             self.shards = list(shards)
@@ -81,7 +81,7 @@ class ShardReader:
         return {"step": self.step, "since": self._since, "before": before, "progress": as_json(self.progress())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not if the number of workers has changed: `take` then says where the shards go on."""
+        """Ignored if the shards have changed with the number of workers: `take` then sets the positions."""
         if {int(shard) for shard in state["progress"]} != set(self.shards):
             return
         before = state["before"]

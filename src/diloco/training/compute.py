@@ -1,8 +1,8 @@
 """How a worker computes its inner steps: compiled, and with activations recomputed instead of kept.
 
 Both replace a module's `forward` and nothing else: parameters keep their names, and what acts on a call of a module
-(FSDP's gathering, hooks) stays outside. Both are for training: without gradients (evaluation, writing text), where
-shapes come and go, the module computes as it was written.
+(FSDP's gathering, hooks) stays outside. Both are for training: without gradients (evaluation, generation), where shapes
+vary, the module's own `forward` runs.
 """
 
 import logging
@@ -21,7 +21,7 @@ from diloco.training.config.tables import ComputeConfig
 logger = logging.getLogger(__name__)
 
 WORTH_COMPILING = 50_000_000
-"""Parameters from which on compiling pays for its half a minute, unless the user decides."""
+"""With so many parameters or more, compiling pays for its half a minute; the default of compute.compile."""
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -51,7 +51,7 @@ def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *
 
 
 def _compiled_parts(model: LanguageModel, sharded: bool) -> Iterator[nn.Module]:
-    """All at once where it can be; a sharded model's blocks one by one, since gathering cannot be compiled."""
+    """The whole body; the blocks one by one if the model is sharded, since gathering cannot be compiled."""
     yield from (blocks(model) if sharded else [model.body])
 
 
@@ -63,7 +63,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_training(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """While gradients are wanted the module computes by `forward`."""
+    """Use `forward` while gradients are enabled, the module's own otherwise."""
     plain = module.forward
 
     def either(*inputs: Any, **more: Any) -> Any:

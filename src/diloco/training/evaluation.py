@@ -33,10 +33,10 @@ def evaluate(
     share: tuple[int, int, int],
     ranks: WorkerRanks = ALONE,
 ) -> Evaluation:
-    """`share` is (worker, workers, windows of all workers together). Leaves the model in its mode.
+    """`share` is (worker, workers, windows of all workers together). The model's train/eval mode stays as it was.
 
-    The ranks of a worker share out the rows of each batch, and all take part in each: a sharded model needs them. One
-    without a row of its own runs the first one for the others.
+    The ranks of a worker share out the rows of each batch. All ranks run every batch, since a sharded model needs them
+    all; a rank without a row runs the first row and does not count it.
     """
     worker, workers, windows = share
     device = next(model.parameters()).device
@@ -55,7 +55,7 @@ def evaluate(
 
 
 def combine(members: tuple[Member, ...]) -> Evaluation | None:
-    """The evaluation of all workers together, from what each reported of its share; None while any is missing."""
+    """The evaluation over all shares, from the members' reports; None while they are of different steps."""
     reports = [member.report for member in members if member.report.validation_tokens]
     tokens = sum(report.validation_tokens for report in reports)
     if not tokens or len({report.validation_step for report in reports}) > 1:

@@ -1,4 +1,4 @@
-"""A saved model as a source of features, for shards that are clusters (diloco/data/clusters.py).
+"""A saved model as a source of features, for shards that are clusters (data/preparation/clusters.py).
 
 Paper (DiLoCo, section 3): documents are grouped by the last layer of a pre-trained model. The feature of a passage is
 the mean of the last hidden layer, after its norm, over its first tokens.
@@ -36,7 +36,7 @@ def feature_model(folder: Path, device: torch.device | str = "cpu") -> FeatureMo
 
     @torch.no_grad()
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[n, T] tokens, −1 after the end -> [n, D]. Causal: what stands after the end changes nothing before it."""
+        """[n, T] tokens, −1 after the end -> [n, D]. The model is causal: the padding changes nothing before it."""
         parts: list[NDArray[np.float32]] = []
         for start in range(0, len(tokens), AT_ONCE):
             part = torch.from_numpy(tokens[start : start + AT_ONCE]).to(device)

@@ -21,7 +21,7 @@ Group = dict[str, Any]
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
-    """What the configuration names; weight decay for matrices and embeddings, none for norms."""
+    """The configured optimizer; weight decay for matrices and embeddings, none for norms."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name: p for name, p in trainable.items() if config.optimizer == "muon" and _is_hidden_matrix(name, p)}
     rest = [p for name, p in trainable.items() if name not in hidden]
@@ -64,7 +64,7 @@ class BothOptimizers(torch.optim.Optimizer):
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """The groups here are the groups there: what a schedule sets, both obey."""
+        """Both optimizers use the groups and the state of this one, so that a schedule sets both."""
         first, second = self._both
         count = len(first.param_groups)
         first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
@@ -98,7 +98,7 @@ def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, st
 
 
 def set_position(schedule: LambdaLR, step: int) -> None:
-    """The rates of that step by the schedule as it is now, however it came there."""
+    """Set the learning rates of that step, also if the schedule has not been stepped to it."""
     if schedule.last_epoch == step:
         return
     schedule.last_epoch = step

@@ -1,8 +1,8 @@
-"""What an inner step computes in: fp32, bf16 or fp16 autocast. Weights, gradients' sums and anchors are fp32 always.
+"""The precision of an inner step: fp32, or bf16 or fp16 autocast. Weights, gradient sums and anchors are always fp32.
 
 fp16 needs a loss scale, since its range is small: torch's GradScaler, which belongs to the inner step alone and is a
-worker's own (OpenDiLoCo, arXiv 2407.07852). A step whose gradients overflow is skipped, counted, and still a step: the
-schedule of rounds goes on. A worker of several ranks skips on all of them or on none.
+worker's own (OpenDiLoCo, arXiv 2407.07852). A step whose gradients overflow is skipped, and counts as a
+step in the schedule of rounds. A worker of several ranks skips on all of them or on none.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class Precision:
 
     @property
     def sharding_policy(self) -> "MixedPrecisionPolicy | None":
-        """What FSDP gathers in, which for bf16 is half the bytes; gradients are summed in fp32."""
+        """FSDP gathers parameters in this precision (bf16 halves the bytes); gradients are summed in fp32."""
         if self.name != "bf16" or self._ranks.count == 1:
             return None
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -53,14 +53,14 @@ class Precision:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients as they are, before they are clipped."""
+        """Divide gradients by the loss scale, before they are clipped."""
         if self._scaler is not None:
             if self._ranks.count > 1:
                 self._agree(p.grad for group in optimizer.param_groups for p in group["params"])
             self._scaler.unscale_(optimizer)
 
     def _agree(self, gradients: Iterable[Tensor | None]) -> None:
-        """A gradient that is infinite on one rank is so on all of the worker: its scaler then skips on all."""
+        """Make an infinite gradient of one rank infinite on all ranks of the worker, so that all skip the step."""
         local = [_local(gradient) for gradient in gradients if gradient is not None]
         local = [gradient for gradient in local if gradient.numel()]
         infinite = not all(bool(gradient.isfinite().all()) for gradient in local)
@@ -68,7 +68,7 @@ class Precision:
             local[0].fill_(float("inf"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, or none if the gradients were not finite; DiLoCo counts that itself."""
+        """The optimizer's step, or none if the gradients were not finite (DiLoCo counts skipped steps)."""
         if self._scaler is None:
             optimizer.step()
         else:
@@ -84,7 +84,7 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run may go on in another precision: a new loss scale then starts afresh."""
+        """Ignored if the run is resumed in another precision: the loss scale then starts at its default."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 

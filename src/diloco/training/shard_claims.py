@@ -1,12 +1,12 @@
-"""Which shards of the text a worker of a swarm reads while others come and go, and what they tell each other of it.
+"""Which shards of the text a worker of a swarm reads while members come and go.
 
-The i-th of n members reads shards i, i + n, … When the members of a round are not those of the round before, all share
-the text out anew, and each shard goes on where its reader had come when it posted that round: a note that travels with
-every round says so. A shard whose file is not here is fetched from whoever has it, beside training; until then the
-worker reads what it has. Members with text of their own tell so, and take no part.
+The i-th of n members reads shards i, i + n, … When the members of a round differ from those of the round before, the
+shards are shared out again, and each continues where its reader was when it posted that round: every contribution
+carries a note with these positions. A shard whose file is not on this machine is fetched from a member beside training;
+until it has arrived the worker reads the shards it has. Members with their own text say so in the note and get none.
 
-What is told comes from others: a note that makes no sense is passed over, and the shards that it may have been about
-are read from where they were last known to be. Text may be read twice then; nothing else can go wrong.
+Notes come from other machines: a malformed one is ignored, and the shards it described are read from their last known
+position. Some text may then be read twice; nothing else can go wrong.
 """
 
 import json
@@ -24,54 +24,54 @@ from diloco.training.batches import ShardReader
 logger = logging.getLogger(__name__)
 
 _MOST_SHARDS, _MOST_APART = 256, 256
-"""In a note, of which a round takes 16 KiB; a shard that is not told is read from where it was last known to be."""
+"""Limits of a note, which has 16 KiB in a round; shards left out of it are read from their last known position."""
 
 RETRY_SECONDS = 30.0
 Fetch = Callable[[str, Path], None]
-"""A file of the corpus, by its name, from any member that has it; raises DiLoCoError."""
+"""Fetches a file of the corpus, by its name, from any member that has it; raises DiLoCoError."""
 
 
 def index_among(roster: Iterable[int], worker: int) -> tuple[int, int]:
-    """Where a worker stands among the members, and how many there are; it is one of them, told of or not."""
+    """The index of a worker among the members, and how many there are; the worker itself always counts."""
     numbers = sorted({*roster, worker})
     return numbers.index(worker), len(numbers)
 
 
 def shards_of(shards: int, place: int, places: int) -> list[int]:
-    """Where there are more members than shards, some read the same one."""
+    """The shards of member `place` of `places`; with more members than shards, some read the same one."""
     return worker_shards(shards, place, places) if places <= shards else [place % shards]
 
 
 class ShardClaims:
-    """Of one worker. All in the thread that trains."""
+    """The shards of one worker. Used in the training thread only."""
 
     def __init__(self, corpus: Corpus, sequence_length: int, worker: int, *, own_text: bool) -> None:
         self._corpus, self._length, self._worker, self.own_text = corpus, sequence_length, worker, own_text
         self.known: dict[int, ShardProgress] = {}
-        """How far each shard has been read, as far as anybody has told."""
-        self._apart: set[int] = {worker} if own_text else set()  # members with text of their own
+        """How far each shard has been read, as far as this worker knows."""
+        self._apart: set[int] = {worker} if own_text else set()  # members with their own text
         self.roster: tuple[int, ...] = (worker,)
 
-    # What is told
+    # Notes
 
     def note(self, reader: ShardReader) -> bytes:
-        """With a round, and with the state for a joiner: how far the shards have been read, this worker's own first."""
+        """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner."""
         mine = {} if self.own_text else reader.progress()
         self.learn(mine)
-        told = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
-        read = {str(shard): list(self.known[shard]) for shard in told}
+        listed = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
+        read = {str(shard): list(self.known[shard]) for shard in listed}
         return json.dumps({"read": read, "apart": sorted(self._apart)[:_MOST_APART]}, separators=(",", ":")).encode()
 
-    def heard(self, worker: int, note: bytes) -> None:
-        """What another worker has told. Only itself is believed to have text of its own."""
+    def read_note(self, worker: int, note: bytes) -> None:
+        """Of another worker, with a round. It can say that it has its own text, but not that others have."""
         values = _unpacked(note)
         self.learn(_progress(values.get("read")))
         apart = values.get("apart")
         if isinstance(apart, list) and worker in apart:
             self._apart.add(worker)
 
-    def joined(self, note: bytes) -> None:
-        """What the source of this worker's state has told."""
+    def read_state_note(self, note: bytes) -> None:
+        """Of the member that sent this worker its state."""
         values = _unpacked(note)
         self.learn(_progress(values.get("read")))
         apart = values.get("apart")
@@ -79,32 +79,32 @@ class ShardClaims:
             self._apart |= {one for one in apart if isinstance(one, int) and one != self._worker}
 
     def learn(self, progress: Mapping[int, ShardProgress]) -> None:
-        """Believe whoever is further; never more than there is."""
+        """Keep the furthest position of each shard; positions beyond its end are ignored."""
         for shard, read in progress.items():
             if 0 <= shard < self._corpus.shards:
                 windows = count_windows(self._corpus.meta.shard_tokens[shard], self._length)
                 if 0 <= read.consumed <= windows and 0 <= read.epoch < 1 << 40:
                     self.known[shard] = max(self.known.get(shard, read), read)
 
-    # Who reads what
+    # Shards of this worker
 
     def shards(self) -> list[int]:
-        """Of this worker, by the roster as it is."""
+        """Of this worker, by the present roster."""
         return shards_of(self._corpus.shards, *index_among(set(self.roster) - self._apart, self._worker))
 
     def begin(self, roster: tuple[int, ...], reader: ShardReader) -> None:
-        """Before the first step: each shard goes on where it was when this worker joined."""
+        """Before the first step: each shard continues from its position when this worker joined."""
         self.roster = tuple(sorted({*roster, self._worker}))
         if not self.own_text and not self.take(reader) and self.known:
             reader.take(self.known)
 
     def follow(self, roster: tuple[int, ...], reader: ShardReader) -> bool:
-        """After a round. Whether this worker reads other shards from here on than before."""
+        """After a round. Returns whether this worker now reads other shards than before."""
         self.roster = tuple(sorted({*roster, self._worker}))
         return not self.own_text and self.take(reader)
 
     def take(self, reader: ShardReader) -> bool:
-        """Read the shards that are this worker's and here; those that it has if none of its own is."""
+        """Switch to those of this worker's shards that are on this machine. Returns whether anything changed."""
         mine = self.shards()
         here = [shard for shard in mine if self._corpus.has(shard)]
         if not here or here == reader.shards:
@@ -113,7 +113,7 @@ class ShardClaims:
         self.learn(before[1])
         try:
             reader.take(self.known, shards=here)
-        except DataError as error:  # too little text in what is here: until the rest has come, the old shards
+        except DataError as error:  # too little text is here: keep the old shards until the rest has arrived
             logger.info("shards %s are not enough yet: %s", here, error)
             reader.take({**self.known, **before[1]}, shards=before[0])
             return False
@@ -124,7 +124,7 @@ class ShardClaims:
 
 
 class ShardFetcher:
-    """Shards that are to come, one after another in a thread; what does not come is asked for again after a while."""
+    """Fetches missing shards one after another in a thread; those that failed can be tried again after a while."""
 
     def __init__(self, corpus: Corpus, fetch: Fetch, tell: Callable[..., None]) -> None:
         self._corpus, self._fetch, self._tell = corpus, fetch, tell
@@ -135,12 +135,12 @@ class ShardFetcher:
 
     @property
     def may_try(self) -> bool:
-        """It is not at it, and has not failed a moment ago."""
+        """Whether it is idle and its last failure is RETRY_SECONDS ago."""
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() >= self._not_before
 
     def start(self, shards: Sequence[int]) -> None:
-        """Unless it is at it already."""
+        """Fetch these, unless a fetch is running."""
         if shards and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, args=(shards,), name="diloco-shards", daemon=True)
             self._thread.start()
@@ -159,7 +159,7 @@ class ShardFetcher:
                 self._say("shard_fetched", shard=shard)
                 self.arrived.set()
         self._not_before = time.monotonic() + RETRY_SECONDS
-        if failed and reason != self._failure:  # said once, not every time
+        if failed and reason != self._failure:  # the same reason is reported once
             self._say("shards_not_fetched", shards=failed, reason=reason)
         self._failure = reason
 
@@ -176,15 +176,15 @@ def _unpacked(note: bytes) -> Mapping[str, object]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        logger.warning("a note that makes no sense is passed over: %.80r", note)
+        logger.warning("a malformed note is ignored: %.80r", note)
         return {}
     return values
 
 
 def _progress(values: object) -> dict[int, ShardProgress]:
-    told: dict[int, ShardProgress] = {}
+    progress: dict[int, ShardProgress] = {}
     for shard, read in values.items() if isinstance(values, dict) else ():
         match read:
             case [int() as epoch, int() as consumed] if str(shard).isdecimal():
-                told[int(shard)] = ShardProgress(epoch, consumed)
-    return told
+                progress[int(shard)] = ShardProgress(epoch, consumed)
+    return progress

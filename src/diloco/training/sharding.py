@@ -1,4 +1,4 @@
-"""A model among the ranks of one worker: sharded by FSDP2, replicated by DDP, or whole on a single rank.
+"""A model on the ranks of one worker: sharded by FSDP2, replicated by DDP, or whole on a single rank.
 
 FSDP2 keeps 1/R of parameters, gradients and optimizer state on each rank and gathers a block at a time; DDP keeps all
 on every rank. Either way gradients are averaged over the worker's ranks, each of which has its rows of the batch.

@@ -129,7 +129,7 @@ class SwarmPeers(Peers):
         if outer.inner_steps == 0:
             self._wait_for_others(stopped)
         if joined:
-            self.claims.joined(outer.arrived_note)
+            self.claims.read_state_note(outer.arrived_note)
             self.claims.begin(present(self._engine), self._reader)
             self._events.emit("shards", shards=self._reader.shards)
         self._follow(present(self._engine))
@@ -138,11 +138,11 @@ class SwarmPeers(Peers):
 
     def _wait_for_others(self, stopped: Callable[[], bool]) -> None:
         """Until swarm.min_workers members are there, however long that takes."""
-        wanted, told = self._config.swarm.min_workers, -1
+        wanted, reported = self._config.swarm.min_workers, -1
         while (here := len(present(self._engine))) < wanted and not stopped():
-            if here != told:
+            if here != reported:
                 self._events.emit("waiting", present=here, wanted=wanted)
-                told = here
+                reported = here
             time.sleep(_POLL_SECONDS)
 
     # Saved: how far all known readers have read the text
@@ -187,8 +187,8 @@ class SwarmPeers(Peers):
         if self._swarm is None or now - self._listed < _LIST_SECONDS:
             return
         self._listed = now
-        told = [one for one in self._swarm.status().members if one.number >= 0]
-        self._events.emit("members", present=[_listed(one) for one in told[:_MOST_LISTED]])
+        members = [one for one in self._swarm.status().members if one.number >= 0]
+        self._events.emit("members", present=[_listed(one) for one in members[:_MOST_LISTED]])
 
     # Rounds
 
@@ -203,7 +203,7 @@ class SwarmPeers(Peers):
         self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
         for member in result.members:
             if member.worker != self._engine.worker:
-                self.claims.heard(member.worker, member.note)
+                self.claims.read_note(member.worker, member.note)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 
@@ -227,7 +227,7 @@ class SwarmPeers(Peers):
         return self._note
 
     def _on_resync(self, reason: str, sequence: int) -> None:
-        self.claims.joined(self._outer.arrived_note)
+        self.claims.read_state_note(self._outer.arrived_note)
         self._events.emit("resync", reason=reason, sequence=sequence, step=self._outer.inner_steps)
 
     @property
@@ -253,5 +253,5 @@ class SwarmPeers(Peers):
         if len(failures) >= FAILURES_IN_A_ROW and seconds > CUT_OFF_SECONDS:
             raise EngineError(
                 f"no round has succeeded for {seconds / 60:.0f} minutes ({len(failures)} have failed, the last "
-                f"because: {failures[-1]}). Check the network (diloco doctor); diloco train --resume goes on"
+                f"because: {failures[-1]}). Check the network (diloco doctor) and continue with diloco train --resume"
             )

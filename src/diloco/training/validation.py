@@ -1,4 +1,4 @@
-"""When a worker measures its share of the validation loss, what it tells the others, and the sum of what all told."""
+"""Validation: each worker measures its share, reports it with the next round, and the leader adds the shares up."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ from diloco.training.records.events import EventLog
 
 
 class Validation:
-    """One worker's part. Shares go by its place among the members of the moment."""
+    """One worker's part. Its share follows from its index among the present members."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Validation:
         self._config, self._corpus, self._model, self._precision = config, corpus, model, precision
         self._engine, self._events = engine, events
         self.share = (engine.worker, engine.workers)
-        """This worker's place, and of how many."""
+        """This worker's index, and of how many."""
         self.seconds = 0.0
-        """Spent on evaluations since the clock was last set."""
+        """Spent on evaluations since it was last set to 0."""
         self.announced_step = -1
         self.measured_step = -1
 
@@ -42,11 +42,11 @@ class Validation:
         return step % interval == 0 and step < self._config.steps
 
     def measure(self, mode: Mode) -> None:
-        """On the outer parameters; the next round tells the others."""
+        """On the outer parameters; the next round carries the result to the other workers."""
         started = time.monotonic()
         state = mode.averager
         step = state.inner_steps
-        if self._engine.elastic:  # some may have jumped a little further, and all must tell the same step
+        if self._engine.elastic:  # some may have jumped a little further; all must report the same step
             step -= step % self._config.eval_interval
         with mode.outer_parameters():
             result = self._here()
@@ -77,8 +77,8 @@ class Validation:
             return evaluate(self._model, self._corpus, config.data.sequence_length, batch, share, self._engine.ranks)
 
     def announce(self) -> None:
-        """Write down the loss of all shares together, once every worker has told its own; in a swarm, of those that
-        were told by the time of the next round."""
+        """Write the loss over all shares, once every worker has reported its own; in a swarm, over the shares reported
+        by the time of the next round."""
         members = self._engine.members()
         step = max((member.report.validation_step for member in members), default=-1)
         if self._engine.elastic:

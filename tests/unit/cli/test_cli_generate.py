@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path, capsys:
     for tokens, words in (
         ([tmp_path / "absent", "x"], "there is no such folder"),
         ([tmp_path / "empty", "x"], "neither config.toml nor config.json"),
-        ([tmp_path / "run", "x"], "no process trains there: go on with `diloco train --resume"),
+        ([tmp_path / "run", "x"], "no process trains there: continue it with `diloco train --resume"),
         ([folder, ""], "has no tokens"),
         ([folder, "long " * 100], "tokens and the model takes 64: give a shorter one"),
         ([folder, "x", "--max-tokens=0"], "must be at least 1"),

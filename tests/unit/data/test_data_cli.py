@@ -127,7 +127,7 @@ def test_ctrl_c_says_that_the_work_is_kept(capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr("diloco.data.preparation.builder.batches", interrupted)
     assert run(["data", "prepare", "run.toml"]) == 1
-    assert "the same command goes on from where it was" in capsys.readouterr().out
+    assert "the same command continues from here" in capsys.readouterr().out
 
 
 def test_progress_copes_with_known_and_unknown_totals() -> None:
@@ -136,7 +136,7 @@ def test_progress_copes_with_known_and_unknown_totals() -> None:
         console = Console(file=screen, force_terminal=terminal, width=100)
         with Preparing(console) as preparing:
             for stage, done, total in [("one", 0, 10), ("one", 10, 10), ("two", 1234, None), ("two", 99_999, None)]:
-                preparing.told(stage, done, total)
+                preparing.show(stage, done, total)
         assert "one" in screen.getvalue() and "two" in screen.getvalue()
         assert ("99,999" if terminal else "1,234 so far") in screen.getvalue()
 

@@ -41,13 +41,13 @@ def test_what_makes_no_other_run_of_it_may_be_given(folder: Path, options: list[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seed=8"], "this run was begun with seed = 7, and going on with another would make another run"),
-        (["--H", "20"], "begun with sync.num_inner_steps = 10"),
-        (["--codec=int8"], "begun with sync.codec = fp16"),
-        (["--model=60m"], "begun with model = tiny"),
-        (["--outer.lr=0.1"], "begun with outer.lr = none"),
-        (["--out=elsewhere"], "a run that goes on stays in its folder"),
-        (["--training.batch_size=3"], "begun with training.batch_size = 512"),
+        (["--seed=8"], "this run was started with seed = 7, and another value would make another run"),
+        (["--H", "20"], "started with sync.num_inner_steps = 10"),
+        (["--codec=int8"], "started with sync.codec = fp16"),
+        (["--model=60m"], "started with model = tiny"),
+        (["--outer.lr=0.1"], "started with outer.lr = none"),
+        (["--out=elsewhere"], "a resumed run stays in its folder"),
+        (["--training.batch_size=3"], "started with training.batch_size = 512"),
     ],
 )
 def test_what_would_make_another_run_of_it_is_refused_with_the_reason(
@@ -67,7 +67,7 @@ def test_a_folder_that_is_no_run_is_refused(folder: Path, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("options", [["--resume"], ["--resume="], ["--resume", "--steps=9"]])
 def test_resume_without_a_folder_says_that_the_folder_is_missing(options: list[str]) -> None:
-    with pytest.raises(ConfigError, match="--resume without a run folder: name the one to go on with"):
+    with pytest.raises(ConfigError, match="--resume without a run folder: name the one to continue, as in"):
         merge(options)
 
 

@@ -51,14 +51,14 @@ def test_shards_change_hands_and_go_on_where_their_reader_had_come(made: tuple[C
         reader.next()
     told = first.note(reader)
     joiner, fresh = worker(made, 1)
-    joiner.joined(told)
+    joiner.read_state_note(told)
     assert joiner.follow((0, 1), fresh)
     assert fresh.shards == [1, 3, 5]
     assert fresh.progress() == {shard: read for shard, read in reader.progress().items() if shard in (1, 3, 5)}
     assert first.follow((0, 1), reader)
     assert reader.shards == [0, 2, 4] and reader.step == 7
     fresh.next()
-    first.heard(1, joiner.note(fresh))
+    first.read_note(1, joiner.note(fresh))
     assert first.follow((0,), reader)  # the joiner is gone again
     assert {shard: reader.progress()[shard] for shard in (1, 3, 5)} == fresh.progress()
 
@@ -73,17 +73,17 @@ def test_a_worker_with_text_of_its_own_takes_no_part(made: tuple[Corpus, RunConf
     guest, reader = worker(made, 1, own_text=True)
     assert not guest.follow((0, 1, 2), reader) and guest.missing() == []
     first, its = worker(made, 0)
-    first.heard(1, guest.note(reader))
+    first.read_note(1, guest.note(reader))
     assert first.follow((0, 1, 2), its)
     assert its.shards == [0, 2, 4]  # of two that share, not of three
     third, _ = worker(made, 2)
-    third.joined(first.note(its))  # whoever joins later hears of it too
+    third.read_state_note(first.note(its))  # whoever joins later hears of it too
     assert third.follow((0, 1, 2), _) and third.shards() == [1, 3, 5]
 
 
 def test_only_a_worker_itself_says_that_it_has_text_of_its_own(made: tuple[Corpus, RunConfig]) -> None:
     claims, reader = worker(made, 0)
-    claims.heard(2, json.dumps({"read": {}, "apart": [1]}).encode())
+    claims.read_note(2, json.dumps({"read": {}, "apart": [1]}).encode())
     claims.follow((0, 1), reader)
     assert reader.shards == [0, 2, 4]
 
@@ -101,8 +101,8 @@ def test_only_a_worker_itself_says_that_it_has_text_of_its_own(made: tuple[Corpu
 )
 def test_a_note_that_makes_no_sense_is_passed_over(made: tuple[Corpus, RunConfig], note: bytes) -> None:
     claims, reader = worker(made, 0)
-    claims.heard(1, note)
-    claims.joined(note)
+    claims.read_note(1, note)
+    claims.read_state_note(note)
     claims.follow((0, 1), reader)
     assert set(reader.progress().values()) == {ShardProgress(0, 0)}
 

@@ -199,7 +199,7 @@ def test_a_folder_without_a_summary_or_no_folder_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"neither summary\.json nor config\.toml"):
         read_summary(tmp_path)
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"has not ended; no process trains there: go on with `diloco train --resume"):
+    with pytest.raises(ConfigError, match=r"has not ended; no process trains there: continue it with `diloco"):
         read_summary(tmp_path)
     with run_lock(tmp_path), pytest.raises(ConfigError, match="a process trains there: wait for it, or stop it"):
         read_summary(tmp_path)

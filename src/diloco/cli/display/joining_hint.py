@@ -1,4 +1,4 @@
-"""Tells the user of a swarm's run how others can join it, and what happens until it is in the swarm."""
+"""Prints how others can join a swarm's run, and what a worker waits for until it is in the swarm."""
 
 import math
 import time

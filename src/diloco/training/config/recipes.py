@@ -1,4 +1,4 @@
-"""What a model, a mode and an engine suggest where the user says nothing, and what has no effect with them. Torch-free.
+"""The defaults of a model, a mode and an engine, where the user gives no value. Torch-free.
 
 defaults < recipe of the model, mode and engine < run file < command line.
 """
@@ -42,7 +42,7 @@ FINE_TUNING_LENGTH = 1024
 
 
 def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
-    """What a model suggests. A pre-trained one brings its tokenizer, unless that is among the keys `asked` for."""
+    """The defaults of a model. A pre-trained one brings its tokenizer, unless that is among the keys `asked` for."""
     if not is_pretrained(model):
         return dict(RECIPES.get(model, {}))
     found = check_model(model, weights=False)
@@ -51,7 +51,7 @@ def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
     recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
         recipe["data.tokenizer"] = found.tokenizer
-    if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain averaging has not
+    if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain SGD does not take
         del recipe["outer.optimizer"]
     return recipe
 
@@ -63,8 +63,8 @@ def check_run_model(config: RunConfig) -> None:
         return
     if config.data.tokenizer is None:
         raise ConfigError(
-            f"model {config.model!r} was trained with a tokenizer and data.tokenizer is none: a new one would mean "
-            f"nothing to it; give the model's folder"
+            f"model {config.model!r} was trained with a tokenizer, and data.tokenizer is none: its weights mean "
+            f"nothing with a new one; give the model's folder"
         )
     found.check(vocab_size=1, sequence_length=config.data.sequence_length)
 
@@ -75,5 +75,5 @@ MODE_DEFAULTS: dict[str, dict[str, object]] = {
 }
 ENGINE_DEFAULTS: dict[str, dict[str, object]] = {
     "torch_distributed": {},
-    "swarm": {"workers": 1},  # one is enough to begin with: the others join
+    "swarm": {"workers": 1},  # the others join
 }

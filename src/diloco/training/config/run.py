@@ -1,7 +1,7 @@
 """What a run is: every option of `diloco train`, as frozen dataclasses. Torch-free, so that `--help` is quick.
 
-The defaults are the DiLoCo paper's. What must differ for a small model is in recipes.py, one for each that needs it:
-defaults < recipe of the model < run file < command line. `diloco train --print-config` shows what came out.
+The defaults are the DiLoCo paper's; recipes.py has those of models that need others:
+defaults < recipe of the model < run file < command line. `diloco train --print-config` shows the result.
 """
 
 import re
@@ -35,7 +35,7 @@ class RunConfig:
     mode: Literal["diloco", "data-parallel"] = "diloco"
     """data-parallel averages gradients at every step: the baseline, with the same model, data and byte counting."""
     engine: Literal["torch_distributed", "swarm"] = "torch_distributed"
-    """Who averages with whom: a fixed set of workers, or a swarm that others join (`diloco join`) and leave."""
+    """A fixed set of workers, or a swarm that others join (`diloco join`) and leave."""
     backend: Literal["gloo", "nccl"] = option("gloo", may_change=True, may_differ="always")
     """What carries the outer gradients; nccl needs a CUDA device for each worker."""
     seed: int = 0
@@ -132,7 +132,7 @@ class RunConfig:
                 )
 
     def _check_engine(self) -> None:
-        """What a swarm cannot do, and what only a swarm can."""
+        """Refuse what a swarm cannot do, and options that only a swarm has."""
         if self.engine != "swarm":
             for name in ("host", "announce"):
                 if getattr(self, name) is not None:
@@ -155,7 +155,7 @@ class RunConfig:
             raise ConfigError(f"port = {self.port} with {self.workers} workers, a port each, goes beyond 65535")
 
     def sizes(self, processes: int | None = None) -> tuple[int, ...]:
-        """The ranks of each worker, of `workers` workers, or of as many as so many processes make."""
+        """The ranks of each worker: of `workers` workers, or of as many as `processes` processes make."""
         given = tuple(map(int, self.ranks.split(",")))
         if len(given) == 1:
             if processes is None:
@@ -194,7 +194,7 @@ class RunConfig:
         return max(0, step - self.sync.overlap_steps) // self._about_ten()
 
     def identity(self, corpus_digest: str, model: str) -> str:
-        """What must be the same on all workers: everything but what concerns one machine alone.
+        """Text that must be the same on all workers: all options but those that may differ between machines.
 
         `model` describes the built model: its name may be a path, which is one machine's own. In a swarm
         `corpus_digest` is of the text that is shared out, also for a worker that brings its own.
@@ -215,11 +215,11 @@ class RunConfig:
         return values
 
     def shared(self) -> dict[str, object]:
-        """Of a swarm: what a joiner is told, by dotted key. The model is not among it: it may be a path."""
+        """In a swarm: the options that a joiner receives, by dotted key; without the model, which may be a path."""
         return {key: value for key, value in self.values().items() if is_shared(key)}
 
     def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
-        """By dotted key, what a run must have in common with its checkpoints to go on from them."""
+        """By dotted key, the options that a run and the checkpoints it resumes from must have in common."""
         values = {key: value for key, value in self.values().items() if not may_change(key)}
         return values | {"corpus": corpus_digest, "model": model}
 

@@ -99,7 +99,7 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Options that are not part of a whole run's: the tokens as the parser takes them, and their values by name."""
+    """Options that do not make a whole run: the tokens as the parser takes them, and their values by name."""
     tokens = _join_flags([_unalias(token) for token in tokens])
     given = _given(tokens)
     _check_tables(given)
@@ -108,11 +108,11 @@ def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _merge_resumed(tokens: Sequence[str]) -> list[str]:
-    """A run that goes on has its own run file; the command line may change what does not make another run of it."""
+    """A resumed run has its own run file; the command line may change options that may change on resume."""
     given = _given(tokens)
     named = given.pop("resume")
     if not named or named.startswith("--"):
-        raise ConfigError("--resume without a run folder: name the one to go on with, as in --resume runs/RUN")
+        raise ConfigError("--resume without a run folder: name the one to continue, as in --resume runs/RUN")
     folder = Path(named)
     path = folder / "config.toml"
     if not tokens[0].startswith("-"):
@@ -124,12 +124,12 @@ def _merge_resumed(tokens: Sequence[str]) -> list[str]:
     _check_tables(given)
     _check_whole(given)
     if "out" in given:
-        raise ConfigError(f"--out {given['out']} with --resume: a run that goes on stays in its folder")
+        raise ConfigError(f"--out {given['out']} with --resume: a resumed run stays in its folder")
     for key, value in given.items():
         if key in known_keys() and not may_change(key) and not _same(value, file.get(key)):
             raise ConfigError(
-                f"--{key} {value}: this run was begun with {key} = {_token(file.get(key, 'none'))}, and going on with "
-                "another would make another run of it; leave it out, or start a new run"
+                f"--{key} {value}: this run was started with {key} = {_token(file.get(key, 'none'))}, and another "
+                "value would make another run of it; leave it out, or start a new run"
             )
     _check_switched_off(file, given)
     kept = {key: value for key, value in file.items() if key not in given and key != "out"}
@@ -147,7 +147,7 @@ def _same(text: str, value: object) -> bool:
 
 
 def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """What model and mode suggest, without what belongs to a choice that the user made otherwise."""
+    """The defaults of model and mode, without those that belong to a choice that the user made otherwise."""
     recipe = model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
     if "data.tokenizer" in asked:  # it brings its own vocabulary
         recipe.pop("data.vocab_size", None)
@@ -191,7 +191,7 @@ def _given(tokens: Sequence[str]) -> dict[str, str]:
 
 
 def _check_tables(given: Mapping[str, str]) -> None:
-    """The parser would take a whole table as JSON, past what is checked here."""
+    """Refuse a whole table as one option: the parser would take it as JSON, unchecked."""
     for table in (sections(RunConfig()).keys() - {""}) & given.keys():
         example = next(key for key in known_keys() if key.startswith(f"{table}."))
         raise ConfigError(f"--{table} is a table of options: give them one by one, as in --{example}")
@@ -206,7 +206,7 @@ def _keys_of(kind: type) -> frozenset[str]:
 
 
 def _check_whole(values: Mapping[str, Any]) -> None:
-    """The command line's parser would round 2.7 steps to 3 without a word."""
+    """Refuse 2.7 steps, which the command line's parser would round to 3 without a word."""
     for key in _keys_of(int) & values.keys():
         if _FRACTION.fullmatch(str(values[key])):
             raise ConfigError(f"{key} = {values[key]} must be a whole number")
@@ -265,7 +265,7 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
 
 
 def _literal(value: object) -> str:
-    """A value as TOML writes it: JSON does, but for two things of which TOML has its own idea."""
+    """A value in TOML: as in JSON, but for infinity and the character DEL."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

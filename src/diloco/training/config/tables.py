@@ -101,7 +101,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving the whole state of a run, so that `diloco train --resume RUN` goes on as if nothing had happened."""
+    """Saving the whole state of a run, so that `diloco train --resume RUN` continues it bit for bit."""
 
     interval: int | None = option(None, may_differ="in a swarm")
     """Inner steps between checkpoints (default: about ten in the run, after rounds); 0: none, also not at the end."""

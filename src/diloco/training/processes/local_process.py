@@ -1,4 +1,4 @@
-"""What a launcher tells a worker process that it starts, and what its exit code means. Torch-free."""
+"""What a launcher hands to a worker process, and the meaning of its exit code. Torch-free."""
 
 import signal
 from dataclasses import dataclass

@@ -83,12 +83,12 @@ class SwarmEvents:
         self._early: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, type_: str, fields: Mapping[str, Any]) -> None:
-        told = {("member" if name == "number" else name): value for name, value in fields.items()}
+        values = {("member" if name == "number" else name): value for name, value in fields.items()}
         with self._lock:
             if self._log is None:
-                self._early.append((type_, told))
+                self._early.append((type_, values))
                 return
-        self._emit(type_, told)
+        self._emit(type_, values)
 
     def into(self, log: EventLog) -> None:
         with self._lock:
@@ -120,11 +120,11 @@ def _train(config: RunConfig, slot: SwarmSlot) -> None:
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // slot.slots))
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
     texts = Texts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
-    heard = SwarmEvents()
-    engine = SwarmEngine(settings_of(config, slot), on_event=heard)
+    swarm_events = SwarmEvents()
+    engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
     try:
         log = EventLog(slot.run_folder, engine.worker)
-        heard.into(log)
+        swarm_events.into(log)
         _train_with(config, slot, texts, engine, log, device)
     finally:
         engine.close()

@@ -3,7 +3,7 @@
 The single source for the terminal display, the summary, plots and sinks. Every line has `v` (the schema's version),
 `time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is one system
 call on a file opened for appending, so that all workers of a machine can share the file, and a reader never takes half
-a line for a whole one: one that is still being written waits, one that was cut for ever is left out with a warning.
+a line for a whole one: a line still being written is read later, a line that was cut is left out with a warning.
 """
 
 import errno
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """One worker's end of the log."""
+    """Writes one worker's events."""
 
     def __init__(self, run_folder: Path, worker: int) -> None:
         self.worker = worker
@@ -44,7 +44,7 @@ class EventLog:
 
 
 class NoEvents(EventLog):
-    """Of a rank that is not its worker's first, which tells for all of them."""
+    """The log of the other ranks of a worker: its first rank writes the events."""
 
     def __init__(self) -> None:
         self.worker = -1
@@ -57,7 +57,7 @@ class NoEvents(EventLog):
 
 
 def end_cut_line(run_folder: Path) -> None:
-    """After a kill, before anybody writes again: what follows must not stand on the line that was cut."""
+    """Before a resumed run writes: end a line that a kill has cut, so that new events start on their own line."""
     path = run_folder / EVENTS_FILE
     if not path.exists() or not path.stat().st_size:
         return
@@ -102,13 +102,13 @@ class EventReader:
             try:
                 yield json.loads(line)
             except ValueError:
-                # A kill or a full disk can cut a line; the next writer's then stands on the same one.
+                # A kill or a full disk can cut a line; the next event is then on the same line.
                 _warn_once(self._path, line)
 
 
 @lru_cache(maxsize=256)
 def _warn_once(path: Path, line: bytes) -> None:
-    """Display, summary and report all read the same file."""
+    """Once, though display, summary and report all read the file."""
     logger.warning("%s: a damaged line is left out: %.80r", path, line)
 
 

@@ -1,7 +1,7 @@
-"""A run that was interrupted, told as one story: what a resume took back is left out, and pauses do not count.
+"""The events of an interrupted run as one run: what a resume took back is left out, and pauses do not count.
 
-A worker that goes on from step 120 takes its later steps again, so what the log has of them is no longer true of the
-run. The log itself is only ever appended to.
+A worker that resumes from step 120 takes its later steps again, so the log's earlier events of these steps no longer
+count. The log itself is only ever appended to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ def current(events: Sequence[Event]) -> list[Event]:
     for event in events:
         if event["type"] == "resumed":
             kept = [earlier for earlier in kept if not _taken_back(earlier, event)]
-        elif event["type"] == "joined":  # a swarm again: it had left, or was lost
+        elif event["type"] == "joined":  # back in a swarm after it had left or was lost
             kept = [one for one in kept if one["worker"] != event["worker"] or one["type"] not in _ENDS]
         kept.append(event)
     return kept
 
 
 def _taken_back(event: Event, resumed: Event) -> bool:
-    """Also of workers that take no further part; all of them if it was a swarm that began anew (`workers` is 0)."""
+    """Also events of workers no longer in the run; of all workers if a swarm was restarted (`workers` is 0)."""
     if event["worker"] != resumed["worker"] and event["worker"] < resumed["workers"]:
         return False
     return event["type"] in _ENDS or event.get("step", 0) > resumed["step"]
@@ -51,7 +51,7 @@ def seconds(events: Sequence[Event]) -> float:
 
 
 def steps_not_taken(events: Sequence[Event]) -> dict[int, int]:
-    """Of each worker that is counted to a step but was not there from the first: those that it did not take."""
+    """Per worker that joined after the first step: the steps that it is counted for and did not take."""
     missed: dict[int, int] = {}
     reached: dict[int, int] = {}
     for event in current(events):

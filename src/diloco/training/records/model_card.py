@@ -1,7 +1,7 @@
-"""A model card: what was trained, on what, by whom and how well, from a run's config.toml and summary.json alone.
+"""A model card: what was trained, on what, how and how well, from a run's config.toml and summary.json alone.
 
-Says nothing that these do not say: no licence, no language, no intended use. Of local paths only the last part is told,
-since a card is for others.
+It says nothing that these do not say: no licence, no language, no intended use. Of a local path it has only the last
+part, since a card is published.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def _result(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _public(name: str) -> str:
-    """A name as others may know it: of a path its last part."""
+    """A name without local folders: of a path its last part."""
     return Path(name).name if is_local(name) else name.removeprefix("hf:")
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves: the model as a folder that others can load, and a sample of its text."""
+"""The outputs of a run: the model folder, and a sample of its text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
 
 
 def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callable[..., None]) -> None:
-    """As an event, if one is wanted; the run has ended well, whatever comes of it."""
+    """Write a sample as an event, if one is wanted. An error here is no error of the run."""
     wanted = config.training
     if not wanted.sample_tokens:
         return

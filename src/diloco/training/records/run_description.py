@@ -1,11 +1,11 @@
-"""A run of a swarm as joiners are told of it: run.json, data only, and what of it is believed.
+"""run.json: the description of a swarm's run that joiners receive, and the checks that they make.
 
     {"version": "0.1.0", "model": "tiny", "corpus": "<sha256>", "config": {"steps": 800, "sync.codec": "fp16", …}}
 
-It has the keys that must be the same on all machines (`RunConfig.shared`), each a number, a truth value or one of some
-words. It can name no file, no dataset, no address and nothing to execute: such keys are each machine's own, and if
-they are there all the same the run is refused. A model is named only if it is a preset: whoever joins a run of another
-model must name it (--model), and so decides what is loaded. Torch-free.
+It has the keys that must be the same on all machines (`RunConfig.shared`), each a number, a truth value or a short
+word. It can name no file, no dataset, no address and nothing to execute: such keys are each machine's own, and a
+description that has one is refused. A model is named only if it is a preset: a machine that joins a run of another
+model names it itself (--model), and so decides what is loaded. Torch-free.
 """
 
 import json
@@ -28,10 +28,10 @@ _LONGEST_WORD = 64
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What is the same on all machines."""
+    """The options that are the same on all machines, the model and the text."""
 
     model: str | None
-    """A preset; None: a model that is on the founder's machine only."""
+    """A preset; None: a model that each machine names itself."""
     corpus: str
     """The digest of the text."""
     values: Mapping[str, Any]
@@ -42,15 +42,15 @@ class RunDescription:
         return cls(config.model if config.model in PRESETS else None, corpus_digest, config.shared())
 
     def text(self) -> str:
-        told = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}
-        return json.dumps(told, indent=1) + "\n"
+        values = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}
+        return json.dumps(values, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> "RunDescription":
-        """ConfigError if it is not what a member of this version tells."""
+        """Raises ConfigError if it is not the description of a run of this version."""
         try:
-            told = json.loads(path.read_bytes()[: MAX_BYTES + 1])
-            version, model, corpus, values = (told[name] for name in ("version", "model", "corpus", "config"))
+            raw = json.loads(path.read_bytes()[: MAX_BYTES + 1])
+            version, model, corpus, values = (raw[name] for name in ("version", "model", "corpus", "config"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"the swarm's description of its run cannot be read ({error!r})") from error
         if version != __version__:
@@ -63,7 +63,7 @@ class RunDescription:
         return cls(model, corpus, values)
 
     def tokens(self) -> list[str]:
-        """The options of `diloco train` that say the same."""
+        """As options of `diloco train`."""
         given = {key: value for key, value in self.values.items() if value is not None or _default(key) is not None}
         return [f"--{key}={_word(value)}" for key, value in given.items()]
 

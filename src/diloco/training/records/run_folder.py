@@ -12,7 +12,7 @@ MODEL_FOLDER = "model"
 
 
 def run_model(run: Path) -> Path:
-    """The model folder of a run: what its workers last agreed on. The one place that knows where a run keeps it."""
+    """The model folder of a run: the parameters that its workers last agreed on."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     if not (run / RUN_FILE).is_file():
@@ -23,10 +23,10 @@ def run_model(run: Path) -> Path:
 
 
 def until_it_ends(run: Path) -> str:
-    """What to do about a run that has not come to its end."""
+    """What to do about a run that has not ended."""
     if trains(run):
         return "a process trains there: wait for it, or stop it"
-    return f"no process trains there: go on with `{resume_command(run)}`"
+    return f"no process trains there: continue it with `{resume_command(run)}`"
 
 
 def resume_command(run: Path) -> str:
@@ -34,7 +34,7 @@ def resume_command(run: Path) -> str:
 
 
 def any_model(path: Path) -> Path:
-    """The model folder that a person means: a run's, or the folder itself."""
+    """The model folder of a run, or the folder itself if it holds a model."""
     if (path / CONFIG_FILE).is_file():
         return path
     if path.is_dir() and not (path / RUN_FILE).is_file():

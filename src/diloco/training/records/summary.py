@@ -1,7 +1,6 @@
 """summary.json: a run in numbers, computed from its events alone.
 
-Written for every end: complete, stopped by the user, or failed. A folder without it is a run that did not end; nothing
-takes it for a complete one.
+Written for every end: complete, stopped by the user, or failed. A folder without it is a run that has not ended.
 """
 
 import json
@@ -33,7 +32,7 @@ def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
 
 
 def summarize(config: RunConfig, events: list[Event], error: str | None = None) -> Summary:
-    """The numbers of a run, from whatever events there are; what a resume took back is not counted."""
+    """The numbers of a run, from the events so far; what a resume took back is not counted."""
     log, events = events, history.current(events)
     started = _last(events, "worker_started") or {}
     ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
@@ -81,12 +80,12 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
 
 
 def _swarm(events: list[Event], members: list[dict[str, Any]]) -> Summary:
-    """What is otherwise in a swarm: workers come and go, and jump in the schedule."""
+    """The numbers that differ in a swarm, where workers come and go, and jump in the schedule."""
     rounds = [event for event in events if event["type"] == "round"]
     tokens: dict[int, int] = {}
-    told = [(one["worker"], one["report"]["tokens"]) for event in rounds for one in event["members"]]
-    told += [(event["worker"], event["tokens"]) for event in events if event["type"] == "step"]
-    for worker, count in told:
+    counts = [(one["worker"], one["report"]["tokens"]) for event in rounds for one in event["members"]]
+    counts += [(event["worker"], event["tokens"]) for event in events if event["type"] == "step"]
+    for worker, count in counts:
         tokens[worker] = max(tokens.get(worker, 0), count)
     roster: list[int] = next((event["roster"] for event in reversed(rounds) if event["roster"]), [])
     last = max((one["report"]["inner_steps"] for one in members), default=0)
@@ -100,7 +99,7 @@ def _swarm(events: list[Event], members: list[dict[str, Any]]) -> Summary:
 
 
 def _versions() -> dict[str, str]:
-    """Of what computed here; torch is asked for without importing it."""
+    """Of diloco, torch and Python; torch is not imported for it."""
     return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
 
 
@@ -109,23 +108,23 @@ def _last(events: list[Event], type_: str) -> Event | None:
 
 
 def _steps(events: list[Event], members: list[dict[str, Any]]) -> dict[int, int]:
-    """The inner steps of each worker, as far as it has told the others or the log."""
+    """The inner steps of each worker, from its reports and the log."""
     steps: dict[int, int] = {member["worker"]: member["report"]["inner_steps"] for member in members}
     for event in events:
         if event["type"] in ("step", "round", "worker_finished", "worker_failed"):
-            told = event["step"] if "step" in event else event["inner_steps"]
-            steps[event["worker"]] = max(steps.get(event["worker"], 0), told)
+            step = event["step"] if "step" in event else event["inner_steps"]
+            steps[event["worker"]] = max(steps.get(event["worker"], 0), step)
     return steps
 
 
 def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
-    """Of the worker that sent most. A round's own bytes are part of a worker's sum already."""
-    told = [event["bytes_sent"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
-    return max([member["report"]["bytes_sent"] for member in members] + told, default=0)
+    """Of the worker that sent most."""
+    logged = [event["bytes_sent"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
+    return max([member["report"]["bytes_sent"] for member in members] + logged, default=0)
 
 
 def _rounds(events: list[Event]) -> Summary:
-    """If no worker lived to count its rounds: the merged and the failed ones that the log shows."""
+    """The merged and failed rounds in the log, for a run of which no worker has written its own count."""
     rounds = [event for event in events if event["type"] == "round"]
     merged = {event["sequence"] for event in rounds if event["mean_norm"] is not None}
     failed = {event["sequence"] for event in rounds if event["failure"] is not None} - merged
