@@ -1,8 +1,7 @@
-"""Into the swarm and out of it, on a network in memory: numbers, states, goodbyes, and those who are not invited."""
+"""Joining a swarm in memory, and leaving it: numbers, states, files, goodbyes."""
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +9,11 @@ import pytest
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.file_transfer import fetch_file
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.status import RunStatus, Status
-from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, RendezvousError
-from support import virtual_clock
-from support.swarm.memory import NAMES, MemorySwarm, MemoryTransport, MemoryWorker, date, values
-
-Story = Callable[[MemorySwarm], Awaitable[Any]]
-
-AUTHORITY = Authority(1, 0, 1)
-
-
-class Unknown(PeerMessage, frozen=True):
-    """A message of no type that a node knows."""
-
-
-def told(story: Story, **settings: Any) -> Any:
-    async def run() -> Any:
-        swarm = MemorySwarm(**{"lost_seconds": 0.5, "beat_seconds": 0.1, "patience": 50.0, **settings})
-        try:
-            async with asyncio.timeout(600):
-                return await story(swarm)
-        finally:
-            await swarm.close()
-
-    return virtual_clock.run(run())
-
-
-async def founded(swarm: MemorySwarm, workers: int) -> list[MemoryWorker]:
-    for _ in range(workers):
-        await (await swarm.start()).catch_up()
-    await asyncio.sleep(0.25)
-    return swarm.workers
-
-
-async def rounds(workers: list[MemoryWorker], count: int) -> None:
-    for _ in range(count):
-        posts = (worker.post(values(worker.node.number, worker.trainer.sequence)) for worker in workers)
-        for ended, _ in await asyncio.gather(*posts):
-            assert ended.failure is None
-
-
-def stop(swarm: MemorySwarm, worker: MemoryWorker) -> None:
-    swarm.network.kill(worker.name)
-    for task in worker.node._tasks:
-        task.cancel()
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, rounds, stop, told
 
 
 def test_a_joiner_has_the_next_number_the_state_and_is_in_the_next_round() -> None:
@@ -122,7 +76,7 @@ def test_a_source_that_dies_while_it_gives_the_state_is_replaced_by_another() ->
     assert mine == source and asked >= 2
 
 
-def test_a_joiner_whom_nobody_can_give_the_state_says_so() -> None:
+def test_a_joiner_that_finds_no_worker_with_the_state_says_so() -> None:
     async def story(swarm: MemorySwarm) -> None:
         workers = await founded(swarm, 1)
         joiner = await swarm.start()
@@ -173,7 +127,7 @@ def test_two_that_join_at_once_get_two_numbers() -> None:
     assert told(story) == {2, 3, 4, 5}
 
 
-def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
+def test_a_worker_that_says_goodbye_is_not_waited_for() -> None:
     async def story(swarm: MemorySwarm) -> tuple[tuple[int, ...], list[str]]:
         workers = await founded(swarm, 3)
         await workers[0].node.leave()
@@ -185,119 +139,8 @@ def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
     assert members == (1, 2) and "member_left" in events and "member_lost" not in events
 
 
-# Those who are not invited
-
-
-def test_an_invitation_of_another_run_opens_nothing() -> None:
-    async def story(swarm: MemorySwarm) -> None:
-        await founded(swarm, 2)
-        await swarm.start(credential_of=RunKey.create())
-
-    with pytest.raises(RendezvousError, match="does not admit this worker"):
-        told(story)
-
-
-def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> None:
-    async def story(swarm: MemorySwarm) -> tuple[list[str], list[str]]:
-        workers = await founded(swarm, 2)
-        await rounds(workers, 1)
-        stranger = MemoryTransport(swarm.network, NAMES[20])
-        await stranger.serve(_nothing, _nobody)
-        target, refusals, read = workers[0].name, [], []
-        ended = workers[0].node.outcomes.recent.get(0)
-        assert ended is not None
-        for request in (
-            messages.Beat(Status(), (), (), ""),
-            messages.AskNumber(0),
-            messages.Ready(ended.plan.entries[0].contribution, None),
-            ended.plan,
-            messages.Commit(1, AUTHORITY),
-            messages.Inquire(1, AUTHORITY),
-            messages.AskOutcome(0),
-            messages.AskStatus(),
-            messages.AskFiles(),
-            messages.PostNow(1),
-        ):
-            with pytest.raises(CallRefused) as caught:
-                await stranger.call(target, encode(request), 1.0)
-            refusals.append(str(caught.value))
-        for opening in (
-            messages.OpenState(),
-            messages.OpenMean(0),
-            messages.OpenFile("config"),
-            messages.OpenParts(0, AUTHORITY),
-        ):
-            stream = await stranger.open_stream(target, 1.0)
-            try:
-                await write_frame(stream, encode(opening), 1.0)
-                read.append((await read_frame(stream, 1 << 20, 1.0)).decode())
-            except Unreachable:
-                pass
-        return refusals, read
-
-    refusals, read = told(story)
-    assert read == []
-    assert all("hello" in text for text in refusals), refusals
-
-
-def test_a_visitor_with_an_invitation_sees_the_status_and_is_in_no_round() -> None:
-    async def story(swarm: MemorySwarm) -> tuple[RunStatus, tuple[int, ...]]:
-        workers = await founded(swarm, 2)
-        visitor = MemoryTransport(swarm.network, NAMES[21])
-        await visitor.serve(_nothing, _nobody)
-        credential = swarm.invitation().credential(visitor.peer).data()
-        hello = messages.Hello(PROTOCOL, "1", "guest", credential, (), Status())
-        await visitor.call(workers[0].name, encode(hello), 1.0)
-        answer = await visitor.call(workers[0].name, encode(messages.AskStatus()), 1.0)
-        with pytest.raises(CallRefused, match="say hello first"):
-            await visitor.call(workers[0].name, encode(messages.Inquire(0, AUTHORITY)), 1.0)
-        return messages.expect(answer, messages.StatusAnswer).status, workers[0].node.members.roster()
-
-    status, members = told(story)
-    assert members == (0, 1) and [member.number for member in status.members] == [0, 1]
-
-
-def test_whoever_is_revoked_is_out_everywhere_and_told_why() -> None:
-    async def story(swarm: MemorySwarm) -> tuple[str | None, bool, list[tuple[int, ...]]]:
-        workers = await founded(swarm, 3)
-        record = swarm.run_key.revoke([workers[2].name], None, [], date())
-        for worker in workers[:1]:  # one hears of it, beats carry it on
-            worker.node.permissions.add_revocation(record.data)
-            worker.node.members.expel()
-        await asyncio.sleep(0.6)
-        ended, _ = await workers[2].post(values(2), seconds=10.0)
-        return ended.failure, ended.fatal, [worker.node.members.roster() for worker in workers[:2]]
-
-    failure, fatal, members = told(story)
-    assert fatal and failure is not None and "revoked" in failure
-    assert members == [(0, 1), (0, 1)]
-
-
-def test_messages_that_make_no_sense_get_their_sender_banned() -> None:
-    async def story(swarm: MemorySwarm) -> tuple[list[str], tuple[int, ...]]:
-        workers = await founded(swarm, 3)
-        refusals = []
-        for data in (b"\xc1", encode(Unknown()), encode(messages.AskOutcome(-5)), b"\x93\x01\x02\x03"):
-            with pytest.raises(CallRefused) as caught:
-                await workers[2].node.transport.call(workers[0].name, data, 1.0)
-            refusals.append(str(caught.value))
-        return refusals, workers[0].node.members.roster()
-
-    refusals, members = told(story)
-    assert all("malformed" in text for text in refusals[:3]) and "banned" in refusals[3]
-    assert members == (0, 1)
-
-
-async def _nothing(peer: str, data: bytes) -> bytes:
-    return encode(messages.Done())
-
-
-async def _nobody(stream: Any) -> None:
-    stream.close()
-
-
 def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
-    """As when the relay of both dies: each has a new address, which only those who are still connected with it hear."""
+    """As when the relay of both dies: each has a new address, which only the third peer, still connected, hears."""
 
     async def story(swarm: MemorySwarm) -> bool:
         one, _, two = await founded(swarm, 3)

@@ -1,4 +1,4 @@
-"""peers.json is written beside the event loop: a disk that stalls makes no worker late."""
+"""peers.json: merged, bounded, and written beside the event loop, so that a stalled disk makes no worker late."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from diloco.engines.swarm.network import known_peers
-from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
+from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers, write_peers
 from support.swarm.memory import MemorySwarm
 
 
@@ -93,3 +93,28 @@ def test_a_save_waits_for_the_disk_no_longer_than_it_is_told(tmp_path: Path, mon
         assert [peer.worker for peer in read_peers(path)] == [1]
 
     asyncio.run(story())
+
+
+def test_known_peers_are_merged_and_the_last_seen_comes_first(tmp_path: Path) -> None:
+    path = tmp_path / "swarm" / "peers.json"
+    assert read_peers(path) == []
+    own = KnownPeer("me", 0, ("/ip4/10.0.0.1/tcp/1/p2p/me",), "inv", 10.0, "worker-0")
+    bob = KnownPeer("bob", 1, ("/ip4/10.0.0.2/tcp/1/p2p/bob",), "inv", 20.0)
+    write_peers(path, [own, bob])
+    assert read_peers(path) == [bob, own]
+    moved = KnownPeer("me", 0, ("/ip4/10.0.0.9/tcp/1/p2p/me",), None, 30.0)  # as another worker tells it
+    write_peers(path, [moved])
+    assert read_peers(path) == [KnownPeer("me", 0, moved.addresses, "inv", 30.0, "worker-0"), bob]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": [{"peer": "a"}]}', '{"peers": [{"addresses": []}]}'])
+def test_a_damaged_list_of_peers_is_an_empty_one(tmp_path: Path, content: str) -> None:
+    (tmp_path / "peers.json").write_text(content)
+    assert read_peers(tmp_path / "peers.json") == []
+
+
+def test_no_more_peers_are_remembered_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    write_peers(path, [KnownPeer(f"p{i}", None, (), None, float(i)) for i in range(600)])
+    assert [peer.peer for peer in read_peers(path)] == [f"p{i}" for i in range(599, 87, -1)]

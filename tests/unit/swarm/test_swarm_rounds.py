@@ -1,4 +1,4 @@
-"""Rounds of a swarm on a network in memory: what all members end with, whoever dies, freezes or lies meanwhile."""
+"""Rounds of a swarm on a network in memory: what all members end with, also if one dies, freezes or lies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -73,7 +73,7 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
 @pytest.mark.parametrize("operations", range(1, 241, 24))
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_killed_at_any_moment_leaves_the_others_with_one_exact_mean(victim: int, operations: int) -> None:
-    """Worker 0 leads. The mean is exactly that of those who are said to be in it, the dead one or not."""
+    """Worker 0 leads. The mean is exactly that of the contributors it names, with the dead worker or without."""
 
     async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         tasks = [asyncio.create_task(worker.post(values(worker.node.number))) for worker in workers]
@@ -133,7 +133,7 @@ def test_a_cut_off_worker_does_not_step_alone_while_most_others_may_be_there() -
     assert failure is not None and "without this worker" in failure and means == 0
 
 
-def test_those_who_fell_silent_and_are_dead_by_now_are_waited_for_no_longer() -> None:
+def test_silent_workers_that_are_found_dead_are_waited_for_no_longer() -> None:
     async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[bool, bool]:
         alone = workers[0].node.members
         swarm.network.cut.update(worker.name for worker in workers[1:])
@@ -282,7 +282,7 @@ def test_joiners_that_outnumber_the_others_follow_a_round_that_ended_without_the
         for _ in range(3):
             joiners.append(await swarm.start())
             await joiners[-1].catch_up()
-            joiners[-1].node.own.has_state = False  # nobody knows it yet: the round does not wait for it
+            joiners[-1].node.own.has_state = False  # no other knows it yet: the round does not wait for it
         await asyncio.sleep(0.3)
         await all_post(old, 1)
         for joiner in joiners:

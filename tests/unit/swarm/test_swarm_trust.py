@@ -4,11 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers, write_peers
-from diloco.engines.swarm.network.limits import LruCache, TokenBucket
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE, append_line
 from diloco.engines.swarm.trust import permissions as module
 from diloco.engines.swarm.trust.credential import Credential, PeerRefused
@@ -295,33 +291,6 @@ def test_no_more_revocations_are_kept_than_the_limit(permissions: Permissions, m
         permissions.add_revocation(RUN.revoke(["c"], None, [], START).data)
 
 
-def test_a_token_bucket_never_holds_more_than_its_burst() -> None:
-    bucket = TokenBucket.full(3, 0.5, 0.0)
-    assert [bucket.take(1e6) for _ in range(5)] == [True] * 3 + [False] * 2
-    assert not bucket.take(0.0) and not bucket.take(1.0) and bucket.take(2.0)  # the clock was set back
-
-
-@given(st.lists(st.floats(-3, 2), max_size=60))
-def test_a_token_bucket_is_never_exceeded_however_the_clock_goes(steps: list[float]) -> None:
-    bucket, now, taken, gone = TokenBucket.full(3, 0.5, 0.0), 0.0, 0, 0.0
-    for step in steps:
-        now, gone = now + step, gone + max(0.0, step)
-        taken += bucket.take(now)
-        assert taken <= 3 + 0.5 * gone + 1e-6
-
-
-def test_the_least_recently_used_makes_room() -> None:
-    cache: LruCache[int] = LruCache(2)
-    cache.put("a", 1)
-    cache.put("b", 2)
-    assert cache.get("a") == 1
-    cache.put("c", 3)
-    assert list(cache) == ["a", "c"] and "b" not in cache and cache.get("b") is None
-    cache.drop("a")
-    cache.drop("nobody")
-    assert len(cache) == 1
-
-
 # Files
 
 
@@ -370,28 +339,3 @@ def test_processes_that_write_at_once_lose_no_revocation(tmp_path: Path, clock: 
     reader = Permissions(RUN.public, "me", FIRST.credential("me"), clock=clock)
     reader.load_revocations(path)
     assert len(reader.revocations()) == 20
-
-
-def test_known_peers_are_merged_and_the_last_seen_comes_first(tmp_path: Path) -> None:
-    path = tmp_path / "swarm" / "peers.json"
-    assert read_peers(path) == []
-    own = KnownPeer("me", 0, ("/ip4/10.0.0.1/tcp/1/p2p/me",), "inv", 10.0, "worker-0")
-    bob = KnownPeer("bob", 1, ("/ip4/10.0.0.2/tcp/1/p2p/bob",), "inv", 20.0)
-    write_peers(path, [own, bob])
-    assert read_peers(path) == [bob, own]
-    moved = KnownPeer("me", 0, ("/ip4/10.0.0.9/tcp/1/p2p/me",), None, 30.0)  # as another worker tells it
-    write_peers(path, [moved])
-    assert read_peers(path) == [KnownPeer("me", 0, moved.addresses, "inv", 30.0, "worker-0"), bob]
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": [{"peer": "a"}]}', '{"peers": [{"addresses": []}]}'])
-def test_a_damaged_list_of_peers_is_an_empty_one(tmp_path: Path, content: str) -> None:
-    (tmp_path / "peers.json").write_text(content)
-    assert read_peers(tmp_path / "peers.json") == []
-
-
-def test_no_more_peers_are_remembered_than_the_limit(tmp_path: Path) -> None:
-    path = tmp_path / "peers.json"
-    write_peers(path, [KnownPeer(f"p{i}", None, (), None, float(i)) for i in range(600)])
-    assert [peer.peer for peer in read_peers(path)] == [f"p{i}" for i in range(599, 87, -1)]

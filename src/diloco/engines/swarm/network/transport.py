@@ -1,7 +1,7 @@
 """What the swarm needs of a network: calls with an answer, and streams of bytes, between peers that are known by id.
 
 The transport guarantees the id: no peer can call under another's (libp2p peer ids are made of public keys). Which peer
-may say what is decided in trust/permissions.py; the messages are in node/wire.py. For the internet there is
+may say what is decided in trust/permissions.py; the messages are in node/messages.py. For the internet there is
 p2pd_transport.py (Hivemind's p2pd); tests have a transport in memory.
 """
 
