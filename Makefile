@@ -14,11 +14,10 @@ train: $(VENV)/.base          ## train a small model with two workers (about two
 swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
 	$(BIN)/diloco train --engine swarm $(ARGS)
 
-test: $(VENV)/.dev            ## the whole suite, real processes and kills included
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore-glob='*/integration/test_swarm_*' $(ARGS)
-	$(BIN)/python -m pytest tests/integration/test_swarm_*.py $(ARGS)
+test: $(VENV)/.dev            ## the whole suite, real processes and kills included (about six minutes on two cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-check: lint                   ## what every commit must pass: lint, then the fast tests
+check: lint                   ## before every commit: lint, then the fast tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" -q $(ARGS)
 
 lint: $(VENV)/.dev            ## formatting, lint, types, layers

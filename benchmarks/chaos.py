@@ -161,7 +161,9 @@ class Chaos:
     def do(self, kind: str, ended: int) -> None:
         at_peace = self.at_peace()
         victims = [life for life in at_peace if life.machine != "founder"] if len(at_peace) > _FEWEST else []
-        gone = [life.machine for life in self.lives if life.honest and life.doomed and not life.worker.alive]
+        running = {life.machine for life in self.lives if life.worker.alive}  # one identity never twice at once
+        doomed = [life.machine for life in self.lives if life.honest and life.doomed]
+        gone = [machine for machine in dict.fromkeys(doomed) if machine not in running]
         what = ""
         match kind:
             case "nan" | "huge":
@@ -265,7 +267,7 @@ def outcome(plan: Plan, folder: Path) -> Outcome:
         chronicle, sorts = chaos.chronicle, chaos.sorts
     losses = chronicle.losses(sorts.finishing)
     loss = max(losses, default=float("nan"))
-    faults = chronicle.faults(sorts, plan.rounds)
+    faults = [*chronicle.broken_rules(sorts), *chronicle.unfinished(sorts, plan.rounds)]
     if not loss <= plan.most_loss * calm_loss:
         faults.append(f"the loss is {loss:.4f}, the calm run's {calm_loss:.4f}")
     seconds = time.monotonic() - chaos.started

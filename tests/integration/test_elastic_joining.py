@@ -150,7 +150,7 @@ def test_live_tensors_of_a_fixed_membership_are_not_served_during_an_evaluation(
         thread.start()
         thread.join(0.05)
         assert not states
-    thread.join(10.0)
+    thread.join(100.0)
     assert states
 
 
@@ -182,7 +182,7 @@ def test_a_joiner_gets_the_anchor_while_the_source_evaluates_it_and_need_not_wai
     with source.optimizer.outer_parameters():
         thread = threading.Thread(target=lambda: states.append(world.swarm.providers[0]()), daemon=True)
         thread.start()
-        thread.join(10.0)
+        thread.join(100.0)
         assert not thread.is_alive(), "the joiner waits for the evaluation"
     assert torch.equal(torch.cat([states[0].tensors[f"{index}.anchor"] for index in range(3)]), anchor)
     assert torch.equal(flat(source.model), own)

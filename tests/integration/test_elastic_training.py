@@ -119,7 +119,7 @@ class Swarm:
 
     def end(self) -> None:
         for thread in self.threads:
-            thread.join(15)
+            thread.join(200)
             assert not thread.is_alive(), "a worker waits for another"
         if self.errors:
             raise self.errors[0]

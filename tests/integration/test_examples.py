@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "subpro
 def test_under_torchrun_the_loss_falls_and_both_workers_end_with_the_same_parameters(
     name: str, runs: dict[str, "subprocess.Popen[str]"]
 ) -> None:
-    output, _ = runs[name].communicate(timeout=110)
+    output, _ = runs[name].communicate(timeout=400)
     assert runs[name].returncode == 0, output
     ends = _END.findall(output)
     assert sorted(worker for worker, _, _, _ in ends) == ["0", "1"], output

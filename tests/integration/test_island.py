@@ -103,7 +103,7 @@ def test_two_islands_average_while_nothing_else_in_their_processes_sees_a_world(
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,22 +1,22 @@
 """Real processes: killed, stopped, resumed, by other numbers of workers and ranks, and one at a time."""
 
+import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.processes.run_lock import run_lock
+from support.forks import fork_command
+from support.kills import trial
 from support.train_runs import Run, completed, start, write_text
 
-KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 STEPS = ("--steps=40", "--H=10", "--checkpoint.interval=5")
 
 
 def resume(folder: Path, *options: str) -> Run:
-    return Run(folder, [sys.executable, "-m", "diloco.cli.main", "train", f"--resume={folder}", *options])
+    return Run(folder, ["train", f"--resume={folder}", *options])
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_i5_killed_at_random_moments_and_resumed_each_time_a_run_ends_with_the_bits_of_one_in_peace() -> None:
-    done = subprocess.run([sys.executable, str(KILLS), "--kills", "4"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 kills" in done.stdout and "the same" in done.stdout
+def test_i5_killed_at_random_moments_and_resumed_each_time_a_run_ends_with_the_bits_of_one_in_peace(
+    tmp_path: Path,
+) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    kills, same = trial(tmp_path, 2, seed, ["--model=tiny"], fork_command)
+    assert kills and same, (seed, kills)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_i5_after_ctrl_c_a_run_goes_on_bit_for_bit_and_meanwhile_nobody_else_trains_in_its_folder(
     text: Path, tmp_path: Path
 ) -> None:
@@ -56,7 +56,6 @@ def test_i5_after_ctrl_c_a_run_goes_on_bit_for_bit_and_meanwhile_nobody_else_tra
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_killed_run_of_sharded_workers_falls_back_from_damage_and_goes_on_with_other_ranks(
     text: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def invitation(run: Run) -> str:
 
 def join(folder: Path, word: str, *options: str) -> Run:
     here = (f"--out={folder}", f"--data.cache_dir={folder.parent / 'other-cache'}", "--device=cpu", "--threads=1")
-    return Run(folder, [sys.executable, "-m", "diloco.cli.main", "join", word, *here, "--host=127.0.0.1", *options])
+    return Run(folder, ["join", word, *here, "--host=127.0.0.1", *options])
 
 
 def contributors(run: Run) -> list[list[int]]:
@@ -50,20 +49,20 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
         for pid in [first.process.pid, *first.workers()]:
             os.kill(pid, signal.SIGKILL)
         second.wait_until(lambda: contributors(second)[-1] == [1], "a round without the founder")
-        first.assert_nothing_is_left(10.0)  # its sidecar and daemon went with it
+        first.assert_nothing_is_left()  # its sidecar and daemon went with it
         second.process.send_signal(signal.SIGINT)
-        assert second.code(30) == 0, second.errors
+        assert second.code() == 0, second.errors
         second.assert_nothing_is_left()
     assert second.summary["status"] == "stopped" and second.summary["members_seen"] == 2
     load_model(second.folder / "model")
     assert "member_lost" in {event["type"] for event in second.events}
     saved = max(event["step"] for event in second.events if event["type"] == "checkpoint")
-    again = Run(second.folder, [sys.executable, "-m", "diloco.cli.main", "train", f"--resume={second.folder}"])
+    again = Run(second.folder, ["train", f"--resume={second.folder}"])
     with again:
         again.wait_until(lambda: "continuing from this machine's newest checkpoint" in again.output, "to go on alone")
         again.wait_until(lambda: any(e["type"] == "resumed" for e in again.events), "the saved state")
         again.process.send_signal(signal.SIGINT)
-        assert again.code(30) == 0, again.errors
+        assert again.code() == 0, again.errors
     resumed = next(event for event in again.events if event["type"] == "resumed")
     assert resumed["step"] == saved
 

@@ -30,7 +30,7 @@ def test_the_example_runs_under_torchrun_and_its_workers_end_with_the_same_param
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

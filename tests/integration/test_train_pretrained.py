@@ -1,7 +1,6 @@
 """A pre-trained model's folder in, two workers fine-tune it, a folder out that transformers loads with equal logits."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,9 @@ def fine_tuned(model: str, tmp_path: Path, *options: str) -> Run:
     short = ["--steps=24", "--H=8", "--inner.lr=3e-3", "--inner.warmup_steps=2", "--training.eval_windows=16"]
     place = [f"--data.source={text}", f"--data.cache_dir={tmp_path / 'cache'}", "--data.shards=4", f"--out={folder}"]
     small = ["--data.sequence_length=32", "--training.sample_tokens=5", "--device=cpu", "--threads=1"]
-    command = [sys.executable, "-m", "diloco.cli.main", "train", f"--model={model}", *short, *place, *small, *options]
+    command = ["train", f"--model={model}", *short, *place, *small, *options]
     with Run(folder, command) as started:
-        assert started.code(90) == 0, started.errors
+        assert started.code() == 0, started.errors
         assert started.errors == ""
         started.assert_nothing_is_left()
     summary = started.summary

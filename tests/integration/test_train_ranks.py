@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from diloco.models.native.saving import load_model
+from support.forks import run_command
 from support.train_runs import Run, completed, start, tiny_options, write_text
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = ("--steps=100000", "--H=5", "--sync.timeout_seconds=20")
+ENDLESS = ("--steps=100000", "--H=5", "--sync.timeout_seconds=100")
 SHORT = ("--steps=11", "--H=5", "--sync.codec=fp32", "--training.accumulation=2")
 
 
@@ -27,7 +28,7 @@ def test_one_and_two_ranks_under_torchrun_train_as_two_single_ranks_do(tmp_path:
     module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "diloco.cli.main", "train"]
     options = [*tiny_options(text), f"--out={folder}", *SHORT, "--ranks=1,2"]
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with Run(folder, [sys.executable, *module, *options], environment) as ranks:
+    with Run(folder, [sys.executable, *module, *options], environment, run_command) as ranks:
         single = completed(tmp_path / "single", text, *SHORT)
         assert ranks.code() == 0, ranks.errors
     assert ranks.summary["status"] == "complete"
@@ -59,14 +60,13 @@ def test_a_stop_of_workers_of_one_and_two_ranks_is_clean_and_the_model_is_whole(
     load_model(run.folder / "model")
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_rank_ends_the_run_an_intact_worker_keeps_the_model_and_other_ranks_go_on(
     tmp_path: Path, text: Path
 ) -> None:
     with start(tmp_path / "run", text, *ENDLESS, "--ranks=2", "--checkpoint.interval=4") as run:
         run.wait_for_step(9)
         os.kill(run.workers()[3], signal.SIGKILL)
-        assert run.code(20 + 15) == 1
+        assert run.code() == 1
         run.assert_nothing_is_left()
     assert "worker 1, rank 1, of 2 failed: killed by SIGKILL" in run.errors.splitlines()[-1]
     assert run.summary["status"] == "failed"
@@ -80,7 +80,7 @@ def goes_on_with_other_ranks(killed: Run) -> None:
     """From its checkpoints, which two workers of two ranks wrote, as one of one rank and one of two."""
     steps = killed.summary["inner_steps"] + 3
     options = [f"--resume={killed.folder}", "--ranks=1,2", f"--steps={steps}"]
-    with Run(killed.folder, [sys.executable, "-m", "diloco.cli.main", "train", *options]) as resumed:
+    with Run(killed.folder, ["train", *options]) as resumed:
         assert resumed.code() == 0, resumed.errors
         resumed.assert_nothing_is_left()
     assert resumed.summary["status"] == "complete"

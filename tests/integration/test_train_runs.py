@@ -12,6 +12,7 @@ import torch
 from diloco.cli.main import run
 from diloco.models.native.saving import load_model
 from diloco.training.records.summary import read_summary
+from support.forks import run_command, start_interpreter
 from support.train_runs import Run, completed, tiny_options, write_text
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(text: Path) -> Run:
     """Two workers; several tests look at what it left."""
-    return completed(text.parent / "first", text, *STEPS)
+    return completed(text.parent / "first", text, *STEPS, launch=start_interpreter)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_the_bytes_of_diloco_are_those_of_its_rounds(first: Run) -> None:
 
 def test_the_resolved_configuration_gives_the_identical_run_again_bit_for_bit(first: Run, text: Path) -> None:
     again = text.parent / "again"
-    command = [sys.executable, "-m", "diloco.cli.main", "train", str(first.folder / "config.toml"), f"--out={again}"]
+    command = ["train", str(first.folder / "config.toml"), f"--out={again}"]
     with Run(again, command) as second:
         assert second.code() == 0, second.errors
         second.assert_nothing_is_left()
@@ -157,7 +158,7 @@ def torchrun(text: Path, folder: Path, *options: str) -> list[str]:
 
 def test_under_torchrun_the_same_run_ends_with_the_same_anchors_and_one_summary(first: Run, text: Path) -> None:
     folder = text.parent / "torchrun"
-    with Run(folder, torchrun(text, folder, *STEPS)) as run_:
+    with Run(folder, torchrun(text, folder, *STEPS), launch=run_command) as run_:
         assert run_.code() == 0, run_.errors
         run_.assert_nothing_is_left()
     assert run_.output.count("diloco · complete") == 1
@@ -168,7 +169,7 @@ def test_under_torchrun_the_same_run_ends_with_the_same_anchors_and_one_summary(
 
 def test_under_torchrun_a_stop_ends_all_workers_with_a_summary(text: Path) -> None:
     folder = text.parent / "torchrun-stopped"
-    with Run(folder, torchrun(text, folder, "--steps=100000", "--H=5")) as run_:
+    with Run(folder, torchrun(text, folder, "--steps=100000", "--H=5"), launch=run_command) as run_:
         run_.wait_for_step(6)
         ranks = [
             pid for pid, command in run_.processes() if "diloco.cli.main" in command and "distributed" not in command

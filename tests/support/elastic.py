@@ -79,7 +79,7 @@ class ElasticSwarm:
             with suppress(RoundFailed):
                 mine = self.providers[worker]()
                 return self._since(replace(mine, tensors={}, numbers={"sequence": mine.numbers["sequence"]}))
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 100.0
         while self.frozen is None:
             if not self.providers.keys() - {worker}:
                 return None  # whoever had more is gone
@@ -314,7 +314,7 @@ class ElasticWorld:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30.0)
+            thread.join(200.0)
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a worker hangs in finish"

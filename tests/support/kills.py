@@ -9,8 +9,6 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records.events import Event, read_events
 from diloco.training.records.summary import read_summary
+from support.forks import Launch, Launched, start_interpreter
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looks", "at", "rain", "while", "small", "birds", "sing")
 H = 10
@@ -47,13 +46,7 @@ def options(folder: Path, steps: int, extra: list[str]) -> list[str]:
     ]
 
 
-def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    with log.open("ab") as output:
-        command = [sys.executable, "-m", "diloco.cli.main", "train", *arguments]
-        return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-
-
-def kill_all(process: "subprocess.Popen[bytes]") -> None:
+def kill_all(process: Launched) -> None:
     """The launcher and everything it started: all processes of its session."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -69,7 +62,7 @@ def steps_of(events: list[Event]) -> list[int]:
     return [event["step"] for event in events if event["type"] == "step" and event["worker"] == 0]
 
 
-def wait_for(process: "subprocess.Popen[bytes]", run: Path, new_steps: int, seconds: float = float("inf")) -> None:
+def wait_for(process: Launched, run: Path, new_steps: int, seconds: float = float("inf")) -> None:
     """Until worker 0 has taken so many steps since now, or so many seconds are over, or the run has ended."""
     before, deadline = len(steps_of(read_events(run))), time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
@@ -78,7 +71,7 @@ def wait_for(process: "subprocess.Popen[bytes]", run: Path, new_steps: int, seco
         time.sleep(0.02)
 
 
-def kill_once(process: "subprocess.Popen[bytes]", run: Path, chance: random.Random, most_steps: int) -> Kill | None:
+def kill_once(process: Launched, run: Path, chance: random.Random, most_steps: int) -> Kill | None:
     """Wait for a random moment, then kill; None if the run ended before."""
     if chance.random() < 0.2:
         moment = "while starting"
@@ -102,14 +95,22 @@ def outcome(run: Path) -> tuple[list[str], str]:
     return read_summary(run)["anchor_digests"], weights
 
 
-def trial(folder: Path, kills: int, seed: int, extra: list[str]) -> tuple[list[Kill], bool]:
+def trial(
+    folder: Path, kills: int, seed: int, extra: list[str], launch: Launch = start_interpreter
+) -> tuple[list[Kill], bool]:
+    """The kills, and whether the killed run ended with the bits of the other one."""
     steps = kills * 10 * H  # more than all kills together can let pass
-    arguments, log, chance = options(folder, steps, extra), folder / "log.txt", random.Random(seed)
+    log, chance = folder / "log.txt", random.Random(seed)
+    arguments = options(folder, steps, extra)
     whole, killed = folder / "whole", folder / "killed"
-    if start([*arguments, f"--out={whole}"], log).wait():
+
+    def start(*more: str) -> Launched:
+        return launch(["train", *more], dict(os.environ), log, log)
+
+    if start(*arguments, f"--out={whole}").wait():
         raise SystemExit(f"the run in peace failed:\n{log.read_text()}")
-    process = start([*arguments, f"--out={killed}"], log)
-    while not (killed / "config.toml").exists():  # before that there is no run to resume
+    process = start(*arguments, f"--out={killed}")
+    while not (killed / "config.toml").exists() and process.poll() is None:  # before that there is no run to resume
         time.sleep(0.02)
     done: list[Kill] = []
     while len(done) < kills:
@@ -117,7 +118,7 @@ def trial(folder: Path, kills: int, seed: int, extra: list[str]) -> tuple[list[K
         if kill is None:
             break
         done.append(kill)
-        process = start([f"--resume={killed}"], log)
+        process = start(f"--resume={killed}")
     if process.wait():
         raise SystemExit(f"the resumed run failed:\n{log.read_text()[-5000:]}")
     return done, outcome(whole) == outcome(killed)

@@ -1,6 +1,5 @@
 """k workers as processes of this machine, over torch.distributed with gloo on the loopback device."""
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -16,10 +15,7 @@ import torch.distributed as dist
 from diloco.engines.connect import join
 from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
-
-# A server that has imported torch once; each worker is a fork of it, still with one thread and no state.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "diloco.optimizer", "diloco.engines.connect"])
+from support.forks import context
 
 Work = Callable[..., Any]
 
@@ -32,7 +28,7 @@ class World:
         workers: int,
         work: Work,
         *arguments: Any,
-        timeout_seconds: float = 20.0,
+        timeout_seconds: float = 100.0,
         sizes: tuple[int, ...] | None = None,
     ) -> None:
         """With `sizes`, the ranks of each worker, there is a process for each rank, in order."""
@@ -51,17 +47,17 @@ class World:
             self.processes.append(process)
             self._results.append(receive)
 
-    def result(self, worker: int, seconds: float = 60.0) -> Any:
+    def result(self, worker: int, seconds: float = 200.0) -> Any:
         """What the worker sends next."""
         assert self._results[worker].poll(seconds), f"nothing from worker {worker} within {seconds} s"
         fine, value = self._results[worker].recv()
         assert fine, f"worker {worker} failed:\n{value}"
         return value
 
-    def results(self, seconds: float = 60.0) -> list[Any]:
+    def results(self, seconds: float = 200.0) -> list[Any]:
         return [self.result(worker, seconds) for worker in range(len(self.processes))]
 
-    def exit_codes(self, seconds: float = 20.0) -> list[int | None]:
+    def exit_codes(self, seconds: float = 100.0) -> list[int | None]:
         for process in self.processes:
             process.join(seconds)
         return [process.exitcode for process in self.processes]
@@ -77,7 +73,7 @@ class World:
         self._folder.cleanup()
 
 
-def in_processes(workers: int, work: Work, *arguments: Any, timeout_seconds: float = 20.0) -> list[Any]:
+def in_processes(workers: int, work: Work, *arguments: Any, timeout_seconds: float = 100.0) -> list[Any]:
     """`work(engine, *arguments)` in every process; the results in worker order."""
     with World(workers, work, *arguments, timeout_seconds=timeout_seconds) as world:
         results = world.results()
@@ -85,7 +81,7 @@ def in_processes(workers: int, work: Work, *arguments: Any, timeout_seconds: flo
         return results
 
 
-def with_ranks(sizes: tuple[int, ...], work: Work, *arguments: Any, timeout_seconds: float = 20.0) -> list[Any]:
+def with_ranks(sizes: tuple[int, ...], work: Work, *arguments: Any, timeout_seconds: float = 100.0) -> list[Any]:
     """The same for workers of several ranks; the results in the order of all ranks."""
     with World(len(sizes), work, *arguments, timeout_seconds=timeout_seconds, sizes=sizes) as world:
         results = world.results()
@@ -106,7 +102,7 @@ def _run(
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        join(path, dist.FileStore(path, world), rank, world, 30.0)
+        join(path, dist.FileStore(path, world), rank, world, 100.0)
         engine: TorchDistributedEngine | RankedEngine
         if sizes is None:
             engine = TorchDistributedEngine(timeout_seconds=timeout_seconds, owns_world=True)

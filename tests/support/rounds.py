@@ -37,7 +37,7 @@ def contribution(
     return Contribution(vector, weight, norm, anchor, layout, 1000.0, report or Report())
 
 
-def average(engine: Engine, sequence: int = 0, seconds: float = 20.0, **options: Any) -> RoundResult:
+def average(engine: Engine, sequence: int = 0, seconds: float = 60.0, **options: Any) -> RoundResult:
     return engine.start_round(RoundKey(sequence, 0), contribution(engine, **options), seconds).wait()
 
 

@@ -76,7 +76,7 @@ class Gathering:
     """What torch.distributed does for processes, for threads: everyone's bytes."""
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=30)
+        self._barrier = threading.Barrier(count, timeout=200)
         self._said: dict[int, bytes] = {}
 
     def of(self, worker: int) -> Callable[[bytes], list[bytes]]:
@@ -145,7 +145,7 @@ def train(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "a worker waits for another"
     for log in logs:
         log.close()

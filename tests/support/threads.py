@@ -17,7 +17,7 @@ def in_threads(
     work: Callable[[Engine], T],
     *,
     fail_at: Collection[tuple[int, int]] = (),
-    seconds: float = 60.0,
+    seconds: float = 300.0,
 ) -> list[T]:
     """`work(engine)` for every worker; its results in worker order. Raises the first worker's error, or for a hang."""
     results: dict[int, T] = {}

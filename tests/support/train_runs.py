@@ -1,10 +1,9 @@
 """Start `diloco train` on a tiny text, watch it, signal it, and see that nothing of it is left."""
 
+import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,10 @@ from typing import Any
 
 from diloco.training.records.events import Event, read_events
 from diloco.training.records.summary import Summary, read_summary
+from support.forks import Launch, fork_command
+
+LONG = 100.0
+"""Seconds for what takes a few on an idle machine."""
 
 SENTENCES = (
     "the cat sat on the mat and looked at the rain",
@@ -40,20 +43,21 @@ def tiny_options(text: Path) -> list[str]:
 
 
 class Run:
-    """One `diloco train`, in a session of its own, so that whatever it leaves behind can be found."""
+    """One `diloco`, in a session of its own, so that whatever it leaves behind can be found."""
 
-    def __init__(self, folder: Path, command: list[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        arguments: list[str],
+        environment: dict[str, str] | None = None,
+        launch: Launch = fork_command,
+    ) -> None:
+        """`launch=run_command`: `arguments` are a whole command line, in a new interpreter."""
         self.folder = folder
         self._output = folder.with_name(folder.name + ".stdout")
         self._errors = folder.with_name(folder.name + ".stderr")
-        with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=errors,
-                env={**os.environ, "COLUMNS": "100", **(environment or {})},
-                start_new_session=True,
-            )
+        given = {**os.environ, "COLUMNS": "100", **(environment or {})}
+        self.process = launch(arguments, given, self._output, self._errors)
 
     def __enter__(self) -> "Run":
         return self
@@ -82,11 +86,11 @@ class Run:
     def summary(self) -> Summary:
         return read_summary(self.folder)
 
-    def code(self, seconds: float = 60.0) -> int:
+    def code(self, seconds: float = LONG) -> int:
         """The exit code, once it has ended."""
         return self.process.wait(seconds)
 
-    def wait_until(self, happened: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+    def wait_until(self, happened: Callable[[], Any], what: str, seconds: float = LONG) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.output}\n{self.errors}"
@@ -104,38 +108,46 @@ class Run:
 
     def workers(self) -> list[int]:
         """Process ids of the workers, in their order: they are started one after the other."""
-        return sorted(pid for pid, command in self.processes() if "spawn_main" in command)
+        mine = self.processes()
+        own = next((command for pid, command in mine if pid == self.process.pid), "")
+        return sorted(
+            pid for pid, command in mine if "spawn_main" in command or (command == own and pid != self.process.pid)
+        )
 
     def left(self) -> list[int]:
         """Processes of this run that are still there, apart from the launcher itself."""
         return [pid for pid, _ in self.processes() if pid != self.process.pid]
 
-    def assert_nothing_is_left(self, seconds: float = 3.0) -> None:
+    def assert_nothing_is_left(self, seconds: float = LONG) -> None:
         self.wait_until(lambda: not self.processes(), f"processes {self.processes()} to end", seconds)
 
     def processes(self) -> list[tuple[int, str]]:
         """Of this run's session, or (torchrun's ranks have sessions of their own) with its folder as an option."""
-        listing = subprocess.run(["ps", "-axwwo", "pid=,stat=,command="], capture_output=True, text=True, check=True)
         mine = []
-        for line in listing.stdout.splitlines():
-            pid, state, command = (*line.split(None, 2), "")[:3]
-            try:
-                ours = os.getsid(int(pid)) == self.process.pid or f"--out={self.folder}" in command.split()
-                if ours and not state.startswith("Z"):
-                    mine.append((int(pid), command))
-            except ProcessLookupError:
-                continue
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it has just ended
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    command = (entry / "cmdline").read_text().split("\0")
+                    ours = os.getsid(int(entry.name)) == self.process.pid or f"--out={self.folder}" in command
+                    if ours and state != "Z":
+                        mine.append((int(entry.name), " ".join(command)))
         return mine
 
 
-def start(folder: Path, text: Path, *options: str, environment: dict[str, str] | None = None) -> Run:
-    command = [sys.executable, "-m", "diloco.cli.main", "train", *tiny_options(text), f"--out={folder}", *options]
-    return Run(folder, command, environment)
+def start(
+    folder: Path,
+    text: Path,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    launch: Launch = fork_command,
+) -> Run:
+    return Run(folder, ["train", *tiny_options(text), f"--out={folder}", *options], environment, launch)
 
 
-def completed(folder: Path, text: Path, *options: str) -> Run:
+def completed(folder: Path, text: Path, *options: str, launch: Launch = fork_command) -> Run:
     """A run that must end well and leave nothing behind."""
-    with start(folder, text, *options) as run:
+    with start(folder, text, *options, launch=launch) as run:
         assert run.code() == 0, run.errors
         assert run.summary["status"] == "complete"
         assert run.errors == ""

@@ -1,11 +1,17 @@
-"""What the workers of a chaos run have written down, and what must be true of it whatever was done to them.
+"""What the workers of a chaos run have written down, and what must be true of it.
 
-digests     whoever has the state after a round has the same one, from its merge or taken over from others
-mean        all who ended a round name the same contributors and weights
+At every moment (`broken_rules`), whatever was done to them and however slow the machine is:
+
+digests     all that have the state after a round have the same one, from their merge or taken over from others
+mean        all that ended a round name the same contributors and weights
 work        the weights of a worker that are in means add up to the inner steps behind them: none lost, none twice
-lies        no liar is in a mean, each is banned; no honest worker is
-strangers   who was not invited is told so
-progress    every round has ended, with somebody in it
+lies        no liar is in a mean; no honest worker is banned
+strangers   no worker without a valid invitation is let in
+
+At the end of a run of so many rounds (`unfinished`):
+
+progress    every round has ended, with a contribution in it, and every honest worker that was left alive with it
+answers     each liar is banned, each stranger was told that it is not invited
 """
 
 import itertools
@@ -24,8 +30,8 @@ class Lives:
 
     liars: frozenset[str]
     strangers: frozenset[str]
-    finishing: frozenset[str]
-    """Honest ones that nobody has killed: they must come to the end."""
+    finishing: frozenset[str] = frozenset()
+    """Honest ones that were not killed: they must come to the end."""
 
 
 class Chronicle:
@@ -39,7 +45,7 @@ class Chronicle:
         return [line for line in self.lines if line["kind"] == kind and (lives is None or line["life"] in lives)]
 
     def ended(self) -> int:
-        """The latest round that somebody has ended well; −1 before the first."""
+        """The latest round that ended well for a worker; −1 before the first."""
         return max((line["round"] for line in self.of("round") if line["failure"] is None), default=-1)
 
     def losses(self, lives: frozenset[str]) -> list[float]:
@@ -47,15 +53,26 @@ class Chronicle:
 
     # What must be true
 
-    def faults(self, lives: Lives, rounds: int) -> list[str]:
+    def broken_rules(self, lives: Lives) -> list[str]:
         return [
             *self._different_digests(),
             *self._different_means(),
             *self._work_that_does_not_add_up(lives),
-            *self._liars_at_large(lives),
-            *self._strangers_let_in(lives),
-            *self._rounds_without_an_end(rounds),
-            *self._unfinished(lives),
+            *self._lies_and_wrong_bans(lives),
+            *(f"{line['life']} was let in" for line in self.of("start", lives.strangers)),
+        ]
+
+    def unfinished(self, lives: Lives, rounds: int) -> list[str]:
+        ended = {line["round"] for line in self.of("round") if line["failure"] is None and line["total"] > 0}
+        missing = sorted(set(range(rounds)) - ended)
+        errors = {line["life"]: line["text"] for line in self.of("error")}
+        left = sorted(lives.finishing - {line["life"] for line in self.of("end")})
+        numbers, banned = self._numbers(lives.liars), self._banned()
+        return [
+            *([f"rounds {missing} have no mean"] if missing else []),
+            *(f"{life} did not come to the end: {errors.get(life, 'it left no reason')}" for life in left),
+            *(f"{life} was never banned" for number, life in numbers.items() if number not in banned),
+            *(f"{life} was not told that it is not invited" for life in sorted(lives.strangers - errors.keys())),
         ]
 
     def _different_digests(self) -> list[str]:
@@ -94,37 +111,21 @@ class Chronicle:
                         break
         return faults
 
-    def _liars_at_large(self, lives: Lives) -> list[str]:
-        numbers = {str(line["number"]): line["life"] for line in self.of("start", lives.liars)}
-        faults = [
-            f"round {line['round']}: the lie of {numbers[number]} is in the mean"
-            for line in self.of("round")
-            for number in line.get("weights") or {}
-            if number in numbers
-        ]
-        banned = {str(line["fields"]["number"]) for line in self.of("event") if line["type"] == "member_banned"}
-        faults += [f"{numbers[number]} was never banned" for number in sorted(numbers.keys() - banned)]
-        return faults + [f"the honest worker {number} was banned" for number in sorted(banned - numbers.keys())]
+    def _lies_and_wrong_bans(self, lives: Lives) -> list[str]:
+        lies, holders = [], dict[str, str]()  # a number may pass from a banned worker to a new one
+        for line in self.lines:
+            if line["kind"] == "start":
+                holders[str(line["number"])] = line["life"]
+            found = [holders[number] for number in line.get("weights") or {} if holders.get(number) in lives.liars]
+            lies += [f"round {line['round']}: the lie of {life} is in the mean" for life in found]
+        wrong = sorted(self._banned() - self._numbers(lives.liars).keys())
+        return lies + [f"the honest worker {number} was banned" for number in wrong]
 
-    def _strangers_let_in(self, lives: Lives) -> list[str]:
-        started = {line["life"] for line in self.of("start", lives.strangers)}
-        refused = {line["life"] for line in self.of("error", lives.strangers)}
-        return [f"{life} was let in" for life in sorted(started)] + [
-            f"{life} was not told that it is not invited" for life in sorted(lives.strangers - refused)
-        ]
+    def _numbers(self, lives: frozenset[str]) -> dict[str, str]:
+        return {str(line["number"]): line["life"] for line in self.of("start", lives)}
 
-    def _rounds_without_an_end(self, rounds: int) -> list[str]:
-        ended = {line["round"] for line in self.of("round") if line["failure"] is None and line["total"] > 0}
-        missing = sorted(set(range(rounds)) - ended)
-        return [f"rounds {missing} have no mean"] if missing else []
-
-    def _unfinished(self, lives: Lives) -> list[str]:
-        ended = {line["life"] for line in self.of("end")}
-        errors = {line["life"]: line["text"] for line in self.of("error")}
-        return [
-            f"{life} did not come to the end: {errors.get(life, 'nobody knows why')}"
-            for life in sorted(lives.finishing - ended)
-        ]
+    def _banned(self) -> set[str]:
+        return {str(line["fields"]["number"]) for line in self.of("event") if line["type"] == "member_banned"}
 
     # What is told of it
 

@@ -61,7 +61,7 @@ class LoopbackSwarm:
 
     def settle(self) -> None:
         """Until all know of each other that they have the state."""
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 100.0
         while not all(self._member(one, other.worker).has_state for one in self.engines for other in self.engines):
             assert time.monotonic() < deadline, "the workers do not see each other"
             time.sleep(0.02)
@@ -71,9 +71,9 @@ class LoopbackSwarm:
         gate = threading.Barrier(len(self.engines))
 
         def built() -> None:
-            gate.wait(20.0)
+            gate.wait(200.0)
             self.settle()
-            gate.wait(20.0)
+            gate.wait(200.0)
 
         engines = [Shifted(engine, first) for engine in self.engines]
         stories = together(engines, lambda engine: train(engine, sync, steps, built=built, **options).without_mean())
@@ -102,7 +102,7 @@ class LoopbackSwarm:
         shutil.rmtree(self.folder)
 
 
-def together(workers: Sequence[W], work: Callable[[W], T], seconds: float = 60.0) -> list[T]:
+def together(workers: Sequence[W], work: Callable[[W], T], seconds: float = 300.0) -> list[T]:
     """`work(worker)` in a thread for each; the results in order. Raises the first one's error, or for a hang."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}

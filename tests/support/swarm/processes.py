@@ -1,11 +1,10 @@
 """Workers of a swarm on this machine: each a trainer process with a sidecar and a p2pd, to be asked, killed and frozen.
 
-Trainers are forks of a server that has imported torch once, so that starting many costs little; their sidecars are
-started as in real use. Whatever happens, `Workers.close` leaves no process behind. Linux only.
+Trainers are forks (support/forks.py), so that starting many costs little; their sidecars are started as in real use.
+`Workers.close` leaves no process behind. Linux only.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -20,14 +19,10 @@ from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch._dynamo", "diloco.optimizer", "diloco.engines.swarm.engine", "diloco.models.native.transformer"]
-)
+from support.forks import context
 
 _DAY_SECONDS = 86_400.0
-_START_SECONDS = 120.0
+_START_SECONDS = 200.0
 
 
 class Hung(Exception):
@@ -73,7 +68,7 @@ class Worker:
             raise Died(f"{self.folder.name}: {told}")
         return told
 
-    def ask(self, command: Any, seconds: float = 60.0) -> Any:
+    def ask(self, command: Any, seconds: float = 200.0) -> Any:
         self.say(command)
         return self.hear(seconds)
 
@@ -91,7 +86,7 @@ class Worker:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
-        self.process.join(10.0)
+        self.process.join(100.0)
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -115,7 +110,7 @@ class Worker:
         p2pd = self.p2pd()
         return None if p2pd is None else _parents().get(p2pd)
 
-    def stop_carrying(self, num_bytes: int, seconds: float = 60.0) -> None:
+    def stop_carrying(self, num_bytes: int, seconds: float = 200.0) -> None:
         """Freeze its p2pd once it has moved so many bytes from now on: a transfer is under way, and does not end."""
         p2pd = self.p2pd()
         if p2pd is None:
