@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.notes import printable
 from diloco.errors import ConfigError
-from diloco.training.records.run_folder import any_model
+from diloco.training.records.run_folder import model_folder_of
 
 _TEMPERATURE, _TOP_K = 0.8, 50
 
@@ -50,7 +50,7 @@ def generate(
     threads
         CPU threads; 1 is best on a busy machine (default: all cores).
     """
-    folder = any_model(model)
+    folder = model_folder_of(model)
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} must be at least 1")
     if threads is not None and threads < 1:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
-from diloco.training.processes.run_lock import trains
+from diloco.training.processes.run_lock import is_training
 
 
 def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -45,7 +45,7 @@ def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Pa
     else:
         made = run_owner.own_invitation(folder, time.time())
         _say(f"the invitation that this machine came with, to the run {made.run_id}, valid until {made.until}")
-    if not trains(run):
+    if not is_training(run):
         _say("no worker of this run is running here: the invitation has the addresses last known")
     _say("on another machine:  diloco join INVITATION")
     print(made.text())
@@ -78,7 +78,7 @@ def revoke(run: Path, peer: str, /) -> None:
         _say(f"for new workers:  diloco invite {run}")
     if done.renewed is not None:
         _say("this machine's own workers came with it too: those that start later use a new one")
-    if trains(run):
+    if is_training(run):
         _say("the worker that runs here passes it on to the others")
     else:
         _say("no worker runs here: start one to tell the others (diloco train --resume)")

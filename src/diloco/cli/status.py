@@ -13,7 +13,7 @@ from rich.text import Text
 from diloco.cli.display.notes import printable
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, RendezvousError
-from diloco.training.processes.run_lock import trains
+from diloco.training.processes.run_lock import is_training
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.status import MemberStatus, RunStatus
@@ -58,7 +58,7 @@ def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
     except RendezvousError as error:
         if folder is None:
             raise
-        here = "its workers here do not answer" if trains(folder) else "none of its workers runs on this machine"
+        here = "its workers here do not answer" if is_training(folder) else "none of its workers runs on this machine"
         raise RendezvousError(f"{here}, and {error}") from error
     if as_json:
         print(json.dumps(to_builtins(swarm), indent=1))

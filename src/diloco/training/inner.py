@@ -61,9 +61,9 @@ class BothOptimizers(torch.optim.Optimizer):
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self._both = (first, second)
         super().__init__([*first.param_groups, *second.param_groups], {})
-        self._hand_on()
+        self._share_groups()
 
-    def _hand_on(self) -> None:
+    def _share_groups(self) -> None:
         """Both optimizers use the groups and the state of this one, so that a schedule sets both."""
         first, second = self._both
         count = len(first.param_groups)
@@ -81,7 +81,7 @@ class BothOptimizers(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._hand_on()
+        self._share_groups()
 
 
 def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, steps: int) -> LambdaLR:

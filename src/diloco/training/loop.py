@@ -37,7 +37,7 @@ from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import sample, write_model
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields
-from diloco.training.sharding import spread, whole_number
+from diloco.training.sharding import norm_value, place_model
 from diloco.training.swarm_peers import SwarmPeers, starting_shards
 from diloco.training.validation import Validation
 
@@ -73,9 +73,9 @@ class Training:
         torch.manual_seed(config.seed)
         model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         self.precision = Precision(config.compute.precision, device, engine.ranks)
-        self.spread = spread(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
-        self.model = self.spread.model
-        prepare(self.model, config.compute, device, sharded=self.spread.sharded)
+        self.placed = place_model(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
+        self.model = self.placed.model
+        prepare(self.model, config.compute, device, sharded=self.placed.sharded)
         # Dropout, where a model has it, differs between workers and ranks.
         torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
@@ -210,9 +210,9 @@ class Training:
         loss = torch.zeros((), device=self.device)
         micro_batches = batch.chunk(self.config.training.accumulation)
         for number, tokens in enumerate(micro_batches, 1):
-            with self.spread.micro_batch(last=number == len(micro_batches)):
+            with self.placed.micro_batch(last=number == len(micro_batches)):
                 with self.precision.autocast():
-                    part = self.spread.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+                    part = self.placed.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
                 self.precision.backward(part)
             loss += part.detach()
         self.mode.before_clipping(self.precision)
@@ -246,7 +246,7 @@ class Training:
             step=step,
             loss=self._loss,
             learning_rate=rate,
-            gradient_norm=None if norm is None else whole_number(norm),
+            gradient_norm=None if norm is None else norm_value(norm),
             loss_scale=self.precision.loss_scale,
             tokens=self._tokens(1),
             elapsed_seconds=self._elapsed(),
@@ -327,7 +327,7 @@ class Training:
 
     def save(self) -> LanguageModel | None:
         """Write model/. Collective among the worker's ranks; returns the whole model on the first one."""
-        model = self.spread.whole()
+        model = self.placed.whole()
         if model is not None:
             write_model(model, self.corpus, self.folder)
         return model

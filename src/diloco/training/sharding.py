@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class Spread(ABC):
+class PlacedModel(ABC):
     """A model on this rank. `model` has the parameters to train, on the device."""
 
     model: LanguageModel
@@ -43,20 +43,20 @@ class Spread(ABC):
         """The model to save and to write with, on the first rank; None on the others. Collective."""
 
 
-def spread(
+def place_model(
     model: LanguageModel,
     ranks: WorkerRanks,
     sharding: str,
     device: torch.device,
     policy: "MixedPrecisionPolicy | None" = None,
-) -> Spread:
+) -> PlacedModel:
     """Bring a model that was built on the CPU to where it is trained."""
     if ranks.count == 1:
         return _Single(model, device)
     return _Fsdp(model, ranks, device, policy) if sharding == "fsdp" else _Ddp(model, ranks, device)
 
 
-class _Single(Spread):
+class _Single(PlacedModel):
     def __init__(self, model: LanguageModel, device: torch.device) -> None:
         self.model = model.to(device)
 
@@ -64,7 +64,7 @@ class _Single(Spread):
         return self.model
 
 
-class _Fsdp(Spread):
+class _Fsdp(PlacedModel):
     sharded = True
 
     def __init__(
@@ -108,7 +108,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-class _Ddp(Spread):
+class _Ddp(PlacedModel):
     def __init__(self, model: LanguageModel, ranks: WorkerRanks, device: torch.device) -> None:
         self.model = model.to(device)
         self._first = ranks.rank == 0
@@ -138,7 +138,7 @@ class _Loss(nn.Module):
         return self.model.loss(tokens, targets)
 
 
-def whole_number(norm: Tensor) -> float:
+def norm_value(norm: Tensor) -> float:
     """The value of a norm over sharded gradients; collective if it is one."""
     full = getattr(norm, "full_tensor", None)
     return float(norm if full is None else full())

@@ -10,7 +10,7 @@ import pytest
 from diloco.cli.display.view import RunView
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.launcher import put_aside
+from diloco.training.processes.launcher import rotate_log
 from diloco.training.processes.run_lock import hold_as_worker, run_lock
 from diloco.training.records import history
 from diloco.training.records.events import Event
@@ -92,9 +92,9 @@ def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
 def test_a_log_of_an_earlier_start_is_kept_under_a_number(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     for text in ("first", "second", "third"):
-        put_aside(log)
+        rotate_log(log)
         log.write_text(text)
-    put_aside(log)
+    rotate_log(log)
     assert [(tmp_path / f"worker-0.{n}.log").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]
     assert not log.exists()
 

@@ -48,7 +48,7 @@ class Machine:
         def start(local: swarm_launcher._Local) -> None:
             self.starts.append(local.slot.index)
             local.process = Process(codes[local.slot.index].pop(0))  # type: ignore[assignment]
-            local.started, local.again_at = 0.0, None
+            local.started, local.restart_at = 0.0, None
 
         monkeypatch.setattr(self.workers, "_start", start)
 
@@ -95,7 +95,7 @@ def test_a_bad_configuration_is_told_as_such(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "worker-0.log"
     monkeypatch.setattr(
-        swarm_launcher, "put_aside", lambda _: log.write_text("diloco.errors.ConfigError: no such thing")
+        swarm_launcher, "rotate_log", lambda _: log.write_text("diloco.errors.ConfigError: no such thing")
     )
     with pytest.raises(ConfigError, match="no such thing"):
         machine.run()
@@ -110,7 +110,7 @@ def test_what_the_others_answered_is_told_without_a_traceback(
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "worker-0.log"
     text = f"Traceback (most recent call last):\n  File ...\ndiloco.errors.{kind}: it is so"
-    monkeypatch.setattr(swarm_launcher, "put_aside", lambda _: log.write_text(text))
+    monkeypatch.setattr(swarm_launcher, "rotate_log", lambda _: log.write_text(text))
     with pytest.raises(WorkerFailed, match=r"^local worker 0 has ended: it is so$") as caught:
         machine.run()
     assert not caught.value.output

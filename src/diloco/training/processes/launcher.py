@@ -51,7 +51,7 @@ class LocalWorkers:
         (self.run_folder / "logs").mkdir(exist_ok=True)
         (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # a killed launcher leaves it
         for local in self._ranks:
-            put_aside(local.log)
+            rotate_log(local.log)
         self._events.skip()
         try:
             self._start()
@@ -73,7 +73,7 @@ class LocalWorkers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with signals_held_back():
+        with stop_signals_blocked():
             for local in self._ranks:
                 process = context.Process(
                     target=run_local_rank, args=(self.config, local), name=f"diloco-worker-{local.process}", daemon=True
@@ -150,7 +150,7 @@ def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
     """Processes started inside receive a stop signal only once they unblock it (worker.py); so does this process."""
     resource_tracker.ensure_running()  # a process of multiprocessing: starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -160,7 +160,7 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def put_aside(log: Path) -> None:
+def rotate_log(log: Path) -> None:
     """Rename the log of an earlier start: worker-0.1.log, and so on."""
     if log.exists():
         number = 1

@@ -31,7 +31,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def trains(folder: Path) -> bool:
+def is_training(folder: Path) -> bool:
     """Whether a process of this machine trains in a run folder at this moment."""
     return any(_held(folder / name) for name in (_LAUNCHER, _WORKERS))
 

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.launcher import failure, put_aside, signals_held_back
+from diloco.training.processes.launcher import failure, rotate_log, stop_signals_blocked
 from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, SwarmSlot
 from diloco.training.processes.spawn import run_swarm_worker
 
@@ -37,7 +37,7 @@ class _Local:
     process: BaseProcess | None = None
     restarts: int = 0
     started: float = 0.0
-    again_at: float | None = None
+    restart_at: float | None = None
     """When it is started again."""
     code: int | None = None
     """The exit code with which it ended for good."""
@@ -57,17 +57,17 @@ class SwarmWorkers:
         (self._locals[0].slot.run_folder / "logs").mkdir(exist_ok=True)
         try:
             for local in self._locals:
-                put_aside(local.slot.log)
+                rotate_log(local.slot.log)
                 self._start(local)
             while any(local.code is None for local in self._locals):
                 time.sleep(_POLL_SECONDS)
                 poll()
                 for local in self._locals:
-                    self._look_after(local)
+                    self._restart_if_ended(local)
             poll()
         finally:
             self._kill_all()
-        self._judge()
+        self._raise_if_all_failed()
 
     def stop(self) -> None:
         """First request: the workers leave the swarm, each after its current step. Second: they are killed."""
@@ -81,23 +81,23 @@ class SwarmWorkers:
 
     def _start(self, local: _Local) -> None:
         context = multiprocessing.get_context("spawn")
-        with signals_held_back():
+        with stop_signals_blocked():
             process = context.Process(
                 target=run_swarm_worker, args=(self.config, local.slot), name=f"diloco-{local.slot.name}", daemon=True
             )
             process.start()
-            local.process, local.started, local.again_at = process, time.monotonic(), None
+            local.process, local.started, local.restart_at = process, time.monotonic(), None
         if self.stop_requests:  # it came before the process could be told
             self._pass_on()
 
-    def _look_after(self, local: _Local) -> None:
+    def _restart_if_ended(self, local: _Local) -> None:
         if local.code is not None:
             return
-        if local.again_at is not None:
+        if local.restart_at is not None:
             if self.stop_requests:
                 local.code = 0  # it has left already
-            elif time.monotonic() >= local.again_at:
-                put_aside(local.slot.log)
+            elif time.monotonic() >= local.restart_at:
+                rotate_log(local.slot.log)
                 self._start(local)
             return
         code = None if local.process is None else local.process.exitcode
@@ -113,7 +113,7 @@ class SwarmWorkers:
             return
         local.restarts += 1
         pause = min(30.0, 2.0 ** (local.restarts - 1))
-        local.again_at = time.monotonic() + pause
+        local.restart_at = time.monotonic() + pause
         self._tell(
             f"{local.slot} ended ({self._reason(local, code)}): it is started again ({local.restarts} of at most "
             f"{MAX_RESTARTS} times)"
@@ -131,7 +131,7 @@ class SwarmWorkers:
         for process in processes:
             process.join(_GRACE_SECONDS)
 
-    def _judge(self) -> None:
+    def _raise_if_all_failed(self) -> None:
         """The run has succeeded if one worker has; otherwise raise the first worker's failure."""
         if self.stop_requests > 1:
             raise WorkerFailed("killed at the second request to stop: the others notice within seconds")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.models.pretrained import CONFIG_FILE
-from diloco.training.processes.run_lock import trains
+from diloco.training.processes.run_lock import is_training
 
 RUN_FILE = "config.toml"
 MODEL_FOLDER = "model"
@@ -18,13 +18,13 @@ def run_model(run: Path) -> Path:
     if not (run / RUN_FILE).is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {RUN_FILE}")
     if not (run / MODEL_FOLDER / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run} has no {MODEL_FOLDER}/ yet: it is written when the run ends; {until_it_ends(run)}")
+        raise ConfigError(f"{run} has no {MODEL_FOLDER}/ yet: it is written when the run ends; {how_to_end(run)}")
     return run / MODEL_FOLDER
 
 
-def until_it_ends(run: Path) -> str:
+def how_to_end(run: Path) -> str:
     """What to do about a run that has not ended."""
-    if trains(run):
+    if is_training(run):
         return "a process trains there: wait for it, or stop it"
     return f"no process trains there: continue it with `{resume_command(run)}`"
 
@@ -33,7 +33,7 @@ def resume_command(run: Path) -> str:
     return f"diloco train --resume {shlex.quote(str(run))}"
 
 
-def any_model(path: Path) -> Path:
+def model_folder_of(path: Path) -> Path:
     """The model folder of a run, or the folder itself if it holds a model."""
     if (path / CONFIG_FILE).is_file():
         return path

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
 from diloco.training.records import history
 from diloco.training.records.events import Event, read_events
-from diloco.training.records.run_folder import RUN_FILE, until_it_ends
+from diloco.training.records.run_folder import RUN_FILE, how_to_end
 from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
@@ -168,7 +168,7 @@ def read_summary(folder: Path) -> Summary:
     if not path.exists():
         if not (folder / RUN_FILE).is_file():
             raise ConfigError(f"{folder} is not a run folder: it has neither {SUMMARY_FILE} nor {RUN_FILE}")
-        raise ConfigError(f"{folder} has no {SUMMARY_FILE}: that run has not ended; {until_it_ends(folder)}")
+        raise ConfigError(f"{folder} has no {SUMMARY_FILE}: that run has not ended; {how_to_end(folder)}")
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
