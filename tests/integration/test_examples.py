@@ -1,13 +1,12 @@
-"""The examples for other people's loops run as they say, under a real torchrun of two workers, without a warning."""
+"""The examples for other people's loops run as they say, in torchrun's environment, without a warning."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.torchrun import Torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FRAMEWORKS = ("hf_trainer", "hf_accelerate", "lightning_trainer")
@@ -22,35 +21,20 @@ def test_every_example_is_shorter_than_60_lines_and_says_how_it_is_started(examp
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Torchrun]]:
     """All of them at once: most of their time is imports."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    environment["HF_HUB_OFFLINE"] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    started = {
-        name: subprocess.Popen(
-            [*command, str(EXAMPLES / f"{name}.py")],
-            env=environment,
-            cwd=tmp_path_factory.mktemp(name),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in FRAMEWORKS
-    }
+    started = {name: Torchrun(EXAMPLES / f"{name}.py", 2, tmp_path_factory.mktemp(name)) for name in FRAMEWORKS}
     yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
+    for one in started.values():
+        one.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_under_torchrun_the_loss_falls_and_both_workers_end_with_the_same_parameters(
-    name: str, runs: dict[str, "subprocess.Popen[str]"]
+    name: str, runs: dict[str, Torchrun]
 ) -> None:
-    output, _ = runs[name].communicate(timeout=400)
-    assert runs[name].returncode == 0, output
+    output = runs[name].wait()
     ends = _END.findall(output)
     assert sorted(worker for worker, _, _, _ in ends) == ["0", "1"], output
     assert len({(final, digest) for _, _, final, digest in ends}) == 1, output

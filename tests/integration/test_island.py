@@ -1,8 +1,5 @@
 """connect(island=True): a framework in the same process sees no other worker, and the rounds go on."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 import diloco
 from diloco.engines.island import hide_place, keep_one_device
 from diloco.errors import ConfigError
+from support.torchrun import Torchrun
 
 TORCHRUN = {
     "RANK": "1",
@@ -98,13 +96,5 @@ def test_an_island_over_nccl_is_refused() -> None:
 def test_two_islands_average_while_nothing_else_in_their_processes_sees_a_world(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(_WORKER)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert sorted(run.stdout.split("\n")[:2]) == ["worker 0 fine", "worker 1 fine"]
+    output = Torchrun(script, 2, tmp_path).wait()
+    assert sorted(output.splitlines()) == ["worker 0 fine", "worker 1 fine"]

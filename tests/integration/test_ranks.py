@@ -5,10 +5,7 @@ Each world of processes is started once and tells all its stories; the tests the
 
 import copy
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from support.processes import with_ranks
 from support.ranks import RankStory, build_rank, rank_loss, told, train_rank, whole_parameters
+from support.torchrun import Torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -291,12 +289,9 @@ def test_what_is_not_cut_by_rows_over_the_worker_s_ranks_is_refused_with_the_rem
         assert "make it contiguous" in rank["refused"]["transposed"]
 
 
-def test_the_example_with_fsdp2_runs_under_torchrun_and_all_ranks_end_with_the_same_parameters() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(EXAMPLE)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    ends = re.findall(r"worker (\d) rank (\d)  final loss ([\d.]+)  parameters ([0-9a-f]{16})", run.stdout)
+def test_the_example_with_fsdp2_runs_under_torchrun_and_all_ranks_end_with_the_same_parameters(tmp_path: Path) -> None:
+    output = Torchrun(EXAMPLE, 4, tmp_path).wait()
+    ends = re.findall(r"worker (\d) rank (\d)  final loss ([\d.]+)  parameters ([0-9a-f]{16})", output)
     assert sorted((worker, rank) for worker, rank, _, _ in ends) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
     assert len({(loss, digest) for _, _, loss, digest in ends}) == 1
     assert float(ends[0][2]) < 0.5  # the targets' variance is about 3

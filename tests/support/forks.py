@@ -40,9 +40,13 @@ Launch = Callable[[Sequence[str], dict[str, str], Path, Path], Launched]
 """Starts a command with an environment and files for its output and errors."""
 
 
-class _Fork:
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> None:
-        given = (list(arguments), environment, output, errors, Path.cwd())
+class Fork:
+    """A fork that runs `work(*arguments)` with an environment and files for its output and errors."""
+
+    def __init__(
+        self, work: Callable[..., object], *arguments: object, environment: dict[str, str], output: Path, errors: Path
+    ) -> None:
+        given = (work, arguments, environment, output, errors, Path.cwd())
         self._process = context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -68,7 +72,9 @@ class _Fork:
 
 def fork_command(arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> Launched:
     """`diloco ARGUMENTS`, in a session of its own."""
-    return _Fork(arguments, environment, output, errors)
+    for path in (output, errors):
+        path.write_bytes(b"")
+    return Fork(_run_diloco, list(arguments), environment=environment, output=output, errors=errors)
 
 
 def start_interpreter(arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> Launched:
@@ -82,13 +88,24 @@ def run_command(command: Sequence[str], environment: dict[str, str], output: Pat
         return subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
 
 
-def _run(arguments: list[str], environment: dict[str, str], output: Path, errors: Path, folder: Path) -> None:
+def _run(
+    work: Callable[..., object],
+    arguments: Sequence[object],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    folder: Path,
+) -> None:
     os.setsid()
     os.chdir(folder)
     for descriptor, path in ((1, output), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    work(*arguments)
+
+
+def _run_diloco(arguments: list[str]) -> None:
     setattr(SpawnProcess, "_Popen", staticmethod(ForkProcess._Popen))  # noqa: B010  its workers are forks of it
     from diloco.cli.main import run
 
