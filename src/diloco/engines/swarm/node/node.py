@@ -36,7 +36,7 @@ from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.joining import join, save
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.own_checks import OwnChecks
-from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.participant import Participant
@@ -210,10 +210,10 @@ class Node:
         """Every member counts offences from the same plans, and so bans the same peers."""
         self.leader.record_end_elsewhere(plan.key.sequence)
         names = {self.members.number_of(name): name for name in self.members.peers}
-        diverged = {e.number for e in plan.entries if "is not the others'" in plan.decision.refused.get(e.number, "")}
+        honest = {entry.number for entry in plan.entries if _may_be_honest(entry, plan.decision.refused)}
         for number, reason in plan.decision.refused.items():
             name = names.get(number)
-            if name is None or number in diverged or not plan.contributors:  # all refused at once is no offence
+            if name is None or number in honest or not plan.contributors:  # all refused at once is no offence
                 continue
             if self.permissions.record_offence(name, reason):
                 self._emit("member_banned", {"peer": name, "number": number, "reason": reason})
@@ -309,3 +309,9 @@ class Node:
                 await self.states.serve(stream)
         except (PeerRefused, Malformed, Unreachable) as problem:
             logger.info("a stream of %s ended: %s", stream.peer, problem)
+
+
+def _may_be_honest(entry: Entry, refused: Mapping[int, str]) -> bool:
+    """Another anchor is no offence, nor is the large norm of a worker that missed rounds: it carries more work."""
+    reason, claim = refused.get(entry.number, ""), entry.parsed.claim
+    return "is not the others'" in reason or (reason.startswith("norm ") and claim.weight > claim.round_weight)
