@@ -1,10 +1,13 @@
 """The event loop that the swarm's protocol tests run on."""
 
 import asyncio
+import re
 import time
+from pathlib import Path
 
 import pytest
 
+from diloco.engines.swarm import node
 from support import virtual_clock
 
 
@@ -49,3 +52,12 @@ def test_a_wait_that_nothing_can_end_is_an_error() -> None:
 
     with pytest.raises(virtual_clock.Stuck):
         virtual_clock.run(work())
+
+
+def test_the_node_reads_no_clock_but_its_event_loops() -> None:
+    """A guest has its loop in another thread, and measures from outside."""
+    folder = Path(node.__file__).parent
+    files = [path for path in folder.rglob("*.py") if path.name != "guest.py"]
+    assert len(files) > 10
+    for path in files:
+        assert not re.search(r"monotonic|perf_counter|time\.sleep|wait_for\(", path.read_text()), path
