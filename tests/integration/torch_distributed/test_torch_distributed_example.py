@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "existing_loop.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "existing_loop.py"
 
 
 def test_the_example_changes_an_ordinary_loop_by_at_most_five_marked_lines() -> None:

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING) and networks.REQUIRED not in os.environ, reason=_MISSING or ""),
 ]
 NUMEL = 600_000
-WORKER = Path(__file__).parents[1] / "support" / "swarm" / "averaging.py"
+WORKER = Path(__file__).parents[2] / "support" / "swarm" / "averaging.py"
 
 
 @contextmanager

@@ -28,7 +28,7 @@ PLAIN = SyncConfig(3, "fp32")
 STREAMING = SyncConfig(5, "fp32", fragments=2, overlap_steps=2, mixing=0.5)
 PARAMETERS = 10_179
 Told = dict[str, Any]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_loop.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "fsdp_loop.py"
 
 
 # Stories: each rank runs them and tells what it saw

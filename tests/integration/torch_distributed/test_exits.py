@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-EXITS = Path(__file__).parents[1] / "support" / "exits.py"
+EXITS = Path(__file__).parents[2] / "support" / "exits.py"
 LEFT = "gloo threads at exit:"
 
 
