@@ -2,7 +2,7 @@
 
 The transport guarantees the id: no peer can call under another's (libp2p peer ids are made of public keys). Which peer
 may say what is decided in trust/permissions.py; the messages are in node/messages.py. For the internet there is
-p2pd_transport.py (Hivemind's p2pd); tests have a transport in memory.
+p2pd/transport.py (Hivemind's p2pd); tests have a transport in memory.
 """
 
 from abc import ABC, abstractmethod

@@ -2,7 +2,7 @@
 
 The protocol is Hivemind's: protobuf messages, each after its length. All calls share one connection; each stream is a
 connection of its own, over a plain socket, so that bytes go directly between memory and the daemon. The daemon's errors
-are raised as they are (`DaemonError`); p2pd_errors.py says what they mean.
+are raised as they are (`DaemonError`); errors.py says what they mean.
 """
 
 import asyncio
