@@ -465,6 +465,13 @@ def test_position_and_work_are_saved_apart_and_an_older_state_is_refused_by_name
         again.load_state_dict(saved)
 
 
+def test_a_swarm_has_no_use_for_restoring_and_says_so() -> None:
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="restoring = True has no effect in a swarm"):
+        DiLoCo(model, inner, ElasticSwarm().engine(0), sync=PLAIN, restoring=True)
+
+
 def test_a_worker_of_several_ranks_is_refused() -> None:
     class Two(WorkerRanks):
         rank, count = 0, 2

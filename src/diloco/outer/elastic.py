@@ -47,6 +47,11 @@ class ElasticMembership(Policy):
                 f"a worker of {loop.engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use "
                 "ranks = 1"
             )
+        if loop.restoring:
+            raise ConfigError(
+                "restoring = True has no effect in a swarm, where a worker always asks the others for their state: "
+                "leave it out"
+            )
         self.loop, self.state, self.replica, self.schedule = loop, loop.state, loop.replica, loop.schedule
         self.missed: Missed | None = None
         self._joined = False  # this worker has the run's state
