@@ -22,8 +22,8 @@ class Texts:
     """Shared out among the workers; all validate on it, and its tokenizer is the run's."""
     own: Corpus | None = None
     """In a swarm a worker may read text of its own instead."""
-    own_place: int = 0
-    own_places: int = 1
+    own_index: int = 0
+    own_readers: int = 1
     """The local workers of this machine share its own text: this one's index, and how many there are."""
 
     @property

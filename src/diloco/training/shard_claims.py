@@ -37,9 +37,9 @@ def index_among(roster: Iterable[int], worker: int) -> tuple[int, int]:
     return numbers.index(worker), len(numbers)
 
 
-def shards_of(shards: int, place: int, places: int) -> list[int]:
-    """The shards of member `place` of `places`; with more members than shards, some read the same one."""
-    return worker_shards(shards, place, places) if places <= shards else [place % shards]
+def shards_of(shards: int, index: int, members: int) -> list[int]:
+    """The shards of the member with this index; with more members than shards, some read the same one."""
+    return worker_shards(shards, index, members) if members <= shards else [index % shards]
 
 
 class ShardClaims:

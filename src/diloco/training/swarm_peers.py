@@ -58,7 +58,7 @@ def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list
     """The shards that a worker reads first: its share of the text. In a swarm, those of its share that are on this
     machine, or all that are if its share is less than a batch."""
     if texts.own is not None:
-        return list(range(texts.own_place, texts.own.shards, texts.own_places))
+        return list(range(texts.own_index, texts.own.shards, texts.own_readers))
     corpus = texts.shared
     if not engine.elastic:
         check_disjoint(corpus, engine.workers)
@@ -111,14 +111,14 @@ class SwarmPeers(Peers):
         self.claims = ShardClaims(texts.shared, length, engine.worker, own_text=texts.own is not None)
         self._fetcher = ShardFetcher(texts.shared, self._fetch, events.emit)
         self._corpus: Corpus = texts.shared
-        self._lacking: list[int] = []
+        self._missing: list[int] = []
         self._note = b""
         self._failing_since: float | None = None
         self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
         self._step_seconds = 0.0
         self._listed = 0.0
-        outer.note, outer.on_resync = self._told, self._on_resync
+        outer.note, outer.on_resync = self._write_note, self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
         """The present members share the text out; at the first step of a run, wait until min_workers are there."""
@@ -165,9 +165,9 @@ class SwarmPeers(Peers):
             self._fetcher.arrived.clear()
             if self.claims.take(self._reader):
                 self._events.emit("shards", shards=self._reader.shards)
-        if self._lacking and self._fetcher.may_try:
-            self._lacking = self.claims.missing()
-            self._fetcher.start(self._lacking)
+        if self._missing and self._fetcher.may_try:
+            self._missing = self.claims.missing()
+            self._fetcher.start(self._missing)
 
     def after_step(self, loss: float | None, tokens: int) -> None:
         now = time.monotonic()
@@ -212,15 +212,15 @@ class SwarmPeers(Peers):
         if self.claims.follow(roster, self._reader) or self._reader.shards != before:
             self._events.emit("shards", shards=self._reader.shards)
         self._validation.share = index_among(self.claims.roster, self._engine.worker)
-        self._lacking = self.claims.missing()
-        self._fetcher.start(self._lacking)
+        self._missing = self.claims.missing()
+        self._fetcher.start(self._missing)
 
     def _fetch(self, name: str, path: Path) -> None:
         assert self._swarm is not None, "shards are missing only in a swarm"
         self._swarm.fetch_file(name, path)
         check_file(self._corpus.meta, path)
 
-    def _told(self) -> bytes:
+    def _write_note(self) -> bytes:
         """The note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
             self._note = self.claims.note(self._reader)
@@ -234,11 +234,11 @@ class SwarmPeers(Peers):
     def resyncs(self) -> int:  # type: ignore[override]
         return self._outer.resyncs
 
-    # Patience
+    # Giving up
 
     def check_progress(self, failures: list[str], loss: float | None) -> None:
-        """Raise EngineError where to train on is of no use: the loss is not finite and the last rounds were without
-        this worker's contribution, or no round has succeeded for CUT_OFF_SECONDS."""
+        """Raise EngineError if the loss is not finite and the last rounds were without this worker's contribution, or
+        if no round has succeeded for CUT_OFF_SECONDS."""
         without = len(failures) or self._refusals
         if without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
             raise EngineError(

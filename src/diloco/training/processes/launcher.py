@@ -80,7 +80,7 @@ class LocalWorkers:
                 )
                 process.start()
                 self._processes.append(process)
-        if self.stop_requests:  # it came before the processes could be told
+        if self.stop_requests:  # before the processes had started
             self._pass_on()
 
     def _supervise(self, poll: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Local workers of a swarm as processes: each may die, and is started again; the others go on meanwhile. Torch-free.
+"""Local workers of a swarm as processes: one that dies is started again while the others train on. Torch-free.
 
 A worker that was killed, or failed for a reason that may pass, is started again under its own name: it takes the
 swarm's state, or, if no member is left, continues from the newest checkpoint of this machine. A worker that the swarm
@@ -87,7 +87,7 @@ class SwarmWorkers:
             )
             process.start()
             local.process, local.started, local.restart_at = process, time.monotonic(), None
-        if self.stop_requests:  # it came before the process could be told
+        if self.stop_requests:  # before the process had started
             self._pass_on()
 
     def _restart_if_ended(self, local: _Local) -> None:
@@ -109,7 +109,7 @@ class SwarmWorkers:
         if code == 0 or code in _FOR_GOOD or never_in or self.stop_requests or local.restarts >= MAX_RESTARTS:
             local.code = code
             if code and len(self._locals) > 1:
-                self._tell(f"{local.slot} has ended for good ({self._reason(local, code)}); the others go on")
+                self._tell(f"{local.slot} has ended for good ({self._reason(local, code)}); the others train on")
             return
         local.restarts += 1
         pause = min(30.0, 2.0 ** (local.restarts - 1))
