@@ -83,6 +83,23 @@ def test_a_mean_that_is_not_finite_moves_no_anchor_and_loses_no_work(sync: SyncC
     assert len(world.digests()) == 1 and torch.isfinite(anchors(world.workers[0].optimizer)).all()
 
 
+def test_a_gradient_times_minus_900_is_in_no_mean() -> None:
+    """With a max_norm_ratio of 1000 it is in all of them."""
+    world = ElasticWorld(4, PLAIN)
+    events, liar = heard(world, 0), world.workers[3]
+    for _ in range(3):
+        world.inner_step(times=6)
+        with liar.optimizer.outer_parameters():
+            anchor = [parameter.detach().clone() for parameter in liar.model.parameters()]
+        with torch.no_grad():
+            for parameter, start in zip(liar.model.parameters(), anchor, strict=True):
+                parameter.copy_(start + 900.0 * (start - parameter))
+        world.post()
+        world.merge()
+    assert [set(event.result.refused) for event in events] == [{3}] * 3
+    assert float(flat(world.workers[0].model).abs().max()) < 10.0
+
+
 def test_a_state_with_a_mean_that_is_not_finite_is_not_taken_over() -> None:
     world = ElasticWorld(3, PLAIN, SGD(lr=1.0))
     world.swarm.means_only = True
