@@ -81,7 +81,8 @@ class DiLoCo(torch.optim.Optimizer):
         """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
         self.loop.refuse_while_evaluating()
         loss: float | None = None
-        if self._unscaled():
+        found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
+        if found_inf is None or self._unscale(found_inf):
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
         else:
             self.skipped_steps += 1
@@ -98,11 +99,8 @@ class DiLoCo(torch.optim.Optimizer):
         self.loop.post()
         self.loop.merge()
 
-    def _unscaled(self) -> bool:
-        """Apply what GradScaler left for this step, if anything; False if the step must be skipped."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return True
+    def _unscale(self, found_inf: Tensor) -> bool:
+        """Divide the gradients by GradScaler's scale; False if one is not finite, and the step must be skipped."""
         if found_inf.item():
             return False
         scale: Tensor | None = getattr(self, "grad_scale", None)

@@ -225,14 +225,14 @@ def refuse_new_parameters(tensors: ModelTensors, inner_parameters: Iterable[Tens
         )
 
 
+@dataclass(frozen=True)
 class _LaneRound:
     """A round of a worker with one lane."""
 
-    def __init__(self, pending: PendingRound) -> None:
-        self._pending = pending
+    pending: PendingRound
 
     def wait(self) -> Outcome:
-        result = self._pending.wait()
+        result = self.pending.wait()
         return Outcome(result, [result.mean])
 
 
