@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS   ?=
+# Both cores, file by file; in this order the long tests come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train swarm test check lint format bench clean
 .DELETE_ON_ERROR:
@@ -15,10 +17,10 @@ swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
 	$(BIN)/diloco train --engine swarm $(ARGS)
 
 test: $(VENV)/.dev            ## the whole suite, real processes and kills included (about six minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: lint                   ## before every commit: lint, then the fast tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" -q $(ARGS)
+	$(PYTEST) -m "not slow" -q $(ARGS)
 
 lint: $(VENV)/.dev            ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -54,6 +54,7 @@ class Torchrun:
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
+            rank.wait()
 
 
 def _run_script(script: Path, folder: Path) -> None:

@@ -44,8 +44,13 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
             if event["type"] == "round" and len(event["members"]) == 2
         ]
         assert all(len(both) == 1 for both in digests)
-        assert command(["status", str(second.folder)]) == 0
-        assert "2 workers" in (told := capsys.readouterr().out) and told.count("training") == 2
+
+        def shows_both() -> bool:
+            assert command(["status", str(second.folder)]) == 0
+            told = capsys.readouterr().out
+            return "2 workers" in told and told.count("training") == 2
+
+        second.wait_until(shows_both, "a status of both")
         for pid in [first.process.pid, *first.workers()]:
             os.kill(pid, signal.SIGKILL)
         second.wait_until(lambda: contributors(second)[-1] == [1], "a round without the founder")
