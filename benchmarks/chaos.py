@@ -217,7 +217,10 @@ class Chaos:
                     self.do(kind, now)
                 ended, moved = now, time.monotonic()
             elif time.monotonic() - moved > self.plan.round_seconds:
-                raise SystemExit(f"hang: no round has ended for {self.plan.round_seconds:g} s after round {ended}")
+                raise SystemExit(
+                    f"hang: no round has ended for {self.plan.round_seconds:g} s after round {ended}; "
+                    f"these have not ended: {self._waiting()}"
+                )
 
     def _thaw(self) -> None:
         for life in self.lives:
@@ -226,11 +229,14 @@ class Chaos:
                 life.thaws_at = None
 
     def _over(self) -> bool:
-        """All who began have ended, and strangers have had their answer."""
+        return not self._waiting()
+
+    def _waiting(self) -> list[str]:
+        """Workers that must come to the end and have not, and strangers without an answer yet."""
         sorts = self.sorts
         answered = {line["life"] for line in self.chronicle.of("error")}
-        waiting = sorts.finishing | (sorts.strangers - answered)
-        return not any(life.worker.alive for life in self.lives if life.name in waiting)
+        expected = sorts.finishing | (sorts.strangers - answered)
+        return [life.name for life in self.lives if life.name in expected and life.worker.alive]
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,12 @@ class Swarm:
         worker.say("go")
         return worker
 
-    def start_honest(self, machine: str, life: str) -> Worker:
-        """Waits until its work is in a mean."""
-        worker = self.start(machine, life)
-        self.wait_until(lambda: self.contributes(life), f"work of {life} in a mean")
-        return worker
+    def start_honest(self, **lives: str) -> list[Worker]:
+        """One on each machine, by the name of its life; waits until the work of each is in a mean."""
+        workers = [self.start(machine, life) for machine, life in lives.items()]
+        for life in lives.values():
+            self.wait_until(lambda life=life: self.contributes(life), f"work of {life} in a mean")  # type: ignore[misc]
+        return workers
 
     @property
     def chronicle(self) -> Chronicle:
@@ -83,9 +84,8 @@ class Swarm:
 def test_whatever_is_done_to_its_workers_the_swarm_trains_on_as_one(tmp_path: Path) -> None:
     with Workers(tmp_path, lost_seconds=2.0, beat_seconds=0.4) as workers:
         swarm = Swarm(workers)
-        first = swarm.start_honest("first", "first")
-        second = swarm.start_honest("second", "second")
-        swarm.start_honest("third", "third")
+        (first,) = swarm.start_honest(first="first")
+        second, _ = swarm.start_honest(second="second", third="third")
 
         liars = {lie: swarm.start(lie, lie, lie) for lie in ("nan", "huge")}
         for lie in liars:
@@ -103,8 +103,7 @@ def test_whatever_is_done_to_its_workers_the_swarm_trains_on_as_one(tmp_path: Pa
         assert sidecar is not None
         os.kill(sidecar, signal.SIGKILL)
         swarm.trains_on("second")
-        swarm.start_honest("first", "first, again")
-        swarm.start_honest("fourth", "fourth")
+        swarm.start_honest(first="first, again", fourth="fourth")
 
         liars["nan"].kill()
         again = swarm.start("nan", "nan, again", "nan")
