@@ -312,3 +312,22 @@ def test_joiners_that_outnumber_the_others_follow_a_round_that_ended_without_the
     failures, contributors = told(2, story, lost_seconds=2.0)
     assert all(failure is not None and "without this worker" in failure for failure in failures)
     assert contributors == (0, 1, 2, 3, 4)
+
+
+def test_a_worker_that_missed_rounds_does_not_wait_for_members_that_have_left() -> None:
+    """Its round fails at once and asks for a resync, which finds that this worker's state is the latest there is."""
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[RoundOutcome, RoundOutcome]:
+        last = workers[1]
+        last.node.members.status.has_state = False  # the others ended a round without it
+        await workers[0].node.leave()
+        await asyncio.sleep(1.0)
+        missed, _ = await last.post(values(1), seconds=500.0)
+        await last.catch_up()
+        alone, _ = await last.post(values(1, 1), sequence=1, seconds=500.0)
+        return missed, alone
+
+    missed, alone = told(2, story)
+    assert missed.failure == "round 0: no live member has the state of the run" and missed.resync
+    assert missed.seconds < 1.0  # of the virtual clock: it did not wait for the deadline
+    assert (alone.failure, alone.contributors) == (None, (1,))

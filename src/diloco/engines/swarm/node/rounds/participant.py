@@ -79,25 +79,28 @@ class Participant:
         """Send the header to the leader."""
         leader = round_.leader or self.members.leader()
         round_.leader = None
-        if leader is not None:
-            try:
-                answer = await self.calls.ask(leader, Ready(round_.contribution, round_.posted.max_norm_ratio))
-            except Unreachable as problem:
-                self.heartbeats.suspect(leader, problem)
-            except CallRefused as reason:
-                if not str(reason).startswith(("unknown", "busy")):  # else the leader does not know this worker yet
-                    round_.fail(str(reason), fatal=True)
+        if leader is None:
+            # This worker missed rounds, and all members that have the state are gone: only a resync can settle it.
+            round_.fail("no live member has the state of the run", resync=True)
+            return
+        try:
+            answer = await self.calls.ask(leader, Ready(round_.contribution, round_.posted.max_norm_ratio))
+        except Unreachable as problem:
+            self.heartbeats.suspect(leader, problem)
+        except CallRefused as reason:
+            if not str(reason).startswith(("unknown", "busy")):  # else the leader does not know this worker yet
+                round_.fail(str(reason), fatal=True)
+            self.heartbeats.beat_soon(leader)
+        except Malformed as problem:
+            logger.info("round %d: %s", round_.sequence, problem)
+        else:
+            if isinstance(answer, Waiting):
+                round_.leader = leader
+                return
+            if isinstance(answer, Ended):
+                await self.outcomes.resolve(round_, leader)
+            else:  # NotLeader: the views of both settle within a beat
                 self.heartbeats.beat_soon(leader)
-            except Malformed as problem:
-                logger.info("round %d: %s", round_.sequence, problem)
-            else:
-                if isinstance(answer, Waiting):
-                    round_.leader = leader
-                    return
-                if isinstance(answer, Ended):
-                    await self.outcomes.resolve(round_, leader)
-                else:  # NotLeader: the views of both settle within a beat
-                    self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(_POLL_SECONDS)
 
     async def _watch(self, round_: Round) -> None:
