@@ -49,8 +49,9 @@ class Plan:
     workers: int = 4
     every: int = 3
     """Rounds between two deeds."""
-    round_seconds: float = 40.0
-    """A round that takes longer is a hang."""
+    round_seconds: float = 150.0
+    """A round that takes longer is a hang: no wait of the engine is as long (60 s to find a member again after the
+    sidecar was killed, 120 s for a round)."""
     most_loss: float = MOST_LOSS
 
     def deeds(self) -> dict[int, list[str]]:
@@ -58,7 +59,8 @@ class Plan:
         chance = random.Random(self.seed)
         certain = ["nan", "huge", "join", "stranger", "kill the first", "freeze and thaw", "kill", "return", "sidecar"]
         more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "liar returns"]
-        slots = list(range(0, self.rounds - 6, self.every))
+        quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
+        slots = list(range(0, self.rounds - quiet, self.every))
         kinds = certain + chance.choices(more, k=max(0, len(slots) - len(certain)))
         deeds: dict[int, list[str]] = {}
         for index, kind in enumerate(kinds):
