@@ -331,3 +331,20 @@ def test_a_worker_that_missed_rounds_does_not_wait_for_members_that_have_left() 
     assert missed.failure == "round 0: no live member has the state of the run" and missed.resync
     assert missed.seconds < 1.0  # of the virtual clock: it did not wait for the deadline
     assert (alone.failure, alone.contributors) == (None, (1,))
+
+
+def test_a_leader_gives_up_a_round_that_others_have_ended_so_that_the_next_one_can_begin() -> None:
+    """Worker 0 begins to lead round 0, which the others end without it; then it fetches their state."""
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
+        leader = workers[0]
+        early = asyncio.create_task(leader.post(values(0), seconds=2.0))
+        await asyncio.sleep(1.0)
+        assert leader.node.leader.phases() == {0: "gathering"}
+        for worker in workers:  # as after a round 0 of the others, and the fetched state
+            worker.node.members.status.ended_round, worker.trainer.sequence = 0, 1
+        await early
+        return await all_post(workers, sequence=1, seconds=60.0)
+
+    for outcome, _ in told(3, story):
+        assert (outcome.failure, outcome.contributors) == (None, (0, 1, 2))

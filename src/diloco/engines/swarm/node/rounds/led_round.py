@@ -170,6 +170,7 @@ class LedRound:
     async def _gather(self) -> None:
         hurried_at: float | None = None
         while missing := self._missing():
+            self._step_down_if_ended()
             now = clock.now()
             live_ready = [name for name in self.ready if self._members.is_live(name)]
             if self.half_ready_at is None and len(live_ready) >= len(missing):
@@ -187,6 +188,11 @@ class LedRound:
                 break
             await self._members.wait_for_change(POLL_SECONDS)
         self.half_ready_at = self.half_ready_at or clock.now()
+
+    def _step_down_if_ended(self) -> None:
+        """Others may end a round that this node has begun to lead; its worker then fetches their state."""
+        if self._outcomes.has_ended(self.key.sequence):
+            raise SteppedDown("it has ended already")
 
     def _missing(self) -> list[str]:
         """Members with the state that have not posted this round."""
@@ -233,6 +239,7 @@ class LedRound:
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
         while not self._members.may_go_on():
+            self._step_down_if_ended()
             self.phase = "waiting: most others have fallen silent"
             await self._members.wait_for_change(POLL_SECONDS)
         if len(self._members.live()) > live:
