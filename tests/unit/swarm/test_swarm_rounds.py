@@ -343,8 +343,11 @@ def test_a_leader_gives_up_a_round_that_others_have_ended_so_that_the_next_one_c
         assert leader.node.leader.phases() == {0: "gathering"}
         for worker in workers:  # as after a round 0 of the others, and the fetched state
             worker.node.members.status.ended_round, worker.trainer.sequence = 0, 1
-        await early
+        failed, _ = await early
+        assert failed.failure == "round 0: the others ended it without this worker"
+        leader.node.members.status.has_state = True
+        await asyncio.sleep(1.0)  # the others hear that it leads again
         return await all_post(workers, sequence=1, seconds=60.0)
 
-    for outcome, _ in told(3, story):
+    for outcome, _ in told(3, story, timeout_seconds=600.0):
         assert (outcome.failure, outcome.contributors) == (None, (0, 1, 2))
