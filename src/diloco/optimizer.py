@@ -124,7 +124,7 @@ class DiLoCo(torch.optim.Optimizer):
 
         `early` says that this worker ends before the others expect it: they then end after the same round, but where
         workers come and go it leaves alone, with the anchor as it is.
-        `before_confirming` runs with the final parameters in the model; all learn what it puts into `outer.report`.
+        `before_confirming` runs with the final parameters in the model; all learn what it puts into `loop.report`.
         """
         self.loop.finish(early=early, before_confirming=before_confirming)
 

@@ -165,7 +165,7 @@ def in_one_swarm(swarm: LoopbackSwarm, first: int) -> tuple[list[dict[str, Any]]
         for engine in engines:
             engine.serve_state(lambda: GlobalState({}, {"sequence": 0}, "same"))
         taken = together(engines, lambda engine: engine.fetch_state() is not None)
-        if any(taken):  # it had joined just now, or gone astray
+        if any(taken):  # it had joined just now, or diverged
             swarm.settle()
         for answered, answer in zip(everyone, together(engines, SCENARIOS[name]), strict=True):
             answered[name] = answer

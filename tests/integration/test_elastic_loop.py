@@ -327,24 +327,24 @@ def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_
     assert len(world.digests()) == 1
 
 
-def test_a_worker_that_went_astray_takes_the_parameters_too_and_says_so() -> None:
+def test_a_worker_that_diverged_takes_the_parameters_too_and_says_so() -> None:
     world = ElasticWorld(3, PLAIN, SGD(lr=1.0))
     told: list[int] = []
-    stray = world.workers[2]
-    stray.loop.on_resync = lambda _, sequence: told.append(sequence)
+    diverged = world.workers[2]
+    diverged.loop.on_resync = lambda _, sequence: told.append(sequence)
     world.step(times=6)
     with torch.no_grad():
-        stray.loop.state.fragments[0].anchor[7] += 100.0
-        stray.model.entrance.weight.view(-1)[7] += 100.0
-    stray.loop.state.lanes[0].take_digests()
-    stray.loop.state._replica.update_digests()
+        diverged.loop.state.fragments[0].anchor[7] += 100.0
+        diverged.model.entrance.weight.view(-1)[7] += 100.0
+    diverged.loop.state.lanes[0].take_digests()
+    diverged.loop.state._replica.update_digests()
     world.step(times=5)
     world.inner_step()
     world.post()
     world.merge()
-    assert (stray.loop.rounds_failed, stray.loop.resyncs, told) == (1, 1, [2])
+    assert (diverged.loop.rounds_failed, diverged.loop.resyncs, told) == (1, 1, [2])
     assert len(world.digests()) == 1
-    assert torch.equal(flat(stray.model), anchors(stray.optimizer))
+    assert torch.equal(flat(diverged.model), anchors(diverged.optimizer))
     assert world.swarm.providers[2]().numbers["sequence"] == 2
     events = heard(world, 0)
     world.step(times=6)
@@ -357,26 +357,26 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     world, alone = ElasticWorld(2, PLAIN), ElasticWorld(1, PLAIN)
     world.step(times=6)
     alone.step(times=30)
-    strayed = alone.workers[0]
+    diverged = alone.workers[0]
     engine = world.swarm.engine(7)
-    strayed.loop.engine = strayed.loop.replica.engine = strayed.loop.state.lanes[0].engine = engine
+    diverged.loop.engine = diverged.loop.replica.engine = diverged.loop.state.lanes[0].engine = engine
     engine.serve_state(alone.swarm.providers[0])
-    strayed.loop.policy.missed = Missed("it went on alone")
-    world.workers[7] = replace(strayed, number=7)
+    diverged.loop.policy.missed = Missed("it went on alone")
+    world.workers[7] = replace(diverged, number=7)
     world.step(7, times=5)
-    assert strayed.loop.resyncs == 0
+    assert diverged.loop.resyncs == 0
     world.inner_step(7)
     world.post(7)
-    assert (strayed.loop.resyncs, strayed.loop.inner_steps, strayed.loop.state.sequence) == (1, 36, 2)
-    assert len(strayed.loop.in_flight) == 1
+    assert (diverged.loop.resyncs, diverged.loop.inner_steps, diverged.loop.state.sequence) == (1, 36, 2)
+    assert len(diverged.loop.in_flight) == 1
     world.step(0, 1, times=5)
     world.inner_step(0, 1)
     world.post(0, 1)
     world.merge()
-    assert len(world.digests()) == 1 and strayed.loop.rounds == 2
+    assert len(world.digests()) == 1 and diverged.loop.rounds == 2
     world.inner_step(7)
     world.post(7)
-    assert strayed.loop.state.sequence == 3
+    assert diverged.loop.state.sequence == 3
 
 
 # The end
@@ -453,7 +453,7 @@ def test_notes_go_with_every_post_and_with_the_state_and_are_in_no_saved_number(
     events = heard(world, 0)
     world.step(times=9)
     assert [member.note for member in events[0].result.members] == [b"I am 0", b"I am 1"]
-    assert "note" not in events[0].result.members[0].told()
+    assert "note" not in events[0].result.members[0].as_json()
     assert world.join(2).loop.arrived_note == b"I am 0"
     world.inner_step(0, 1, times=3)
     world.post(0, 1)

@@ -127,20 +127,20 @@ def test_a_worker_with_nan_parameters_is_refused_counted_and_healed_by_the_merge
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_worker_whose_anchor_went_astray_takes_over_the_others_and_adds_nothing_of_it_to_the_mean(
+def test_a_worker_whose_anchor_diverged_takes_over_the_others_and_adds_nothing_of_it_to_the_mean(
     workers: int,
 ) -> None:
     """A bit that flipped in one worker's memory: seen by the digest after the next merge, healed one round later."""
     world = InTurn(workers, SyncConfig(2, "fp32"), SGD(lr=1.0))
     world.step(2)
-    stray = world.optimizers[-1]
+    diverged = world.optimizers[-1]
     with torch.no_grad():
-        stray.loop.state.fragments[0].anchor[7] += 100.0
+        diverged.loop.state.fragments[0].anchor[7] += 100.0
         world.models[-1].entrance.weight.view(-1)[7] += 100.0
     world.step(2)
     assert len(set(world.digests())) == 2
     world.step(2)
-    assert stray.loop.rounds_failed == 1
+    assert diverged.loop.rounds_failed == 1
     world.step(1)
     world.inner_step()
     others = torch.stack([flat(model).double() for model in world.models[:-1]]).mean(0)

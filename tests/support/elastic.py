@@ -213,8 +213,8 @@ class _Pending(PendingRound):
             raise RoundFailed(f"round {self.key.sequence}: it ended without worker {worker}", resync=engine.must_fetch)
         members = tuple(round_.headers[w].member for w in sorted(round_.headers))
         engine._members = members
-        strays = {members[position].worker for position in diverged([m.anchor_digest for m in members])}
-        engine.must_fetch = engine.must_fetch or worker in strays
+        apart = {members[position].worker for position in diverged([m.anchor_digest for m in members])}
+        engine.must_fetch = engine.must_fetch or worker in apart
         if round_.mean is not None:
             self.vector.data.copy_(round_.mean)
         others = HEADER_BYTES * (len(round_.roster) - 1)
@@ -227,7 +227,7 @@ class _Pending(PendingRound):
             bytes_received=others,
             seconds=0.0,
             members=members,
-            resync=worker in strays,
+            resync=worker in apart,
             roster=round_.roster,
         )
 

@@ -27,7 +27,7 @@ def generate(
     device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(name="--device")] = "auto",
     threads: Annotated[int | None, Parameter(name="--threads")] = None,
 ) -> None:
-    """Write on from a prompt.
+    """Continue a prompt.
 
     Parameters
     ----------
@@ -36,11 +36,11 @@ def generate(
     prompt
         The text to continue.
     max_tokens
-        Write at most so many tokens.
+        Write at most this many tokens.
     temperature
         Above 1 more surprising, below 1 less (default 0.8).
     top_k
-        Choose among so many of the likeliest tokens (default 50).
+        Choose among this many of the likeliest tokens (default 50).
     seed
         The same seed writes the same text (default: another text each time).
     greedy

@@ -74,7 +74,9 @@ def revoke(run: Path, peer: str, /) -> None:
     if record.invitation is None:
         _say("its invitation is not known here: until that expires, the peer can come back under a new id")
     else:
-        _say(f"so is the invitation {record.invitation}; of the peers that came with it, {len(record.kept)} stay")
+        others = {0: "no other peer uses it", 1: "the other peer that came with it stays"}
+        several = f"the {done.staying} other peers that came with it stay"
+        _say(f"so is the invitation {record.invitation}; {others.get(done.staying, several)}")
         _say(f"for new workers:  diloco invite {run}")
     if done.renewed is not None:
         _say("this machine's own workers came with it too: those that start later use a new one")

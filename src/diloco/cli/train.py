@@ -22,7 +22,8 @@ from diloco.training.processes.swarm_run import train_in_swarm
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
 
-Train a language model with DiLoCo: workers train apart, and average at times.
+Train a language model with DiLoCo: workers train independently
+and average from time to time.
 
   --model M             tiny (default), 60m, 150m, 400m, llama-150m, llama-1b;
                         a folder (Llama family); hf:NAME_OR_PATH (any causal LM)
@@ -35,7 +36,8 @@ Train a language model with DiLoCo: workers train apart, and average at times.
   --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
   --engine E            torch_distributed (default); swarm: others can join
-  --seed N              of the initial parameters and the order of the data
+  --seed N              seed for the initial parameters and the order of
+                        the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
   --resume RUNDIR       continue a run that was stopped, killed, or has ended
   --device D            auto (default), cpu, cuda

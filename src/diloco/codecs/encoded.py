@@ -22,7 +22,7 @@ class EncodedVector:
     def __init__(
         self, codec: Codec, layout: PartLayout, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> None:
-        """`pinned`: on the CPU, for values that are on a GPU."""
+        """`pinned`: page-locked CPU memory, for copies from and to a GPU."""
         self.codec = codec
         self.layout = layout
         rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
@@ -30,9 +30,10 @@ class EncodedVector:
         self.num_bytes = self.data.numel()
 
     def encode(self, first_part: int, values: Tensor) -> None:
-        """Write consecutive parts from the flat fp32 `values`; the end of the last part may be missing.
+        """Write consecutive parts from the flat fp32 `values`.
 
-        Values on a GPU are encoded there; the copy to memory on the CPU is asynchronous.
+        The last part may be incomplete; it is padded with zeros. Values on a GPU are encoded there; the copy to
+        memory on the CPU is asynchronous.
         """
         part = self.layout.part_elements
         rows = -(-values.numel() // part)

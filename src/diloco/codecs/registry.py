@@ -1,4 +1,8 @@
-"""The codecs by name. To add one: a subclass of Codec, a line here, a row in docs/configuration.md."""
+"""The codecs by name.
+
+To add one: a subclass of Codec, a line here, its name in core/config.py (SyncConfig.codec), a row in
+docs/configuration.md.
+"""
 
 from diloco.codecs.base import Codec
 from diloco.codecs.floats import BFloat16, Float16, Float32

@@ -20,10 +20,10 @@ OUTER_NUMBERS: dict[str, tuple[str, ...]] = {
 def check_outer_number(name: str, value: float, optimizer: str) -> None:
     """Each number of an outer optimizer has one rule, whatever optimizer it belongs to."""
     if name in ("lr", "epsilon"):
-        good, rule = 0 < value < math.inf, "finite and above 0"
+        valid, rule = 0 < value < math.inf, "finite and above 0"
     else:
-        good, rule = 0 <= value < 1, "at least 0 and below 1"
-    if not good:
+        valid, rule = 0 <= value < 1, "at least 0 and below 1"
+    if not valid:
         raise ConfigError(f"outer.{name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
 
 
@@ -72,7 +72,7 @@ class SyncConfig:
     overlap_steps: int = option(0, unused_with=_DATA_PARALLEL)
     """Inner steps between posting and merging a round, while training continues."""
     mixing: float = option(0.0, unused_with=_DATA_PARALLEL)
-    """Keep this share of the worker's own parameters at a merge (0 overwrites; 0.5 with overlap)."""
+    """Keep this share of the worker's own parameters at a merge (0: replace them; with overlap try 0.5)."""
     offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 5.0

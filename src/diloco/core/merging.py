@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_WEIGHT_ROUNDS = 5.0
-"""In a swarm a contribution weighs at most as much as so many full rounds of an average worker."""
+"""In a swarm a contribution weighs at most as much as this many full rounds of an average worker."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _own_fault(claim: Claim, reference_digest: str) -> str | None:
     if not math.isfinite(claim.weight) or claim.weight < 0:
         return f"weight {claim.weight} is not a finite number of at least 0"
     if not claim.round_weight > 0:
-        return f"the weight of a round {claim.round_weight} is not above 0"
+        return f"round_weight {claim.round_weight} must be above 0"
     if not math.isfinite(claim.norm):
         return "the outer gradient is not finite"
     if claim.anchor_digest != reference_digest:

@@ -31,11 +31,11 @@ class Connection(ABC):
     worker: int
     workers: int
     sizes: tuple[int, ...]
-    """The number of ranks of each worker; (1,) of an elastic engine, whatever the number of workers at the moment."""
+    """The number of ranks of each worker; always (1,) with an elastic engine."""
     ranks: WorkerRanks
     elastic: ClassVar[bool] = False
-    """Workers come and go while the others train: `worker` is a number of its own, `workers` how many there are
-    at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
+    """Workers come and go while the others train: `worker` is a number that no other worker has, `workers` how many
+    there are at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
 
     def wanted(self, sequence: int) -> bool:
         """The others are in this round, or past it, and wait no longer: post it now, with the work there is.
@@ -90,6 +90,7 @@ class Engine(Connection):
     def fetch_state(self) -> GlobalState | None:
         """The global state if this worker must take it over, None if it holds it already.
 
-        An elastic engine gives the state after all rounds that the others have ended; it may be one before this
-        worker's own, if that went on alone. RoundFailed if there is none now: it is asked again at the next post.
+        An elastic engine gives the state after all rounds that the others have ended; it may be older than this
+        worker's state, if this worker went on alone. RoundFailed if there is none now: it is asked again at the next
+        post.
         """

@@ -218,8 +218,8 @@ class _LocalPending(PendingRound):
         members = tuple(self.round.headers[w].member for w in range(workers))  # a lost contribution's header is heard
         self.engine.heard(members)
         present = [member for member in members if member.worker in self.round.contributions]
-        astray = worker in {present[position].worker for position in diverged([m.anchor_digest for m in present])}
-        if astray:
+        has_diverged = worker in {present[position].worker for position in diverged([m.anchor_digest for m in present])}
+        if has_diverged:
             self.engine.missed(self.key, decision)
         if not decision.contributors and decision.refused:
             raise self._failure(f"every contribution was refused: {decision.refused}", resync=decision.resync)
@@ -234,5 +234,5 @@ class _LocalPending(PendingRound):
             bytes_received=received + overhead,
             seconds=time.monotonic() - self.round.started,
             members=members,
-            resync=astray,
+            resync=has_diverged,
         )

@@ -68,11 +68,11 @@ class Member:
     report: Report
     note: bytes = b""
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """What JSON can hold of it: all but the note, which is for the other workers only."""
-        told = asdict(self)
-        del told["note"]
-        return told
+        fields = asdict(self)
+        del fields["note"]
+        return fields
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class GlobalState:
     """What a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
 
     tensors: "Mapping[str, Tensor]"
-    """None at all from an elastic engine: what this worker has is right, and only `means` are missing."""
+    """Empty if this worker's own tensors are right and only `means` are missing."""
     numbers: Mapping[str, int]
     """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str

@@ -30,8 +30,8 @@ class Missed:
     """What this worker lacks of the others' state since a round that it missed."""
 
     reason: str
-    strayed: set[int] = field(default_factory=set)
-    """Fragments whose parameters came from an anchor that no other worker has."""
+    diverged: set[int] = field(default_factory=set)
+    """Fragments whose parameters came from an anchor that is not the others'."""
     later: list[tuple[Posted, Outcome]] = field(default_factory=list)
     """Rounds after the missed one that ended well, and are not merged."""
 
@@ -77,19 +77,19 @@ class ElasticMembership(Policy):
     def _served(self, lane: Lane) -> GlobalState:
         """Copies on the CPU: a joiner asks in another thread, at any moment."""
         with self.state.lock:
-            if not self._joined or (self.missed is not None and self.missed.strayed):
+            if not self._joined or (self.missed is not None and self.missed.diverged):
                 raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
             return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.loop.note())
 
     # What is due
 
     def due(self) -> Iterator[int]:
-        """What the schedule says, and what the others wait for no longer.
+        """The rounds of the schedule, and rounds that the others will not wait for any longer.
 
         Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
         """
         posted: set[int] = set()
-        while self._calls():
+        while self._must_act():
             if self.missed is not None:  # a post from an old anchor would be refused
                 if not self._resync():
                     return
@@ -104,7 +104,7 @@ class ElasticMembership(Policy):
             posted.add(index)
             yield index
 
-    def _calls(self) -> bool:
+    def _must_act(self) -> bool:
         """Whether something must be done before the next inner step."""
         sequence, loop = self.state.sequence, self.loop
         wanted = loop.engine.wanted(sequence)
@@ -133,7 +133,7 @@ class ElasticMembership(Policy):
             self._miss(failure.reason)
 
     def refused_for_its_anchor(self, posted: Posted) -> None:
-        self._miss(f"round {posted.key.sequence}: its anchor is not the others'").strayed.add(posted.key.fragment)
+        self._miss(f"round {posted.key.sequence}: its anchor is not the others'").diverged.add(posted.key.fragment)
 
     def _miss(self, reason: str) -> Missed:
         self.missed = self.missed or Missed(reason)
@@ -154,7 +154,7 @@ class ElasticMembership(Policy):
         if self.missed is None:
             self.state.unmerged = posted.key.sequence + 1
         elif not self._leaving:
-            while self.loop.in_flight:  # their means have this worker's work, which must not come again
+            while self.loop.in_flight:  # this worker's work is already in these means and must not be counted twice
                 self.loop.end_round(self.loop.in_flight.pop(0))
             self._resync()
 
@@ -196,7 +196,7 @@ class ElasticMembership(Policy):
             logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)
             return None
         self.loop.arrived_note = states[0].note
-        self._catch_up.leave(missed.strayed)
+        self._catch_up.leave(missed.diverged)
         self.replica.changed()
         logger.info("worker %d has the others' state again; it goes on with round %d", worker, self.state.sequence)
         return True

@@ -1,6 +1,6 @@
 """Evaluating what the workers have in common: the anchor's parameters in the model for a while, then its own again.
 
-Needs no memory: parameters and anchors change places (core/fragments.py). Training is refused meanwhile.
+Needs no extra memory: parameters and anchors change places (core/fragments.py). Training is refused meanwhile.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,15 @@ class Evaluation:
     def exchanged(self) -> Iterator[None]:
         """Parameters and anchors change places. Live anchors are not served meanwhile."""
         lock = self._state.lock
-        whole, moment = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
-        with whole:
-            with moment:
+        # The lock is held for each exchange only if copies may be served in between, else during the whole evaluation.
+        during_evaluation, during_exchange = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
+        with during_evaluation:
+            with during_exchange:
                 self._exchange()
             try:
                 yield
             finally:
-                with moment:
+                with during_exchange:
                     self._exchange()
 
     def _exchange(self) -> None:

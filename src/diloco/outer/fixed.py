@@ -5,7 +5,7 @@ safe: a worker that stops says so in its header, and all end after the same full
 
 A worker that missed a round takes over the others' anchor of that fragment before it posts the fragment again, and
 keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries the work. A worker whose
-anchor was its own alone takes the parameters too, and its work since is lost.
+anchor has diverged from the others' takes the parameters too, and its work since is lost.
 """
 
 import logging
@@ -32,7 +32,7 @@ class FixedMembership(Policy):
         self._started = False
         self._last_round: int | None = None  # set once a worker stops: after this round every worker does
         self._missed: set[int] = set()  # fragments whose anchor may not be the others'
-        self._strayed: set[int] = set()  # of those, the ones whose parameters came from an anchor of this worker alone
+        self._diverged: set[int] = set()  # of those, the ones whose parameters came from a diverged anchor
 
     # The start
 
@@ -87,7 +87,7 @@ class FixedMembership(Policy):
             self._missed.add(posted.key.fragment)
 
     def refused_for_its_anchor(self, posted: Posted) -> None:
-        self._strayed.add(posted.key.fragment)
+        self._diverged.add(posted.key.fragment)
 
     def after_round(self, posted: Posted) -> None:
         """Nothing: what was missed is made up for before the fragment's next post."""
@@ -101,11 +101,11 @@ class FixedMembership(Policy):
         states = self.replica.fetch_states()
         if states is not None:
             self.state.take_over_fragment(index, states)
-            if index in self._strayed:
+            if index in self._diverged:
                 for _, fragment in self.state.fragments_of(index):
                     fragment.adopt_anchor()
                 self.state.merged_at[index] = self.state.steps_taken
-                self._strayed.remove(index)
+                self._diverged.remove(index)
             self.replica.changed()
             worker = self.loop.engine.worker
             logger.info("worker %d has the others' anchor of fragment %d again", worker, index)
@@ -169,7 +169,7 @@ class FixedMembership(Policy):
         return None
 
     def loaded(self) -> None:
-        self._last_round, self._missed, self._strayed = None, set(), set()
+        self._last_round, self._missed, self._diverged = None, set(), set()
 
 
 def _stops(result: RoundResult | RoundFailed) -> bool:

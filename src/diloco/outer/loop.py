@@ -71,7 +71,7 @@ class OuterLoop:
         self.on_post: Callable[[RoundKey], None] | None = None
         self.on_round: Callable[[RoundEvent], None] | None = None
         self.on_cut: Callable[[], None] | None = None
-        """Called before a round is merged that a stopping worker has cut short: the last moment to save."""
+        """Called before merging a round in which a worker stops: the last moment to save."""
         self.on_resync: Callable[[str, int], None] | None = None
         """Called after an elastic worker took over the others' state, with the reason and the next round."""
         self.note: Callable[[], bytes] = bytes
@@ -312,5 +312,5 @@ def _has_another_anchor(result: RoundResult, worker: int) -> bool:
     """Whether this worker was refused because its anchor is not the others': their mean must not be added to it."""
     if worker not in result.refused:
         return False
-    strays = diverged([member.anchor_digest for member in result.members])
-    return any(result.members[position].worker == worker for position in strays)
+    positions = diverged([member.anchor_digest for member in result.members])
+    return any(result.members[position].worker == worker for position in positions)

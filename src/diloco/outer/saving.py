@@ -79,7 +79,7 @@ def _to_numbers(posted: Posted) -> Numbers:
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
     result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
-    result |= {"members": [member.told() for member in ended.members], "roster": list(ended.roster)}
+    result |= {"members": [member.as_json() for member in ended.members], "roster": list(ended.roster)}
     return numbers | {"result": result, "failure": None}
 
 

@@ -321,7 +321,7 @@ class Training:
             resyncs=self.peers.resyncs,
             checkpoints_failed=self.checkpoints.failed,
             elapsed_seconds=self._elapsed(),
-            members=[member.told() for member in self.engine.members()],
+            members=[member.as_json() for member in self.engine.members()],
             **more,
         )
 

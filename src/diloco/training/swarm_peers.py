@@ -77,7 +77,7 @@ def present(engine: Connection) -> tuple[int, ...]:
     return tuple(sorted({*others, engine.worker}))
 
 
-def _listed(one: "MemberStatus") -> dict[str, Any]:
+def _member_fields(one: "MemberStatus") -> dict[str, Any]:
     """A member, as the event `members` has it."""
     state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
     return {
@@ -188,7 +188,7 @@ class SwarmPeers(Peers):
             return
         self._listed = now
         members = [one for one in self._swarm.status().members if one.number >= 0]
-        self._events.emit("members", present=[_listed(one) for one in members[:_MOST_LISTED]])
+        self._events.emit("members", present=[_member_fields(one) for one in members[:_MOST_LISTED]])
 
     # Rounds
 

@@ -57,7 +57,7 @@ def _nan(model: Any, optimizer: DiLoCo) -> None:
 
 
 @torch.no_grad()
-def _astray(model: Any, optimizer: DiLoCo) -> None:
+def _diverged(model: Any, optimizer: DiLoCo) -> None:
     optimizer.loop.state.fragments[-1].anchor[7] += 1.0
 
 
@@ -162,7 +162,7 @@ def tell(engine: RankedEngine) -> Told:
         "adamw int8": train_rank(engine, SyncConfig(3, "int8"), 7),
         "early": train_rank(engine, SyncConfig(4, "fp32"), 20, stop_after=6 if engine.worker == 1 else None),
         "nan": _disturbed(engine, _nan),
-        "astray": _disturbed(engine, _astray),
+        "diverged": _disturbed(engine, _diverged),
         "saved": saved_and_loaded(engine),
         "scaled": scaled(engine),
         "mixed": mixed(engine),
@@ -201,7 +201,7 @@ def test_the_trajectory_is_that_of_single_ranks_up_to_rounding(ones: list[Told],
         assert story.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*TRAJECTORIES, "adamw int8", "nan", "astray"])
+@pytest.mark.parametrize("name", [*TRAJECTORIES, "adamw int8", "nan", "diverged"])
 def test_i1_all_ranks_of_all_workers_have_the_same_digests_at_every_step_and_the_same_parameters(
     world: World, name: str
 ) -> None:
@@ -213,7 +213,7 @@ def test_i1_all_ranks_of_all_workers_have_the_same_digests_at_every_step_and_the
         assert story.final == first.final
         assert story.digests[-1] == first.digests[-1]
         assert set(story.member_digests) == {first.digests[-1]}
-        if name not in ("astray", "early"):  # in which one worker is apart for some steps, on purpose
+        if name not in ("diverged", "early"):  # in which one worker is apart for some steps, on purpose
             assert story.digests == first.digests
 
 
@@ -242,7 +242,7 @@ def test_nan_in_one_rank_s_shard_refuses_the_whole_worker_in_every_lane(world: W
 
 def test_a_lane_with_another_anchor_is_found_and_the_whole_worker_resynchronised(world: World) -> None:
     sizes, ranks = world
-    failed = [rank["astray"].failed for rank in ranks]
+    failed = [rank["diverged"].failed for rank in ranks]
     assert failed == [0] * sizes[0] + [1] * sizes[1]
 
 

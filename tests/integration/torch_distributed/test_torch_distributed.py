@@ -95,7 +95,7 @@ def one_nan_then_all_nan(engine: Engine) -> Story:
     return _disturbed(engine, disturb)
 
 
-def one_goes_astray(engine: Engine) -> Story:
+def one_diverges(engine: Engine) -> Story:
     def disturb(step: int, model: Any, optimizer: DiLoCo) -> None:
         if step == 3 and engine.worker == 1:
             with torch.no_grad():
@@ -128,7 +128,7 @@ STORIES = (
     early_end,
     early_end_of_all,
     one_nan_then_all_nan,
-    one_goes_astray,
+    one_diverges,
     data_parallel,
 )
 
@@ -154,8 +154,8 @@ def test_i8_the_trajectory_is_that_of_the_local_engine_bit_for_bit(
     assert all(story.final == distributed[0].final for story in distributed)
 
 
-def test_a_worker_that_goes_astray_over_the_network_is_healed_and_counted(told: list[dict[str, Story]]) -> None:
-    failed = [world["one_goes_astray"].steps for world in told]
+def test_a_worker_that_diverges_over_the_network_is_healed_and_counted(told: list[dict[str, Story]]) -> None:
+    failed = [world["one_diverges"].steps for world in told]
     assert failed == [0 if worker != 1 else 1 for worker in range(len(told))]
 
 

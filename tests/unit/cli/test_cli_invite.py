@@ -212,7 +212,7 @@ def test_this_machines_own_workers_stay_though_the_list_of_peers_has_lost_them(
 ) -> None:
     own = identity.load_or_create(founded.swarm / "worker-1.key")
     _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert "3 stay" in err
+    assert "the 3 other peers that came with it stay" in err
     founded.seen_by(own).check(own)
     assert "own worker-1: stop it" in refused(capsys, "revoke", str(founded.path), own)
 
@@ -221,7 +221,7 @@ def test_a_revoked_peer_is_out_for_all_and_the_others_of_its_invitation_stay(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
     _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert f"{BOB} is revoked" in err and f"invitation {founded.first.id}" in err and "2 stay" in err
+    assert f"{BOB} is revoked" in err and f"invitation {founded.first.id}" in err and "the 2 other peers" in err
     assert (founded.swarm / REVOCATIONS_FILE).stat().st_mode & 0o777 == 0o600
     node = founded.seen_by(EVE)
     node.check(EVE)
@@ -245,10 +245,18 @@ def test_this_machines_own_invitation_is_renewed_if_it_went_too(
 def test_an_invitation_that_only_the_revoked_peer_used_leaves_the_machines_own_alone(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
-    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"))
+    own = identity.load_or_create(founded.swarm / "worker-0.key")
+    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"), KnownPeer(own, 0, (), founded.first.id, 0.0, "worker-0"))
     _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert "0123456789abcdef" in err and "0 stay" in err
+    assert "0123456789abcdef; no other peer uses it" in err
     assert Invitation.parse((founded.swarm / "invitation.txt").read_text(), None).id == founded.first.id
+
+
+def test_one_other_peer_of_the_invitation_stays(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"), KnownPeer(EVE, 2, (), "0123456789abcdef"))
+    for _ in range(2):  # the same answer when it has been revoked already
+        assert "the other peer that came with it stays" in succeeds(capsys, "revoke", str(founded.path), "1")[1]
+    assert "no other peer uses it" in succeeds(capsys, "revoke", str(founded.path), "2")[1]
 
 
 def test_a_peer_is_named_by_number_by_id_or_by_its_beginning_or_end(

@@ -89,14 +89,15 @@ def test_what_happens_to_members_is_noted_once_and_without_control_characters() 
         event("member_joined", 4, member=5, label="a", peer="x"),
         lost,
         event("alone", member=3),
+        event("diverged", member=3),
         event("resync", step=90, sequence=9, reason="it missed round 8"),
         event("member_left", member=6, label="", peer="y"),
         event("member_banned", member=7, label="", peer="z", reason="not finite"),
         event("waiting", present=1, wanted=2),
     )
-    assert len(view.notes) == 7
+    assert len(view.notes) == 8
     assert not any("\x1b" in note for note in view.notes)
-    assert "training alone at the moment" in view.notes[2]
+    assert "training alone at the moment" in view.notes[2] and "went on without the others" in view.notes[3]
 
 
 def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_loss_once() -> None:
@@ -298,7 +299,7 @@ def test_a_full_disk_while_receiving_is_one_sentence(tmp_path: Path) -> None:
 
     config = replace(CONFIG, data=replace(CONFIG.data, source="swarm", cache_dir=str(tmp_path)))
     description = RunDescription.of(config, "ab" * 32)
-    with pytest.raises(DataError, match=r"cannot be received into .*No space left .* is left half written"):
+    with pytest.raises(DataError, match=r"cannot be received into .*No space left .* no incomplete file is left"):
         receive_text(config, description, fetch, 1, lambda *_: None)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

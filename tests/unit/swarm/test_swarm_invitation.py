@@ -201,7 +201,7 @@ def test_no_text_is_an_invitation_by_chance(text: str) -> None:
         ("diloco" + "2" + TEXT[7:], "of version 2, and this diloco reads version 1"),
         ("diloco", "of version none"),
         (TEXT + "1", "characters instead of"),
-        (TEXT[:50] + "0" + TEXT[51:], "the letter '0', which never occurs"),
+        (TEXT[:50] + "0" + TEXT[51:], "the letter '0', which no invitation contains"),
         (TEXT[:50] + "ж" + TEXT[51:], "the letter 'ж'"),
     ],
 )

@@ -54,5 +54,5 @@ def test_without_the_swarm_extra_it_says_what_to_install(tmp_path: Path) -> None
     missing = "for name in ('msgspec', 'base58', 'cryptography', 'hivemind'): sys.modules[name] = None"
     program = f"import sys, diloco\n{missing}\ndiloco.join_swarm({str(tmp_path / 'run')!r})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert "ConfigError: the swarm engine needs hivemind and msgspec and base58 and cryptography" in ended.stderr
+    assert "ConfigError: the swarm engine needs hivemind, msgspec, base58 and cryptography" in ended.stderr
     assert not (tmp_path / "run").exists()

@@ -247,14 +247,14 @@ def test_a_worker_that_trains_something_else_is_told_so_for_good() -> None:
 
 def test_a_worker_with_another_anchor_is_refused_and_told_to_resynchronise() -> None:
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[RoundOutcome]:
-        posts = (w.post(values(w.node.number), digest="stray" if w.node.number == 1 else "same") for w in workers)
+        posts = (w.post(values(w.node.number), digest="other" if w.node.number == 1 else "same") for w in workers)
         ended = [one for one, _ in await asyncio.gather(*posts)]
         await workers[1].catch_up()
         assert workers[1].trainer.means == workers[0].trainer.means
         return ended
 
-    first, stray, _ = told(3, story)
-    assert stray.resync and not first.resync and set(first.refused) == {1} and first.contributors == (0, 2)
+    first, diverged, _ = told(3, story)
+    assert diverged.resync and not first.resync and set(first.refused) == {1} and first.contributors == (0, 2)
 
 
 def test_slow_workers_are_called_and_a_round_that_is_late_all_the_same_ends_without_them() -> None:

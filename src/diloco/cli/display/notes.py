@@ -72,6 +72,9 @@ class RunNotes:
         del event
         self._note("training alone at the moment: no other member answers")
 
+    def _on_diverged(self, event: Event) -> None:
+        self._note(f"worker {event['worker']} has diverged: it went on without the others, and fetches their state")
+
     def _on_waiting(self, event: Event) -> None:
         self._note(
             f"{event['present']} of {event['wanted']} workers are present (swarm.min_workers): waiting for the rest"

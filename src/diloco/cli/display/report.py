@@ -46,7 +46,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", f"{summary['tokens']:,}"),
         ("outer steps", _rounds(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
-        ("states taken over", str(summary.get("resyncs") or "")),
+        ("states fetched from others", str(summary.get("resyncs") or "")),
         ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
         ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
         ("data parallel sends", _baseline(summary)),

@@ -246,9 +246,10 @@ class Preparation:
     def _check_split(self, walk: Walk) -> dict[str, int]:
         """Refuse a corpus without a training and a validation part; log and return the counts of what was skipped."""
         if not walk.validation_bytes:
+            documents = "1 document" if walk.documents == 1 else f"{walk.documents} documents"
             raise DataError(
-                f"data.source {self.config.source!r} has {walk.train_bytes} bytes of text in {walk.documents} "
-                "documents: too little for a training and a validation part; give more text"
+                f"data.source {self.config.source!r} has {walk.train_bytes} bytes of text in {documents}: too "
+                "little for a training and a validation part; give more text"
             )
         skipped = self.source.skipped
         if skipped:

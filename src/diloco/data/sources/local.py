@@ -125,10 +125,10 @@ class LocalFiles(Source):
 
     def _check(self) -> None:
         if not self._files and self._is_folder:
-            raise DataError(
-                f"data.source {str(self.path)!r}: none of the {self._other_suffixes} files in this folder is one "
-                f"that can be read; known suffixes are: {known_suffixes()}"
-            )
+            found = "the folder is empty (hidden files do not count)"
+            if self._other_suffixes:
+                found = f"none of the {self._other_suffixes} files in this folder is one that can be read"
+            raise DataError(f"data.source {str(self.path)!r}: {found}; known suffixes are: {known_suffixes()}")
         if not self._files:
             raise DataError(
                 f"data.source {str(self.path)!r}: {self.path.suffix!r} is not the suffix of a file that can be read; "

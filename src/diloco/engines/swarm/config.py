@@ -12,15 +12,15 @@ class SwarmConfig:
     """Workers that join and leave while others train (engine = swarm). Joiners get all options but invitation_days."""
 
     min_workers: int = 1
-    """Training starts when so many workers have joined."""
+    """Training starts when this many workers have joined."""
     patience: float = 0.5
     """A round waits for slow workers this share of the usual time between rounds; then they contribute what is done."""
     lost_seconds: float = 5.0
-    """A worker from which nothing was heard for so long is left out of rounds."""
+    """A worker from which nothing was heard for this many seconds is left out of rounds."""
     refusals_to_ban: int = 3
-    """A worker is banned from the run after so many refused contributions in a row."""
+    """A worker is banned from the run after this many refused contributions in a row."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
-    """The first invitation is valid for so many days; `diloco invite RUN` makes more."""
+    """The first invitation is valid for this many days; `diloco invite RUN` makes more."""
 
     def __post_init__(self) -> None:
         for name, least in (("min_workers", 1), ("refusals_to_ban", 1)):

@@ -66,7 +66,7 @@ class SwarmEngine(Engine):
         self._members: tuple[Member, ...] = ()
         self._due_round = -1  # the latest round that the others wait for no longer
         self._has_state = False  # this worker has had the run's state once
-        self._losses_made_up = 0  # the number of lost sidecars when this worker last fetched the others' state
+        self._sidecar_losses_handled = 0  # the number of lost sidecars when this worker last fetched the others' state
         self._files: dict[str, str] = {}
         self._progress_sent_at = 0.0
         self.leave_deadline = math.inf  # see `leave_soon`
@@ -102,7 +102,7 @@ class SwarmEngine(Engine):
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         self._snapshots.invalidate()
-        if self._sidecar.times_lost > self._losses_made_up:  # rounds may have ended without this worker
+        if self._sidecar.times_lost > self._sidecar_losses_handled:  # rounds may have ended without this worker
             return FailedRound(RoundFailed(f"round {key.sequence}: the swarm's process was lost", resync=True))
         vector = contribution.vector
         memory = self._memory.take(key.fragment, vector.num_bytes)
@@ -151,7 +151,7 @@ class SwarmEngine(Engine):
         seconds = self.settings.timeout_seconds if self._has_state else _JOIN_SECONDS
         answer, losses = self._request_until_answered(messages.FetchState, "the others' state", seconds)
         assert isinstance(answer, messages.StateFetched)
-        self._has_state, self._losses_made_up = True, losses
+        self._has_state, self._sidecar_losses_handled = True, losses
         state = answer.state
         if state is None:
             return None

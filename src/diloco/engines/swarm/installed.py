@@ -16,4 +16,5 @@ def check_swarm() -> None:
         )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the swarm engine needs {' and '.join(missing)}: {install_hint('swarm')}")
+        names = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)
+        raise ConfigError(f"the swarm engine needs {names}: {install_hint('swarm')}")

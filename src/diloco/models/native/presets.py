@@ -92,8 +92,8 @@ def preset(name: str, *, vocab_size: int | None = None, max_sequence_length: int
     """The named shape, with the tokenizer's vocabulary and the run's sequence length where they are given."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(f"no model preset is named {name!r}: {hint}The presets are {', '.join(PRESETS)}")
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ConfigError(f"no model preset is named {name!r}{hint}: the presets are {', '.join(PRESETS)}")
     config = PRESETS[name]
     return replace(
         config,

@@ -39,7 +39,7 @@ class RunConfig:
     backend: Literal["gloo", "nccl"] = option("gloo", may_change=True, may_differ="always")
     """What carries the outer gradients; nccl needs a CUDA device for each worker."""
     seed: int = 0
-    """Of the initial parameters and the order of the data."""
+    """Seed for the initial parameters and the order of the data."""
     out: str | None = option(None, may_change=True, may_differ="always")
     """The run folder (default: runs/<date>-<model>)."""
     device: Literal["auto", "cpu", "cuda"] = option("auto", may_change=True, may_differ="always")

@@ -58,7 +58,7 @@ class TrainingConfig:
     batch_size: int = 512
     """Sequences of one worker's inner step."""
     accumulation: int = option(1, may_differ="in a swarm")
-    """Split that batch into so many micro-batches, to save memory."""
+    """Split that batch into this many micro-batches, to save memory."""
     eval_interval: int | None = option(None, may_change=True)
     """Inner steps between evaluations of the outer parameters (default: about ten in the run, at rounds)."""
     eval_windows: int = option(256, may_change=True)

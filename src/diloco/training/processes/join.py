@@ -141,9 +141,7 @@ def receive_text(
         check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
         shared = receive_files(folder, meta, shards, fetch, progress)
     except OSError as error:
-        raise DataError(
-            f"the text cannot be received into {folder}: {error}; nothing of it is left half written"
-        ) from error
+        raise DataError(f"the text cannot be received into {folder}: {error}; no incomplete file is left") from error
     if own_text or config.model not in PRESETS:
         config = replace(config, data=replace(config.data, tokenizer=str(folder / TOKENIZER)))
     check_run_model(config)
@@ -159,7 +157,7 @@ def _fetch_meta(folder: Path, digest: str, fetch: FetchFile, hosts: int) -> Corp
             return receive_metadata(folder, digest, bounded)
         except DataError as error:
             problem = error
-    assert problem is not None, "a member has let this machine in"
+    assert problem is not None, "at least one host was asked"
     raise problem
 
 

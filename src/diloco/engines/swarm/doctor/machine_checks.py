@@ -42,9 +42,11 @@ def _torch() -> Finding:
     found = _version("torch")
     if found is None:
         return Finding("torch", "failed", "is not installed", "install it as the README says")
+    wanted = ".".join(map(str, _TORCH))
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if not numbers:
+        return Finding("torch", "warning", "is of unknown version", f"diloco needs torch {wanted} or newer")
     if numbers < _TORCH:
-        wanted = ".".join(map(str, _TORCH))
         return Finding("torch", "failed", f"{found} is older than {wanted}", f"install torch {wanted} or newer")
     return Finding("torch", "ok", found)
 

@@ -50,10 +50,10 @@ def check_ports(addresses: list[str]) -> None:
         except OSError as error:
             if ip.version == 6 and ip.is_unspecified and error.errno != errno.EADDRINUSE:
                 continue  # this machine has no IPv6
-            _explain(error, str(ip), port)
+            _raise_explained(error, str(ip), port)
 
 
-def _explain(error: OSError, ip: str, port: int) -> None:
+def _raise_explained(error: OSError, ip: str, port: int) -> None:
     if error.errno == errno.EADDRINUSE:
         raise RendezvousError(
             f"port {port} is taken at {ip} on this machine; choose another with --port, or stop what uses it"

@@ -1,9 +1,9 @@
 """The members of the swarm as one node sees them: which are live, which of them leads, which numbers are taken.
 
-There is no master. The live member with the lowest number leads rounds (rounds/leader.py) and gives numbers to joiners;
-when it is lost, the next one does. The views of two nodes may differ for a moment: rounds are safe all the same, since
-every message of a leader carries an authority (plan.py). heartbeats.py keeps the view up to date. No peer is a member
-without a credential.
+There is no master. The live member with the lowest number that has the state leads rounds (rounds/leader.py) and gives
+numbers to joiners; when it is lost, the next one does. The views of two nodes may differ for a moment: rounds are safe
+all the same, since every message of a leader carries an authority (plan.py). heartbeats.py keeps the view up to date.
+No peer is a member without a credential.
 """
 
 import asyncio

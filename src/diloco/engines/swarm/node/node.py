@@ -3,9 +3,10 @@
 The life of a round, with the file that does each step:
 
     1. The trainer posts its contribution (Node.post). The header goes to the leader: Ready        rounds/participant.py
-    2. The leader is the live member with the lowest number                                        members.py
+    2. The leader is the live member with the lowest number that has the state                     members.py
     3. It first asks all members whether an earlier leader has begun the round: Inquire            rounds/led_round.py
-    4. It waits until all members are ready, then hurries the slow ones: PostNow                   rounds/led_round.py
+    4. It waits until all are ready; once half are and patience is over, it asks the slow ones
+       to post now: PostNow                                                                        rounds/led_round.py
     5. It sends a Plan with all headers. From these every worker makes the same decision           plan.py
     6. The workers send encoded parts to the reducers of the plan, and get the means back          rounds/transfer.py
     7. Each tells the leader that it has the whole mean (Complete), or what went wrong (Trouble);  rounds/participant.py

@@ -26,7 +26,10 @@ class OwnChecks:
         self._check_alone()
 
     def _check_missed(self) -> None:
-        """Most others have ended a round that this worker has not posted: it must post, fail and catch up at once."""
+        """Most others have ended a round that this worker has not posted.
+
+        It posts now; its post will fail, which makes it fetch the others' state.
+        """
         sequence = self._own.next_round
         if self._own.has_state and sequence not in self._participant.rounds and self._members.most_ended(sequence):
             self._own.has_state = False
@@ -48,7 +51,7 @@ class OwnChecks:
         if clock.now() - self._diverged_since > self._members.settings.lost_seconds:
             self._own.has_state, self._own.ended_round = False, others[0].status.ended_round
             self._recent.next_to_merge = None
-            self._emit("astray", {"number": self._own.number})
+            self._emit("diverged", {"number": self._own.number})
             self._trainer.post_now(self._own.next_round)
 
     def _check_alone(self) -> None:

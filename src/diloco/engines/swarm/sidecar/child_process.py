@@ -45,7 +45,7 @@ class SidecarProcess:
         self._reaped = False
 
     def exits_within(self, seconds: float) -> bool:
-        """Does not reap it: another process could then get its id, and be killed in its place."""
+        """Waits for its exit without reaping it; after reaping, its id could belong to another process."""
         fd = os.pidfd_open(self.pid)
         try:
             return bool(select.select([fd], [], [], seconds)[0])

@@ -46,6 +46,8 @@ class RevokeResult:
     """False: the peer had been revoked before."""
     renewed: Invitation | None
     """The new invitation of this machine, if its own was revoked together with the peer."""
+    staying: int
+    """How many other peers use the revoked invitation and stay, as far as is known here."""
 
 
 def swarm_folder(run: Path) -> Path:
@@ -84,7 +86,8 @@ def own_invitation(folder: Path, now: float) -> Invitation:
 def revoke(folder: Path, which: str, now: float) -> RevokeResult:
     """Exclude a peer and its invitation. `which`: its worker number, its id, or a unique beginning or end of the id.
 
-    The record names the other peers that came with the same invitation: they stay.
+    The record names the peers that stay: the others that came with the same invitation, and this machine's workers,
+    which may have come with it.
     """
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
@@ -93,17 +96,23 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
     if peer.local_name is not None or peer.peer in own:
         name = peer.local_name or own[peer.peer]
         raise ConfigError(f"{peer.peer} is this machine's own {name}: stop it instead")
-    before = [
-        record
-        for record in revocations(folder, key.public)
-        if peer.peer in record.peers and peer.invitation in (None, record.invitation)
-    ]
+    records = revocations(folder, key.public)
+    before = [one for one in records if peer.peer in one.peers and peer.invitation in (None, one.invitation)]
+    out = {peer.peer}.union(*(one.peers for one in records))
     if before:
-        return RevokeResult(peer.peer, before[-1], False, None)
-    kept = {p.peer for p in peers if p.invitation == peer.invitation} | own.keys() if peer.invitation else set()
-    record = key.revoke([peer.peer], peer.invitation, kept - {peer.peer}, now)
+        record = before[-1]
+        return RevokeResult(peer.peer, record, False, None, len(_came_with(record.invitation, peers) - out))
+    companions = _came_with(peer.invitation, peers) - out
+    record = key.revoke([peer.peer], peer.invitation, companions | own.keys() if peer.invitation else set(), now)
     append_line(folder / REVOCATIONS_FILE, record.data.decode())
-    return RevokeResult(peer.peer, record, True, _renew(folder, key, record, now))
+    renewed = _renew(folder, key, record, now)
+    if renewed is not None:  # this machine's workers came with it too
+        companions |= own.keys()
+    return RevokeResult(peer.peer, record, True, renewed, len(companions))
+
+
+def _came_with(invitation: str | None, peers: Iterable[KnownPeer]) -> set[str]:
+    return {peer.peer for peer in peers if invitation is not None and peer.invitation == invitation}
 
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:

@@ -13,7 +13,7 @@ MAX_LETTERS = 58**_LENGTH_LETTERS - 1
 
 
 class DamagedText(ValueError):
-    """The pasted word is not the one that was copied; the message is the end of a sentence: "is cut short"."""
+    """The pasted word is not the one that was copied; the message is a predicate, such as "is cut short"."""
 
 
 def encode_text(data: bytes) -> str:
@@ -27,7 +27,7 @@ def decode_text(word: str) -> bytes:
     """Raises DamagedText."""
     for letter in word:
         if letter not in _ALPHABET:
-            raise DamagedText(f"has the letter {letter!r}, which never occurs in one")
+            raise DamagedText(f"has the letter {letter!r}, which no invitation contains")
     if len(word) < _LENGTH_LETTERS:
         raise DamagedText(f"is cut short: only {len(word)} characters are there")
     expected = _LENGTH_LETTERS + base58.b58decode_int(word[:_LENGTH_LETTERS])

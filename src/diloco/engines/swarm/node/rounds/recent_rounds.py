@@ -17,7 +17,7 @@ class EndedRound:
 
 
 class RecentRounds:
-    """At least the last round, at most eight and a gigabyte of them."""
+    """At least the last round; at most eight rounds, and at most 1 GiB."""
 
     def __init__(self) -> None:
         self._rounds: OrderedDict[int, EndedRound] = OrderedDict()
