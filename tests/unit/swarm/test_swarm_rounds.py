@@ -342,7 +342,8 @@ def test_a_leader_gives_up_a_round_that_others_have_ended_so_that_the_next_one_c
         await asyncio.sleep(1.0)
         assert leader.node.leader.phases() == {0: "gathering"}
         for worker in workers:  # as after a round 0 of the others, and the fetched state
-            worker.node.members.status.ended_round, worker.trainer.sequence = 0, 1
+            status = worker.node.members.status
+            status.ended_round, status.next_round, worker.trainer.sequence = 0, 1, 1
         failed, _ = await early
         assert failed.failure == "round 0: the others ended it without this worker"
         leader.node.members.status.has_state = True
