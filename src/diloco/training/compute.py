@@ -21,7 +21,7 @@ from diloco.training.config.tables import ComputeConfig
 logger = logging.getLogger(__name__)
 
 WORTH_COMPILING = 50_000_000
-"""With so many parameters or more, compiling pays for its half a minute; the default of compute.compile."""
+"""With this many parameters or more, compiling pays for its half a minute; the default of compute.compile."""
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

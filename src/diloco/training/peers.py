@@ -14,7 +14,7 @@ from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
 
 FAILURES_IN_A_ROW = 3
-"""One failed round may be followed by a good one; so many in a row mean that something is broken."""
+"""One failed round may be followed by a good one; this many in a row mean that something is broken."""
 
 
 class Peers(ABC):

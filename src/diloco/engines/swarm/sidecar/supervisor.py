@@ -28,7 +28,7 @@ from diloco.errors import ConfigError, DiLoCoError, EngineError, RoundFailed
 logger = logging.getLogger(__name__)
 
 SILENT_TURNS = 30
-"""A sidecar is frozen after so many seconds without a message, counted while this process itself runs."""
+"""A sidecar is frozen after this many seconds without a message, counted while this process itself runs."""
 _FIRST_TURNS = 60  # a process that is still importing sends nothing
 RESTARTS, RESTARTS_SECONDS = 5, 600.0
 PAUSE_SECONDS = 1.0

@@ -28,7 +28,7 @@ OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 
 
 async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """One message: its length as a varint, then so many bytes. Nothing that follows it is read."""
+    """One message: its length as a varint, then that many bytes. Nothing that follows it is read."""
     size = shift = 0
     while True:
         byte = (await read_exactly(1))[0]

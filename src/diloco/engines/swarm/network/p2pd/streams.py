@@ -14,7 +14,7 @@ from diloco.engines.swarm.network.transport import Stream, Unreachable
 _PIECE_BYTES = 256 << 10
 """Handed to the kernel at once; each piece has the whole time limit."""
 _TURN_BYTES = 1 << 20
-"""After so many bytes the other tasks of the loop get a turn, however fast the bytes come."""
+"""After this many bytes the other tasks of the loop get a turn, however fast the bytes come."""
 
 
 class SocketStream(Stream):
