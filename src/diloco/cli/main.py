@@ -38,7 +38,7 @@ app.command(
 app.command(
     "diloco.cli.generate:generate",
     name="generate",
-    help="Write on from a prompt.",
+    help="Continue a prompt.",
     help_epilogue='Example:  diloco generate runs/mine "Once upon a time" --max-tokens 100 --seed 1',
 )
 app.command(

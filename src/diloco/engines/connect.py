@@ -37,7 +37,7 @@ def connect(
     timeout_seconds: float = 600.0,
     start_seconds: float = 120.0,
 ) -> TorchDistributedEngine | RankedEngine:
-    """This process's place in a torch.distributed world: one worker a rank, or this many ranks a worker.
+    """This process's place in a torch.distributed world: each rank is a worker, or several are one worker.
 
     Uses the world that is already there, or joins the one that torchrun's environment variables name. All must arrive
     within `start_seconds`; a round may take `timeout_seconds`.
