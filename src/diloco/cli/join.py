@@ -40,7 +40,7 @@ from the others; only what concerns this machine is decided here:
 and --compute.*, --checkpoint.*, --data.cache_dir, --training.accumulation. Ctrl-C
 leaves; the others train on. To come back: diloco train --resume RUNDIR.
 
-Example:  diloco join diloco1... --workers 2 --device cuda"""
+Example:  diloco join diloco2... --workers 2 --device cuda"""
 
 
 def join(

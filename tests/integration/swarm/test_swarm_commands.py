@@ -88,7 +88,7 @@ def test_join_says_in_one_sentence_that_nobody_is_there(tmp_path: Path, capsys: 
         (lambda word: word[:60], "cut short"),
         (lambda word: word[:40] + ("2" if word[40] != "2" else "3") + word[41:], "damaged"),
         (lambda word: word[20:40], "not an invitation"),
-        (lambda word: word.replace("diloco1", "diloco2"), "version 2"),
+        (lambda word: word.replace("diloco2", "diloco3"), "version 3"),
     ],
 )
 def test_a_word_that_is_no_invitation_is_told_so(

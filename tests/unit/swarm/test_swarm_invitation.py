@@ -53,7 +53,7 @@ def test_more_bytes_than_a_word_holds_are_refused() -> None:
 
 
 def test_an_invitation_with_two_addresses_is_one_short_word() -> None:
-    assert TEXT.isalnum() and TEXT.isascii() and TEXT.startswith("diloco1")
+    assert TEXT.isalnum() and TEXT.isascii() and TEXT.startswith("diloco2")
     assert len(TEXT) < 400
     assert len(invite(RUN, [], 60, NOW).text()) <= 210
 
@@ -137,7 +137,7 @@ def test_a_paste_may_bring_spaces_line_ends_quotes_and_the_command_along() -> No
     lines = "\n> ".join(TEXT[i : i + 70] for i in range(0, len(TEXT), 70))
     zero_width = "​".join(TEXT[i : i + 9] for i in range(0, len(TEXT), 9))
     for paste in (f"  {TEXT}\n", f'"{TEXT}"', f"`{TEXT}`", f"<{TEXT}>.", f"**{TEXT}**", f"> {lines}\r\n", zero_width,
-                  f"diloco join {TEXT}", "\ufeff" + TEXT, "Diloco1" + TEXT[7:], " ".join(TEXT)):  # fmt: skip
+                  f"diloco join {TEXT}", "\ufeff" + TEXT, "Diloco2" + TEXT[7:], " ".join(TEXT)):  # fmt: skip
         assert parsed(paste) == INVITATION
 
 
@@ -176,7 +176,7 @@ def test_two_letters_changed_places_are_noticed() -> None:
 
 
 def test_a_cut_paste_is_called_cut() -> None:
-    for length in range(len("diloco1"), len(TEXT)):
+    for length in range(len("diloco2"), len(TEXT)):
         with pytest.raises(ConfigError, match=r"cut short.*copy it again"):
             parsed(TEXT[:length])
     with pytest.raises(ConfigError, match=f"120 of {len(TEXT) - 7} characters"):
@@ -184,9 +184,9 @@ def test_a_cut_paste_is_called_cut() -> None:
 
 
 @given(st.text(max_size=400))
-@example("diloco1" + "z" * 30)
-@example("diloco1" + "1" * 200)
-@example("İdiloco1")
+@example("diloco2" + "z" * 30)
+@example("diloco2" + "1" * 200)
+@example("İdiloco2")
 def test_no_text_is_an_invitation_by_chance(text: str) -> None:
     with pytest.raises(ConfigError):
         parsed(text)
@@ -197,8 +197,8 @@ def test_no_text_is_an_invitation_by_chance(text: str) -> None:
     [
         ("", "is empty"),
         (" \n", "is empty"),
-        ("hello", "not an invitation.*begins with diloco1"),
-        ("diloco" + "2" + TEXT[7:], "of version 2, and this diloco reads version 1"),
+        ("hello", "not an invitation.*begins with diloco2"),
+        ("diloco" + "1" + TEXT[7:], "of version 1, and this diloco reads version 2"),
         ("diloco", "of version none"),
         (TEXT + "1", "characters instead of"),
         (TEXT[:50] + "0" + TEXT[51:], "the letter '0', which no invitation contains"),
@@ -213,7 +213,7 @@ def test_what_is_wrong_with_it_is_said(text: str, message: str) -> None:
 def test_no_message_shows_the_secret() -> None:
     assert INVITATION.seed.hex() not in repr(INVITATION) and repr(INVITATION.seed) not in repr(INVITATION)
     assert repr(RUN.seed) not in repr(RUN)
-    for text in (TEXT[:-1], TEXT + "2", "diloco2" + TEXT[7:]):
+    for text in (TEXT[:-1], TEXT + "2", "diloco1" + TEXT[7:]):
         with pytest.raises(ConfigError) as caught:
             parsed(text)
         assert TEXT[20:40] not in str(caught.value)
@@ -244,11 +244,11 @@ def test_an_invitation_that_another_key_signed_or_that_was_made_to_last_longer_i
 
 def test_a_word_with_other_contents_is_refused() -> None:
     good = [RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, []]
-    assert parsed("diloco1" + encode_text(msgspec.msgpack.encode(good))).addresses == ()
+    assert parsed("diloco2" + encode_text(msgspec.msgpack.encode(good))).addresses == ()
     no_peer = b"\x04\x01\x02\x03\x04\x06\x0f\xa0"  # /ip4/1.2.3.4/tcp/4000
     for contents in (
         [], good[:-2], [*good, 1], [b"short", *good[1:]], [*good[:2], -1, *good[3:]], [*good[:4], [bytes(300)]],
         [*good[:4], [b"\x04"] * 9], [*good[:4], [b"\xff\xff"]], [*good[:4], [no_peer]], {"run_public": RUN.public},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="damaged"):
-            parsed("diloco1" + encode_text(msgspec.msgpack.encode(contents)))
+            parsed("diloco2" + encode_text(msgspec.msgpack.encode(contents)))

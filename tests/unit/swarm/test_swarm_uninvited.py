@@ -22,7 +22,7 @@ class Unknown(PeerMessage, frozen=True):
     """A message of no type that a node knows."""
 
 
-def test_an_invitation_of_another_run_opens_done() -> None:
+def test_an_invitation_of_another_run_opens_nothing() -> None:
     async def story(swarm: MemorySwarm) -> None:
         await founded(swarm, 2)
         await swarm.start(credential_of=RunKey.create())

@@ -1,7 +1,7 @@
 """`diloco.join_swarm`: a swarm for a training loop of your own.
 
     engine = diloco.join_swarm("runs/mine")                 the first call founds the swarm
-    engine = diloco.join_swarm("runs/mine", "diloco1...")   elsewhere, with the output of `diloco invite runs/mine`
+    engine = diloco.join_swarm("runs/mine", "diloco2...")   elsewhere, with the output of `diloco invite runs/mine`
     optimizer = diloco.DiLoCo(model, optimizer, engine)     takes over the swarm's state, if there is one
 
 Each machine brings its own code and data. The workers compare only their models and settings (DiLoCo's `identity`).

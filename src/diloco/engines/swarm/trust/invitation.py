@@ -3,7 +3,7 @@
 An invitation is a key pair whose public half the run's key has signed (the certificate), and a few addresses of peers.
 The word holds the private half: with it a peer signs its libp2p id, and that is its credential (credential.py).
 
-    word = "diloco1" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
+    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from diloco.engines.swarm.trust.signatures import Key, Signature, key_id, new_se
 from diloco.engines.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
 from diloco.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 _NAME = "diloco"
 _MARK = f"{_NAME}{VERSION}"
 """Every invitation begins with this. Base58 has no l, so it cannot occur a second time."""
