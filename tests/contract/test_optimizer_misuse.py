@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.errors import ConfigError
+from diloco.engines.rounds import GlobalState
+from diloco.errors import ConfigError, EngineError
 
 
 def built(model: nn.Module, H: int = 2) -> diloco.DiLoCo:
@@ -65,3 +66,24 @@ def test_parameters_given_to_the_inner_optimizer_after_building_are_refused() ->
 def test_a_copy_is_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
         copy.deepcopy(built(nn.Linear(2, 2)))
+
+
+def test_evaluations_prepared_together_are_refused_inside_each_other() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = built(model)
+    first, second = optimizer.outer_parameters(), optimizer.outer_parameters()
+    with first, pytest.raises(ConfigError, match="inside outer_parameters"), second:
+        pass
+    steps(model, optimizer, 1)
+
+
+def test_restoring_on_one_worker_only_is_an_error_that_says_so() -> None:
+    model = nn.Linear(3, 2)
+    inner, sync = torch.optim.SGD(model.parameters(), lr=0.1), diloco.SyncConfig(2)
+    layout = (
+        diloco.DiLoCo(model, inner, diloco.LocalSwarm(2).engines()[0], sync=sync).loop.replica.lanes[0].layout_digest
+    )
+    restoring, fresh = diloco.LocalSwarm(2).engines()
+    restoring.serve_state(lambda: GlobalState({}, {"merged": 0, "inner_steps": 0, "sequence": 0}, layout))
+    with pytest.raises(EngineError, match="the same `restoring` on every worker"):
+        diloco.DiLoCo(model, inner, fresh, sync=sync)

@@ -134,6 +134,25 @@ def test_running_statistics_are_averaged_plainly_and_other_buffers_only_equal_at
         assert model.norm.num_batches_tracked.item() == 4
 
 
+def test_statistics_of_any_size_are_averaged_and_no_outlier() -> None:
+    """A worker whose inputs have another scale is honest: the bound on norms is for gradients."""
+    models, optimizers = normed()
+    for step in range(2):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, worker, step).backward()
+            optimizer.inner_step()
+    with torch.no_grad():
+        models[1].norm.running_var += 1e4
+    mean = (models[0].norm.running_var + models[1].norm.running_var) / 2
+    for part in (DiLoCo.post, DiLoCo.merge):
+        for optimizer in optimizers:
+            part(optimizer)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert optimizer.loop.contributions_refused == 0
+        torch.testing.assert_close(model.norm.running_var, mean)
+
+
 def test_an_evaluation_in_training_mode_leaves_the_averaged_statistics_alone() -> None:
     models, optimizers = normed()
     before = [anchors(optimizer) for optimizer in optimizers]

@@ -34,7 +34,7 @@ def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | N
 
     A norm is refused above `max_norm_ratio` times the round's (lower) median; None accepts any finite norm. A worker
     with more work than the median, up to one full round, is measured against the median norm per weight times its own
-    weight: a fast worker among slow ones is no outlier.
+    weight: a fast worker among slow ones is no outlier. (Not where weights have no bound: they are shard sizes there.)
 
     A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
@@ -47,7 +47,7 @@ def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | N
     norm_per_weight = _lower_median([claim.norm / claim.weight for claim in sound])
     round_weight = _lower_median([claim.round_weight for claim in sound])
     for index, claim in enumerate(claims):
-        usual = max(norm, norm_per_weight * min(claim.weight, round_weight))
+        usual = norm if math.isinf(round_weight) else max(norm, norm_per_weight * min(claim.weight, round_weight))
         if reasons[index] is None and usual > 0 and claim.norm > max_norm_ratio * usual:
             reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {usual:.3g}"
     return reasons

@@ -11,6 +11,7 @@ raises EngineError, and the run must end. No wait is without a bound.
 
 import atexit
 import queue
+import struct
 import threading
 import time
 import traceback
@@ -259,8 +260,13 @@ class TorchDistributedEngine(Engine):
         assert self._provider is not None
         state = self._provider()
         deadline = time.monotonic() + self._timeout_seconds
-        digests = self._gather(state.layout_digest.encode().ljust(16), deadline)
-        check_same_layout({w: digest.decode("ascii", "replace") for w, digest in enumerate(digests)}, self.worker)
+        rows = self._gather(state.layout_digest.encode().ljust(16) + struct.pack("<q", len(state.tensors)), deadline)
+        check_same_layout({w: row[:16].decode("ascii", "replace") for w, row in enumerate(rows)}, self.worker)
+        counts = [struct.unpack("<q", row[16:])[0] for row in rows]
+        if len(set(counts)) > 1:
+            raise EngineError(
+                f"the workers offer {counts} tensors to start from: build DiLoCo with the same `restoring` on every one"
+            )
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
         source = self._ranks[self._source]
         _finish(dist.broadcast(numbers, source, group=self._groups.control, async_op=True), deadline)

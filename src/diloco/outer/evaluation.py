@@ -6,6 +6,7 @@ Needs no extra memory: parameters and anchors change places (core/fragments.py).
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from diloco.errors import ConfigError
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
@@ -19,9 +20,14 @@ class Evaluation:
         self._state, self._replica, self._serves_copies = state, replica, serves_copies
         self.active = False
 
+    def refuse_training(self) -> None:
+        if self.active:
+            raise ConfigError("inside outer_parameters(): leave the evaluation before training on")
+
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Parameters and anchors change places. Live anchors are not served meanwhile."""
+        """Parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
+        self.refuse_training()
         lock = self._state.lock
         # The lock is held for each exchange only if copies may be served in between, else during the whole evaluation.
         during_evaluation, during_exchange = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())

@@ -30,7 +30,7 @@ from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
-from diloco.errors import ConfigError, RoundFailed
+from diloco.errors import RoundFailed
 from diloco.outer.evaluation import Evaluation
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
@@ -95,10 +95,11 @@ class OuterLoop:
     def _lay_out(self, tensors: ModelTensors, outer: OuterOptimizer, identity: str) -> None:
         """Fragments, their schedule, and the memory that travels."""
         sync = self.sync
-        groups = [Group(tuple(names), outer) for names in assign(list(tensors.averaged), sync.fragments)]
+        ratio = sync.max_norm_ratio
+        groups = [Group(tuple(names), outer, ratio) for names in assign(list(tensors.averaged), sync.fragments)]
         offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
         if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0)))
+            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None))
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
         common = (self.schedule, outer, common_values(sync), identity)
@@ -186,6 +187,7 @@ class OuterLoop:
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
+        ratio = None if index == _CONFIRMATION else self.replica.groups[index].max_norm_ratio
         contributions = [
             Contribution(
                 vector,
@@ -193,7 +195,7 @@ class OuterLoop:
                 norm,
                 anchor_digest=digest,
                 layout_digest=lane.layout_digest,
-                max_norm_ratio=self.sync.max_norm_ratio,
+                max_norm_ratio=ratio,
                 report=report,
                 note=self.note(),
                 round_weight=self.weight * self.sync.num_inner_steps if self.engine.elastic else math.inf,
@@ -257,11 +259,10 @@ class OuterLoop:
 
     def refuse_while_evaluating(self) -> None:
         if self.evaluation.active:
-            raise ConfigError("inside outer_parameters(): leave the evaluation before training on")
+            self.evaluation.refuse_training()
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """See DiLoCo.outer_parameters."""
-        self.refuse_while_evaluating()
         return self.evaluation.exchanged()
 
     # Saving

@@ -36,6 +36,8 @@ class Group:
 
     names: tuple[str, ...]
     outer: OuterOptimizer
+    max_norm_ratio: float | None
+    """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
 
 
 @dataclass(eq=False)

@@ -290,3 +290,16 @@ def test_workers_that_train_something_else_are_refused_before_the_first_step(sta
 
 def test_an_unexpected_error_inside_the_engine_reaches_whoever_waits(starts: list[dict[str, Any]]) -> None:
     assert all("no such tensor" in start["provider"] for start in starts)
+
+
+def restored_by_worker_0_alone(engine: TorchDistributedEngine) -> str:
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(EngineError) as caught:
+        DiLoCo(model, inner, engine, sync=SyncConfig(2), restoring=engine.worker == 0)
+    return str(caught.value)
+
+
+def test_restoring_on_one_worker_only_is_told_at_once() -> None:
+    for text in in_processes(2, restored_by_worker_0_alone):
+        assert "build DiLoCo with the same `restoring` on every one" in text

@@ -139,3 +139,10 @@ def test_a_weight_of_a_round_that_makes_no_sense_is_refused(round_weight: float)
 def test_a_fixed_membership_bounds_no_weight() -> None:
     claims = [Claim(1.0, 1.0), Claim(1e9, 1.0)]
     assert bounded_weights(claims) == [1.0, 1e9] and bounded_weights([]) == []
+
+
+def test_a_large_weight_excuses_no_norm_where_weights_have_no_bound() -> None:
+    """The weights of a fixed membership may be shard sizes, which say nothing about the steps behind a gradient."""
+    honest, wild = Claim(1.0, 1.0), Claim(200.0, 900.0)
+    assert admit([honest, wild], 5.0)[1] is not None
+    assert admit([honest, Claim(200.0, 4.9)], 5.0) == [None, None]

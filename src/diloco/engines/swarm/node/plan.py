@@ -22,12 +22,16 @@ MAX_NOTE_BYTES = 1 << 14
 MAX_WORKERS = 1024
 
 
+_MOST = 1 << 53
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+
+
 class Authority(NamedTuple):
     """Orders the leaders of a round: the highest is obeyed. A later term beats an earlier, a lower number a higher."""
 
-    term: int
-    minus_number: int
-    attempt: int = 0
+    term: Count
+    minus_number: Annotated[int, Meta(ge=-_MOST, le=1)]
+    attempt: Count = 0
 
     @property
     def leader(self) -> tuple[int, int]:
