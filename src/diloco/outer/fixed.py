@@ -48,14 +48,15 @@ class FixedMembership(Policy):
         if self.loop.restoring:
             return
         if states is not None:
-            if not states[0].tensors:
-                raise EngineError(
-                    "worker 0 restores a saved state and this worker does not: build DiLoCo with the same `restoring` "
-                    "on every worker"
-                )
             with self.state.lock:
                 for lane, theirs in zip(self.replica.lanes, states, strict=True):
-                    lane.copy(theirs.tensors, lane.anchors() | lane.start_tensors())
+                    mine = lane.anchors() | lane.start_tensors()
+                    if mine.keys() - theirs.tensors.keys():
+                        raise EngineError(
+                            "worker 0 restores a saved state and this worker does not: build DiLoCo with the same "
+                            "`restoring` on every worker"
+                        )
+                    lane.copy(theirs.tensors, mine)
             self.state.set_position(states[0].numbers)
             self.state.adopt_anchors()
         self.replica.changed()
