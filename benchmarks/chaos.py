@@ -49,9 +49,8 @@ class Plan:
     workers: int = 4
     every: int = 3
     """Rounds between two deeds."""
-    round_seconds: float = 150.0
-    """A round that takes longer is a hang: no wait of the engine is as long (60 s to find a member again after the
-    sidecar was killed, 120 s for a round)."""
+    round_seconds: float = 40.0
+    """A round that takes longer is a hang."""
     most_loss: float = MOST_LOSS
 
     def deeds(self) -> dict[int, list[str]]:
