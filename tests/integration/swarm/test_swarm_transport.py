@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -235,11 +236,19 @@ def test_a_call_that_is_too_large_for_the_other_peers_daemon_harms_no_other_peer
     asyncio.run(run())
 
 
+def freeze(pid: int) -> None:
+    """Returns when all threads of the process have stopped: the signal itself does not wait for that."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.glob("*/stat")):
+        time.sleep(0.001)
+
+
 def test_a_frozen_peer_is_silent_and_a_killed_one_is_gone(tmp_path: Path) -> None:
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
             stream = await b.open_stream(a.peer, WAIT)
-            os.kill(pid_of(a), signal.SIGSTOP)
+            freeze(pid_of(a))
             with pytest.raises(Unreachable, match="did not answer") as silent:
                 await b.call(a.peer, b"hello", 0.3)
             assert not silent.value.gone

@@ -10,6 +10,7 @@ import pytest
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
+from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, RendezvousError
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
@@ -125,6 +126,18 @@ def test_two_that_join_at_once_get_two_numbers() -> None:
         return {worker.node.number for worker in joined}
 
     assert told(story) == {2, 3, 4, 5}
+
+
+def test_a_joiner_that_the_leader_knows_by_another_member_first_gets_a_number() -> None:
+    async def story(swarm: MemorySwarm) -> int:
+        founder, _, joiner = await founded(swarm, 3)
+        members, name = founder.node.members, joiner.name
+        credential = members.peers.pop(name).credential
+        del members.numbers[name]
+        members.add_roster([RosterEntry(name, credential, (), -1)])
+        return members.number_for(name, -1)
+
+    assert told(story) == 2
 
 
 def test_a_worker_that_says_goodbye_is_not_waited_for() -> None:

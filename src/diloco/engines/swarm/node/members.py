@@ -171,7 +171,8 @@ class Members:
             except PeerRefused as reason:
                 logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
             else:
-                self.numbers.setdefault(entry.peer, entry.number)
+                if entry.number >= 0:  # a joiner is known to others before the leader has given it a number
+                    self.numbers.setdefault(entry.peer, entry.number)
 
     def _update_addresses(self, peer: Peer, addresses: tuple[str, ...]) -> None:
         """A peer that is lost here and live elsewhere may have moved."""
