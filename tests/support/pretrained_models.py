@@ -9,6 +9,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
@@ -78,7 +79,7 @@ def make_run(folder: Path, config: RunConfig | None = None, *, model: str | None
     if model is None:
         model = str(make_folder(folder.parent / "base"))
     folder.mkdir()
-    config = config or RunConfig(model=model)
+    config = config or RunConfig(model=ModelChoice(model))
     (folder / "config.toml").write_text(to_toml(config))
     summary = summarize(config, []) | {"status": "complete", "error": None} | numbers
     (folder / "summary.json").write_text(json.dumps(summary))

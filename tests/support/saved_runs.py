@@ -20,6 +20,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import LocalSwarm
+from diloco.models.choice import ModelChoice
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
 from diloco.training.checkpoints.resume import Start, agree_on_start
@@ -60,7 +61,15 @@ def small_corpus(folder: Path) -> tuple[DataConfig, Corpus]:
 
 def small_config(data: DataConfig, sync: SyncConfig, **more: Any) -> RunConfig:
     return RunConfig(
-        **{"model": "micro", "steps": STEPS, "workers": 2, "device": "cpu", "threads": 1, "data": data, "sync": sync}
+        **{
+            "model": ModelChoice("micro"),
+            "steps": STEPS,
+            "workers": 2,
+            "device": "cpu",
+            "threads": 1,
+            "data": data,
+            "sync": sync,
+        }
         | {"inner": InnerConfig(lr=1e-2, warmup_steps=3)}
         | {"training": TrainingConfig(batch_size=2, eval_windows=4, eval_interval=6, log_interval=1, sample_tokens=0)}
         | {"checkpoint": CheckpointConfig(interval=3, keep=3, asynchronous=False)}

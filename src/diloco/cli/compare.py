@@ -1,30 +1,62 @@
 """`diloco compare RUN RUN…`: runs side by side, with the gap in perplexity and the reduction in bytes as they are."""
 
+import json
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 
-from diloco.cli.display.report import comparison
+from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, tables
 from diloco.errors import ConfigError
+from diloco.training.config.run_file import read_run_file
+from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import read_summary
 
 
-def compare(*runs: Path) -> None:
+def compare(
+    *runs: Path,
+    against: Annotated[Path | None, Parameter(name="--against")] = None,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+    csv: Annotated[bool, Parameter(name="--csv")] = False,
+) -> None:
     """Put runs side by side in one table.
-
-    The first data-parallel run is the reference, or the first run if there is none.
-    Example:  diloco compare runs/diloco runs/data-parallel
 
     Parameters
     ----------
     runs
         Run folders, two or more.
+    against
+        The reference run. By default the first data-parallel run, or the first run if there is none.
+    json_
+        Print the numbers as JSON.
+    csv
+        Print the numbers as CSV, a line for each run.
     """
-    if len(runs) < 2:
-        raise ConfigError(f"compare needs at least two run folders, and got {len(runs)}: diloco compare RUN RUN")
-    summaries = [(run.name, read_summary(run)) for run in runs]
+    if json_ and csv:
+        raise ConfigError("--json and --csv are two forms of the same: choose one")
+    folders = list(runs)
+    if against is not None and not any(against.absolute() == run.absolute() for run in runs):
+        folders.append(against)
+    if len(folders) < 2:
+        raise ConfigError(f"compare needs at least two run folders, and got {len(folders)}: diloco compare RUN RUN")
+    compared = [_read(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    reference = default_reference(compared)
+    if against is not None:
+        reference = next(run for run in compared if run.folder.absolute() == against.absolute())
+    console = Console()
     try:
-        table = comparison(summaries)
+        if json_:
+            print(json.dumps(as_json(compared, reference), indent=2))
+        elif csv:
+            print(as_csv(compared, reference), end="")
+        else:
+            console.print(*tables(compared, reference, console.width), sep="\n")
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"a summary.json of these runs has a value that cannot be compared: {error}") from error
-    Console().print(table)
+
+
+def _read(folder: Path, name: str) -> ComparedRun:
+    summary = read_summary(folder)
+    file = folder / RUN_FILE
+    return ComparedRun(name, folder, summary, read_run_file(file) if file.is_file() else {})

@@ -1,18 +1,23 @@
-"""`diloco export RUN --to DIR`: a run's model as a folder to give away, with a model card."""
+"""`diloco export RUN --to DIR`: a run's model, or that of a checkpoint, as a folder to give away, with a model card."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from diloco.errors import DiLoCoError
+from diloco.cli.config_parser import parse_config
+from diloco.errors import ConfigError, DiLoCoError
 from diloco.models.folders import check_unused, size_bytes
-from diloco.training.config.run_file import read_run_file
+from diloco.training.config.run_file import merge, read_run_file
+from diloco.training.records.events import read_events
 from diloco.training.records.model_card import model_card
-from diloco.training.records.run_folder import RUN_FILE, run_model
-from diloco.training.records.summary import read_summary
+from diloco.training.records.run_folder import MODEL_FOLDER, RUN_FILE, check_run_folder, run_model
+from diloco.training.records.summary import read_summary, summarize
 
 
 def export(
@@ -20,6 +25,7 @@ def export(
     /,
     *,
     to: Annotated[Path, Parameter(name="--to")],
+    checkpoint: Annotated[str | None, Parameter(name="--checkpoint")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(name="--dtype")] = "float32",
     max_shard_size: Annotated[str, Parameter(name="--max-shard-size")] = "5GB",
 ) -> None:
@@ -31,21 +37,50 @@ def export(
         A run folder.
     to
         The folder to write; it must not exist, or be empty.
+    checkpoint
+        Of a run that has not ended, too: `latest`, or the inner step of a checkpoint. By default the model at the end.
     dtype
         The type of the weights: float32, bfloat16 or float16.
     max_shard_size
         Weights above this size are cut into several files.
     """
-    folder, most = run_model(run), size_bytes(max_shard_size)
+    most = size_bytes(max_shard_size)
     check_unused(to.expanduser())
-    card = model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype)
-    from diloco.models.export import export_model
-
     console = Console()
-    with console.status("writing the weights") as status:
+    source = _ended(run, dtype) if checkpoint is None else _saved(run, checkpoint, dtype)
+    with console.status("reading the model") as status, source as (folder, card):
+        from diloco.models.export import export_model
+
         try:
             tell = lambda done, total: status.update(f"writing the weights: {done} of {total} files")  # noqa: E731
             export_model(folder, to, dtype=dtype, max_shard_bytes=most, card=card, progress=tell)
         except OSError as error:
             raise DiLoCoError(f"the model cannot be written to {to} ({error}): make room or choose another") from error
     console.print(Text(f"exported to {to}"), soft_wrap=True)
+
+
+@contextmanager
+def _ended(run: Path, dtype: str) -> Iterator[tuple[Path, str]]:
+    """The model folder and the card of a run that has ended."""
+    folder = run_model(run)
+    yield folder, model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype)
+
+
+@contextmanager
+def _saved(run: Path, checkpoint: str, dtype: str) -> Iterator[tuple[Path, str]]:
+    """The same of a checkpoint, with a model folder that is there for the moment."""
+    if checkpoint != "latest" and not checkpoint.isdecimal():
+        raise ConfigError(f"--checkpoint {checkpoint}: give `latest`, or the inner step of a checkpoint")
+    check_run_folder(run)
+    from diloco.training.checkpoints.model import checkpoint_model, find_checkpoint
+    from diloco.training.records.outputs import write_model
+
+    found = find_checkpoint(run, None if checkpoint == "latest" else int(checkpoint))
+    config = parse_config([token for token in merge([f"--resume={run}"])[0] if not token.startswith("--resume")])
+    model, corpus = checkpoint_model(config, found)
+    summary = summarize(config, [event for event in read_events(run) if event.get("step", 0) <= found.step])
+    summary |= {"inner_steps": found.step}
+    card = model_card(summary, read_run_file(run / RUN_FILE), dtype=dtype, checkpoint_of=config.steps)
+    with TemporaryDirectory(dir=run, prefix=".export-") as temporary:
+        write_model(model, corpus, Path(temporary))
+        yield Path(temporary) / MODEL_FOLDER, card

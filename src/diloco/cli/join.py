@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig, is_shared
 from diloco.training.config.run_file import known_keys, options
-from diloco.training.processes.join import join_run
+from diloco.training.processes.join import describe_run, join_run
 from diloco.training.processes.swarm_run import SWARM_TEXT
 from diloco.training.records.run_description import RunDescription
 
@@ -36,6 +36,8 @@ from the others; only what concerns this machine is decided here:
   --port N, --host A    where to listen (default: any free port, all addresses)
   --announce A          what others should call: HOST, HOST:PORT or a multiaddr
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
+  --estimate            show memory, disk and bytes that this takes, and end
+                        (--bandwidth 100mbit: at that rate; --json)
 
 and --compute.*, --checkpoint.*, --data.cache_dir, --training.accumulation. Ctrl-C
 leaves; the others train on. To come back: diloco train --resume RUNDIR.
@@ -55,6 +57,7 @@ def join(
         console.print(_HELP, highlight=False)
         return
     check_swarm()
+    asked, given = estimate_options(given)
     tokens = check_own_options(given)
     from diloco.engines.swarm.trust.invitation import Invitation
 
@@ -67,7 +70,34 @@ def join(
         _print_swarm(console, config, members)
         return RunDisplay(console, config)
 
-    print_end(console, join_run(Invitation.parse(invitation, time.time()), configure, observe))
+    parsed = Invitation.parse(invitation, time.time())
+    if "estimate" in asked:
+        from diloco.cli.estimate import print_estimate
+
+        config, vocab_size, members = describe_run(parsed, configure)
+        bandwidth, as_json = asked.get("bandwidth"), "json" in asked
+        print_estimate(console, config, bandwidth=bandwidth, as_json=as_json, vocab_size=vocab_size, members=members)
+        return
+    print_end(console, join_run(parsed, configure, observe))
+
+
+def estimate_options(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """--estimate, --bandwidth and --json with their values, and all other options."""
+    asked: dict[str, str] = {}
+    rest = list(given)
+    for name in ("estimate", "json"):
+        if f"--{name}" in rest:
+            rest.remove(f"--{name}")
+            asked[name] = ""
+    for index, token in enumerate(rest):
+        name, equals, value = token.partition("=")
+        if name == "--bandwidth":
+            asked["bandwidth"] = value if equals else "".join(rest[index + 1 : index + 2])
+            del rest[index : index + (1 if equals else 2)]
+            break
+    if asked and "estimate" not in asked:
+        raise ConfigError(f"--{next(iter(asked))} has an effect with --estimate only: add it")
+    return asked, tuple(rest)
 
 
 def check_own_options(given: Sequence[str]) -> list[str]:
@@ -84,13 +114,13 @@ def check_own_options(given: Sequence[str]) -> list[str]:
 def joined_config(description: RunDescription, tokens: list[str]) -> RunConfig:
     """The swarm's options and this machine's in one configuration, validated like a run file's."""
     given = options(tokens)[1]
-    if description.model is None and "model" not in given:
+    if description.model is None and "model.name" not in given:
         raise ConfigError("this run is of a model that is not a preset: name the same model here, with --model")
-    if description.model is not None and given.get("model", description.model) != description.model:
-        raise ConfigError(f"--model {given['model']}: this run is of the model {description.model}; leave it out")
+    if description.model is not None and given.get("model.name", description.model) != description.model:
+        raise ConfigError(f"--model {given['model.name']}: this run is of the model {description.model}; leave it out")
     default = {"workers": "1", "data.source": SWARM_TEXT}
     if description.model is not None:
-        default["model"] = description.model
+        default["model.name"] = description.model
     defaults = [f"--{key}={value}" for key, value in default.items() if key not in given]
     return parse_config(options([*description.tokens(), *defaults, *tokens])[0])
 

@@ -43,6 +43,8 @@ and average from time to time.
   --device D            auto (default), cpu, cuda
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
   --print-config        show every option with its value and meaning, and end
+  --estimate            show memory, disk and bytes that this run takes, and end
+                        (--bandwidth 100mbit: at that rate; --json)
 
 Every key of a run file is an option too: lr under \\[outer] is --outer.lr.
 Under torchrun this process is one rank, and the environment says which.
@@ -58,6 +60,9 @@ def train(
     config: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),  # noqa: B008 - frozen
     print_config: Annotated[bool, Parameter(name="--print-config")] = False,
     resume: Annotated[Path | None, Parameter(name="--resume")] = None,
+    estimate: Annotated[bool, Parameter(name="--estimate")] = False,
+    bandwidth: Annotated[str | None, Parameter(name="--bandwidth")] = None,
+    json: Annotated[bool, Parameter(name="--json")] = False,
     help_train: Annotated[bool, Parameter(name="--help-train")] = False,
 ) -> None:
     """Train a model with DiLoCo, or data-parallel as a baseline."""
@@ -68,6 +73,12 @@ def train(
         raise ConfigError(f"the run file {file} must come first: diloco train {file} OPTIONS")
     elif print_config:
         console.print(Text(to_toml(config, _comments(config))), soft_wrap=True, end="")
+    elif estimate:
+        from diloco.cli.estimate import print_estimate
+
+        print_estimate(console, config, resume=resume, bandwidth=bandwidth, as_json=json)
+    elif bandwidth is not None or json:
+        raise ConfigError(f"{'--json' if json else '--bandwidth'} has an effect with --estimate only: add it")
     else:
         _train(config, resume, console)
 

@@ -9,12 +9,13 @@ from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
 _DATA_PARALLEL = ("mode", "data-parallel")
-OUTER_NUMBERS: dict[str, tuple[str, ...]] = {
-    "nesterov": ("lr", "momentum"),
-    "sgd": ("lr",),
-    "sgdm": ("lr", "momentum"),
-    "adam": ("lr", "beta1", "beta2", "epsilon"),
+OUTER_NUMBERS: dict[str, dict[str, float]] = {
+    "nesterov": {"lr": 0.7, "momentum": 0.9},
+    "sgd": {"lr": 1.0},
+    "sgdm": {"lr": 0.7, "momentum": 0.9},
+    "adam": {"lr": 0.3, "beta1": 0.9, "beta2": 0.99, "epsilon": 0.1},
 }
+"""The numbers of each outer optimizer, with their defaults (those of core/outer_optimizers.py)."""
 
 
 def check_outer_number(name: str, value: float, optimizer: str) -> None:

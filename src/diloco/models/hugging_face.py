@@ -69,6 +69,21 @@ class HuggingFaceModel(LanguageModel):
         _check_causal(inner, origin)
         return cls(inner.train(), origin)
 
+    @classmethod
+    def outline(cls, origin: Pretrained) -> "HuggingFaceModel":
+        """The model of a folder's config.json, without its weights, on torch's present default device."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        before = torch.get_rng_state()
+        try:
+            config = AutoConfig.from_pretrained(origin.folder, local_files_only=True, trust_remote_code=False)
+            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        except Exception as error:  # transformers raises what the model's own code raises
+            raise ConfigError(f"model {origin.name!r} cannot be built from {origin.folder}: {error}") from error
+        finally:
+            torch.set_rng_state(before)
+        return cls(inner.train(), origin)
+
     @property
     def vocab_size(self) -> int:
         return int(self.inner.get_input_embeddings().weight.shape[0])

@@ -10,6 +10,7 @@ weights, a vocabulary too small for the tokenizer, and sequences longer than the
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -178,3 +179,18 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder / name} does not exist, but {INDEX_FILE} names it: copy the whole model folder")
     return [folder / name for name in files]
+
+
+def stored_parameters(folder: Path) -> int:
+    """How many numbers a model folder's weights have, by the headers of its files alone."""
+    total = 0
+    for path in weight_files(folder):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            total += sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                f"{path} is not a whole safetensors file ({error}): copy the model folder again"
+            ) from error
+    return total

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import torch
+
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
+from diloco.models.choice import ModelChoice
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
@@ -11,15 +14,18 @@ from diloco.models.native.presets import preset
 from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_transformers
 
 
-def build_model(model: str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
-    """The named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
+def build_model(model: ModelChoice | str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
+    """The chosen or named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
 
     A preset takes vocabulary and sequence length as given and draws its weights from torch's global generator. A
     pre-trained model keeps its own, which must be large enough.
     """
+    choice = model if isinstance(model, ModelChoice) else ModelChoice(model)
+    model = choice.name
     found = check_model(model)
     if found is None:
-        return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length))
+        shape = choice.shape()
+        return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape))
     found.check(vocab_size=vocab_size, sequence_length=sequence_length)
     loaded = HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)
     for name, parameter in loaded.named_parameters():
@@ -29,6 +35,23 @@ def build_model(model: str, *, vocab_size: int, sequence_length: int) -> Languag
                 f"be neither trained nor used; restore {found.folder}"
             )
     return loaded
+
+
+def model_outline(model: ModelChoice, *, vocab_size: int, sequence_length: int, device: str = "meta") -> LanguageModel:
+    """The same model without its weights: names and shapes. By default without any memory.
+
+    Of a model of the hub only the small files are fetched.
+    """
+    found = check_model(model.name, weights=False)
+    with torch.device(device):
+        if found is None:
+            shape = model.shape()
+            return NativeModel(
+                preset(model.name, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape)
+            )
+        if uses_transformers(model.name):
+            return HuggingFaceModel.outline(found)
+        return NativeModel(ModelConfig.from_hf_config(read_json(found.folder / CONFIG_FILE)))
 
 
 def open_model(folder: Path) -> LanguageModel:

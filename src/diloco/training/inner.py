@@ -7,11 +7,11 @@ updates are scaled to AdamW's size, so that one learning rate and weight decay s
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
@@ -23,7 +23,9 @@ Group = dict[str, Any]
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
     """The configured optimizer; weight decay for matrices and embeddings, none for norms."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hidden = {name: p for name, p in trainable.items() if config.optimizer == "muon" and _is_hidden_matrix(name, p)}
+    hidden = {
+        name: p for name, p in trainable.items() if config.optimizer == "muon" and is_hidden_matrix(name, p.shape)
+    }
     rest = [p for name, p in trainable.items() if name not in hidden]
     groups: list[Group] = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -47,8 +49,9 @@ def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimi
     return BothOptimizers(muon, _adamw(groups, config)) if groups else muon
 
 
-def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and re.search(r"(?:^|\.)\d+\.", name) is not None
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether it is a matrix of a numbered block: what Muon steps."""
+    return len(shape) == 2 and re.search(r"(?:^|\.)\d+\.", name) is not None
 
 
 def _adamw(groups: list[Group], config: InnerConfig) -> torch.optim.AdamW:

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def precision_name(name: str, device: torch.device) -> str:
+    """What `auto` means on this device; any other name unchanged."""
+    if name != "auto":
+        return name
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
 class Precision:
     """One worker's precision, with its loss scale if it has one."""
 
@@ -29,9 +36,7 @@ class Precision:
         on_gpu = device.type == "cuda"
         if name == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ConfigError(f"compute.precision = bf16, but {torch.cuda.get_device_name(device)} has none: use fp16")
-        if name == "auto":
-            name = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        self.name = name
+        self.name = name = precision_name(name, device)
         self.dtype: torch.dtype | None = _DTYPES.get(name)
         self._device, self._ranks = device, ranks
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None

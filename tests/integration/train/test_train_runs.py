@@ -55,6 +55,11 @@ def test_two_workers_end_with_equal_anchors_and_have_learned(first: Run) -> None
     assert 0 < summary["compute_utilization"] < 1
 
 
+def test_the_sizes_of_a_run_are_told_when_it_starts_and_measured_in_its_rounds(first: Run) -> None:
+    for part in ("memory: about", "disk: ", "network: a worker sends", "measured: a round took"):
+        assert part in first.output, first.output
+
+
 def test_the_end_of_a_run_is_a_report_with_a_sample_and_the_folder(first: Run) -> None:
     for part in ("diloco · complete", "before", "after", "times as much", "on all 2 workers", "a sample of the model"):
         assert part in first.output, first.output

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from diloco.cli.display.live import Display, plain_line, render
-from diloco.cli.display.report import comparison, print_report
+from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
 from diloco.training.checkpoints.manifests import Manifest, Moment, manifest_path, worker_folder
@@ -301,43 +301,3 @@ def test_a_run_that_did_not_end_well_says_how_to_go_on_if_it_has_a_checkpoint(tm
     assert reported(tmp_path, summary_of(status="failed")).endswith(line)
     assert reported(tmp_path, summary_of(status="stopped")).endswith(line)
     assert "to continue" not in reported(tmp_path, summary_of())
-
-
-# The comparison
-
-DATA_PARALLEL = {"mode": "data-parallel", "bytes_sent_per_worker": 261_200_000, "rounds": 40, "codec": "fp32"}
-
-
-def test_the_comparison_states_the_gap_and_the_reduction_against_the_data_parallel_run() -> None:
-    runs = [("ours", summary_of(math.log(10.3))), ("baseline", summary_of(math.log(10.0), **DATA_PARALLEL))]
-    shown = text_of(comparison(runs))
-    rows = {line.split("│")[1].strip(): line for line in shown.splitlines() if line.startswith("│")}
-    assert "+3.00%" in rows["perplexity against reference"]
-    assert "19.9x less" in rows["sent against reference"]
-    assert rows["perplexity against reference"].count("reference") == 2
-    assert "other tokens" not in shown
-    assert "10.30" in rows["validation perplexity"] and "10.00" in rows["validation perplexity"]
-
-
-def test_a_better_and_chattier_run_is_stated_as_that() -> None:
-    better = summary_of(math.log(9.0), bytes_sent_per_worker=522_400_000)
-    shown = text_of(comparison([("a", better), ("b", summary_of(math.log(10.0), **DATA_PARALLEL))]))
-    assert "-10.00%" in shown
-    assert "2.0x more" in shown
-
-
-def test_runs_of_unequal_tokens_are_marked() -> None:
-    short = summary_of(math.log(11.0), tokens=1000)
-    shown = text_of(comparison([("short", short), ("baseline", summary_of(math.log(10.0), **DATA_PARALLEL))]))
-    assert "+10.00% (other tokens)" in shown
-
-
-def test_without_a_data_parallel_run_the_first_is_the_reference() -> None:
-    shown = text_of(comparison([("a", summary_of(math.log(10.0))), ("b", summary_of(math.log(12.0)))]))
-    assert "+20.00%" in shown
-
-
-def test_a_run_that_was_never_evaluated_has_no_gap() -> None:
-    failed = summary_of(None, status="failed", bytes_sent_per_worker=0, parameters=None)
-    shown = text_of(comparison([("failed", failed), ("b", summary_of(**DATA_PARALLEL))]))
-    assert "%" not in next(line for line in shown.splitlines() if "perplexity against" in line)

@@ -11,6 +11,7 @@ from diloco.cli.main import run
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.models.folders import size_bytes
 from diloco.training.config.run import RunConfig
 from support.pretrained_models import FAMILIES, logits, make_folder, make_run, some_tokens
@@ -71,7 +72,7 @@ def test_whoever_may_read_the_folder_may_read_its_files(tmp_path: Path) -> None:
 def test_the_card_tells_what_the_run_says(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "base")
     config = RunConfig(
-        model=f"hf:{folder}",
+        model=ModelChoice(f"hf:{folder}"),
         outer=OuterConfig(optimizer="nesterov", momentum=0.35),
         sync=SyncConfig(num_inner_steps=77, codec="int8"),
         data=DataConfig(source="/home/someone/secret/texts", tokenizer=str(folder), sequence_length=48),

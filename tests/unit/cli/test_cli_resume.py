@@ -11,6 +11,7 @@ from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
+from diloco.models.choice import ModelChoice
 from diloco.outer.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
@@ -26,7 +27,7 @@ from support.train_runs import write_text
 @pytest.fixture
 def config(tmp_path: Path) -> tuple[RunConfig, Corpus]:
     data, corpus = small_corpus(tmp_path)
-    return small_config(data, SyncConfig(3), model="tiny", steps=9), corpus
+    return small_config(data, SyncConfig(3), model=ModelChoice("tiny"), steps=9), corpus
 
 
 @pytest.fixture

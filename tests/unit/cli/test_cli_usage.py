@@ -11,7 +11,7 @@ import pytest
 from diloco.cli.main import run
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.records.summary import SUMMARY_FILE, summarize, write_summary
+from diloco.training.records.summary import write_summary
 from support.train_runs import tiny_options, write_text
 
 
@@ -153,33 +153,6 @@ def test_an_error_with_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixtur
 
 def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trane" in refused(capsys, "trane")
-
-
-# compare
-
-
-def test_compare_refuses_less_than_two_runs_and_folders_that_are_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    write_summary(tmp_path, RunConfig())
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
-    (unfinished / "config.toml").write_text("")
-    assert "at least two" in refused(capsys, "compare")
-    assert "at least two" in refused(capsys, "compare", str(tmp_path))
-    assert "no such folder" in refused(capsys, "compare", str(tmp_path), str(tmp_path / "nowhere"))
-    assert "has not ended" in refused(capsys, "compare", str(tmp_path), str(unfinished))
-    (unfinished / SUMMARY_FILE).write_text("{}")
-    assert "not the summary" in refused(capsys, "compare", str(tmp_path), str(unfinished))
-
-
-def test_compare_takes_failed_runs_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write_summary(tmp_path / name, RunConfig(), "broken")
-    assert summarize(RunConfig(), [])["status"] == "failed"
-    assert run(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
-    assert "failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])

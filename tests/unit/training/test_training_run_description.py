@@ -11,13 +11,14 @@ from diloco.cli.join import check_own_options, joined_config
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.training.config.run import RunConfig, is_shared
 from diloco.training.config.tables import InnerConfig
 from diloco.training.records.run_description import RunDescription
 
 DIGEST = "ab" * 32
 FOUNDER = RunConfig(
-    model="tiny",
+    model=ModelChoice("tiny", num_layers=3),
     engine="swarm",
     workers=3,
     steps=77,
@@ -52,7 +53,7 @@ def test_a_joiner_has_the_founders_configuration_in_all_that_is_shared(tmp_path:
 def test_nothing_that_concerns_the_founders_machine_is_told() -> None:
     text = RunDescription.of(FOUNDER, DIGEST).text()
     assert "secret" not in text and "somewhere" not in text and "4000" not in text
-    own = {"out", "data.source", "data.cache_dir", "data.tokenizer", "sinks", "model", "device", "compute.compile"}
+    own = {"out", "data.source", "data.cache_dir", "data.tokenizer", "sinks", "model.name", "device", "compute.compile"}
     assert not any(is_shared(key) for key in own)
 
 
@@ -111,14 +112,14 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_model_that_is_no_preset_must_be_named_by_whoever_joins(tmp_path: Path) -> None:
-    founder = replace(FOUNDER, model="/models/mine")
+    founder = replace(FOUNDER, model=ModelChoice("/models/mine"))
     path = tmp_path / "run.json"
     path.write_text(RunDescription.of(founder, DIGEST).text())
     description = RunDescription.read(path)
     assert description.model is None
     with pytest.raises(ConfigError, match="--model"):
         joined_config(description, [])
-    assert joined_config(description, ["--model=/here/mine"]).model == "/here/mine"
+    assert joined_config(description, ["--model=/here/mine"]).model == ModelChoice("/here/mine")
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,9 @@ def _stopping(view: RunView) -> str:
 def _title(view: RunView) -> Text:
     config = view.config
     size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
-    what = f"{short_name(config.model)}{size} · {config.mode} · {view.expected_workers} workers"
+    what = f"{short_name(config.model.name)}{size} · {config.mode} · {view.expected_workers} workers"
     if config.engine == "swarm":
-        what = f"{short_name(config.model)}{size} · a swarm of {view.members} · {view.expected_workers} here"
+        what = f"{short_name(config.model.name)}{size} · a swarm of {view.members} · {view.expected_workers} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)

@@ -1,6 +1,5 @@
-"""The end of a run on one screen, and several runs in one table."""
+"""The end of a run on one screen."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records import history
 from diloco.training.records.events import read_events
 from diloco.training.records.run_folder import resume_command
-from diloco.training.records.summary import Summary, perplexity_gap
+from diloco.training.records.summary import Summary
 
 
 def megabytes(count: float | None) -> str:
@@ -50,7 +49,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
         ("sent by a worker", megabytes(summary["bytes_sent_per_worker"])),
         ("data parallel sends", _baseline(summary)),
-        ("compute utilisation", _share(summary["compute_utilization"])),
+        ("compute utilisation", share(summary["compute_utilization"])),
         ("time", _time(summary)),
         ("anchors", _anchors(summary["anchor_digests"])),
     ]
@@ -104,7 +103,7 @@ def _times(ratio: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:,.1f} times"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
@@ -114,54 +113,3 @@ def _anchors(digests: list[str]) -> str:
     if len(set(digests)) == 1:
         return f"{digests[0]} on all {len(digests)} workers" if len(digests) > 1 else digests[0]
     return "[bold red]different[/]: " + ", ".join(digests)
-
-
-def comparison(runs: list[tuple[str, Summary]]) -> Table:
-    """Runs as columns; the reference is the first data-parallel run, or else the first run."""
-    reference = next((s for _, s in runs if s["mode"] == "data-parallel"), runs[0][1])
-    table = Table(title="runs side by side", title_justify="left")
-    table.add_column("")
-    for name, _ in runs:
-        table.add_column(Text(name), justify="right")
-    rows: dict[str, Callable[[Summary], str]] = {
-        "status": lambda s: s["status"],
-        "mode": lambda s: s["mode"],
-        "model": lambda s: f"{s['model']} ({s['parameters'] / 1e6:.2f}M)" if s["parameters"] else s["model"],
-        "workers": lambda s: str(s["workers"]),
-        "inner steps": lambda s: f"{s['inner_steps']:,}",
-        "tokens": lambda s: f"{s['tokens']:,}",
-        "outer steps": lambda s: f"{s['rounds']:,}",
-        "codec": lambda s: s["codec"],
-        "validation loss": lambda s: _number(s["validation_loss"], ".4f"),
-        "validation perplexity": lambda s: _number(s["validation_perplexity"], ".2f"),
-        "perplexity against reference": lambda s: _gap(s, reference),
-        "sent by a worker": lambda s: megabytes(s["bytes_sent_per_worker"]),
-        "sent against reference": lambda s: _less(s, reference),
-        "compute utilisation": lambda s: _share(s["compute_utilization"]),
-        "training time": lambda s: duration(s["training_seconds"]),
-    }
-    for title, cell in rows.items():
-        table.add_row(title, *(cell(summary) for _, summary in runs))
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _gap(run: Summary, reference: Summary) -> str:
-    gap = perplexity_gap(run, reference)
-    if run is reference:
-        return "reference"
-    if gap is None:
-        return "-"
-    return f"{gap:+.2%}" + ("" if run["tokens"] == reference["tokens"] else " (other tokens)")
-
-
-def _less(run: Summary, reference: Summary) -> str:
-    mine, theirs = run["bytes_sent_per_worker"], reference["bytes_sent_per_worker"]
-    if run is reference:
-        return "reference"
-    if not mine or not theirs:
-        return "-"
-    return f"{theirs / mine:,.1f}x less" if mine <= theirs else f"{mine / theirs:,.1f}x more"

@@ -11,6 +11,7 @@ from rich.text import Text
 from diloco.cli.display.joining_hint import joining_hint
 from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
+from diloco.cli.display.sizes import sizes_printer
 from diloco.sinks.process import SinkProcesses
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.run import EndedRun, Observer, Poll
@@ -41,7 +42,7 @@ class RunDisplay(Observer):
     @contextmanager
     def follow(self, folder: Path, *, resumed: bool) -> Iterator[Poll]:
         with SinkProcesses(self._config.sink_names, folder, self.note) as sinks:
-            polls = [self._display.follow(folder, resumed=resumed), sinks.poll]
+            polls = [sizes_printer(self._console, folder), self._display.follow(folder, resumed=resumed), sinks.poll]
             if self._config.engine == "swarm":
                 polls.append(joining_hint(self._console, folder))
 

@@ -73,17 +73,17 @@ class ModelConfig:
                 f"model.num_heads is {self.num_heads} and model.num_kv_heads is {self.num_kv_heads}: each "
                 f"key/value head serves the same number of heads; set num_kv_heads to a divisor of num_heads"
             )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim is {self.head_dim}: rotary positions turn pairs of values, so it must be "
-                f"even; set it to {self.head_dim + 1}"
-            )
         if self.hidden_size % self.num_heads:
             # Our computation does not need it (head_dim is free); transformers refuses to load without it.
             raise ConfigError(
                 f"model.hidden_size is {self.hidden_size} and model.num_heads is {self.num_heads}: "
                 f"transformers loads only hidden sizes that are a multiple of the heads; set hidden_size "
                 f"to {math.ceil(self.hidden_size / self.num_heads) * self.num_heads}, or change num_heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim is {self.head_dim}: rotary positions turn pairs of values, so it must be "
+                f"even; set it to {self.head_dim + 1}"
             )
 
     def num_parameters(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.core.gpu import has_triton
 
-_ROWS_AT_ONCE = 16384
+ROWS_AT_ONCE = 16384
 
 
 def next_token_loss(hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class _FusedLoss(torch.autograd.Function):
         losses = torch.empty(rows, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         matrix_gradient = torch.zeros(matrix.shape, device=matrix.device)
-        for first in range(0, rows, _ROWS_AT_ONCE):
-            here = slice(first, first + _ROWS_AT_ONCE)
+        for first in range(0, rows, ROWS_AT_ONCE):
+            here = slice(first, first + ROWS_AT_ONCE)
             logits = hidden[here] @ matrix.T  # (rows, V)
             softmax_gradient_(logits, targets[here], losses[here], 1.0 / rows)
             torch.mm(logits, matrix, out=hidden_gradient[here])

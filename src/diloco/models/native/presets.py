@@ -13,10 +13,15 @@ This file imports no torch.
 """
 
 import difflib
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
+
+_MULTIPLE = 32  # of a feed-forward width that follows from hidden_size
 
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
@@ -88,8 +93,14 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def preset(name: str, *, vocab_size: int | None = None, max_sequence_length: int | None = None) -> ModelConfig:
-    """The named shape, with the tokenizer's vocabulary and the run's sequence length where they are given."""
+def preset(
+    name: str,
+    *,
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+    shape: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """The named shape, with the tokenizer's vocabulary, the run's sequence length and the numbers of `shape`."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
@@ -99,4 +110,23 @@ def preset(name: str, *, vocab_size: int | None = None, max_sequence_length: int
         config,
         vocab_size=config.vocab_size if vocab_size is None else vocab_size,
         max_sequence_length=config.max_sequence_length if max_sequence_length is None else max_sequence_length,
+        **_completed(config, shape or {}),
     )
+
+
+def _completed(base: ModelConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """The given numbers, and those that follow from them; a number that is not positive is left to ModelConfig."""
+    found = dict(shape)
+    sizes = ("hidden_size", "num_heads")
+    given = [name for name in sizes if name in shape]
+    if not given or any(not isinstance(shape[name], int) or shape[name] < 1 for name in given):
+        return found
+    hidden, heads = (shape.get(name, getattr(base, name)) for name in sizes)
+    if "hidden_size" in shape:
+        wanted = base.intermediate_size * hidden / base.hidden_size
+        found.setdefault("intermediate_size", math.ceil(wanted / _MULTIPLE) * _MULTIPLE)
+    if "num_heads" in shape:
+        kv_heads, rest = divmod(heads * base.num_kv_heads, base.num_heads)
+        found.setdefault("num_kv_heads", heads if rest else kv_heads)
+    found.setdefault("head_dim", max(1, hidden // heads))
+    return found

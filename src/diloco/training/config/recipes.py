@@ -3,9 +3,17 @@
 defaults < recipe of the model, mode and engine < run file < command line.
 """
 
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
+from diloco.models.native.presets import PRESETS, preset
 from diloco.models.pretrained import check_model, is_pretrained
 from diloco.training.config.run import RunConfig
 
@@ -35,16 +43,37 @@ FINE_TUNING: dict[str, object] = {
     "outer.optimizer": "sgd",
     "sync.num_inner_steps": 50,
     "training.batch_size": 8,
-    "training.sample_prompt": "",
 }
+_FOLDERS_READ = 100  # to know whether a folder is of Python
 FINE_TUNING_LENGTH = 1024
 """Tokens of a sequence if a pre-trained model takes that many."""
 
 
-def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
-    """The defaults of a model. A pre-trained one brings its tokenizer, unless that is among the keys `asked` for."""
+def text_recipe(source: str) -> dict[str, object]:
+    """The defaults of a text: a sample of a model that was trained on Python starts as Python does."""
+    return {"training.sample_prompt": "def "} if _is_python(source) else {}
+
+
+def _is_python(source: str) -> bool:
+    """The Python library, a .py file, or a folder with more of them than of other files, by its first folders."""
+    path = Path(source).expanduser()
+    if source == "stdlib" or path.suffix == ".py":
+        return True
+    hidden = re.compile(r"/(\.|__pycache__)")
+    files = [
+        name
+        for folder, _, names in islice(os.walk(path), _FOLDERS_READ)
+        if not hidden.search(folder.removeprefix(str(path)))
+        for name in names
+    ]
+    return 2 * sum(name.endswith(".py") for name in files) > len(files)
+
+
+def model_recipe(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """The defaults of a model. A preset brings its shape, a pre-trained model its tokenizer, where nothing else is
+    `asked` for (values by dotted key, as text if they are options)."""
     if not is_pretrained(model):
-        return dict(RECIPES.get(model, {}))
+        return dict(RECIPES.get(model, {})) | _shape(model, asked)
     found = check_model(model, weights=False)
     assert found is not None
     recipe = dict(FINE_TUNING)
@@ -56,14 +85,30 @@ def model_recipe(model: str, asked: Collection[str]) -> dict[str, object]:
     return recipe
 
 
+def _shape(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """The shape of a preset, with what follows from the sizes that are asked for."""
+    if model not in PRESETS:
+        return {}
+    names = [field.name for field in fields(ModelChoice) if field.name != "name"]
+    given = {name: _whole(asked[f"model.{name}"]) for name in names if f"model.{name}" in asked}
+    shape = asdict(preset(model, shape={name: value for name, value in given.items() if value is not None}))
+    return {f"model.{name}": shape[name] for name in names}
+
+
+def _whole(value: object) -> int | None:
+    """None for what is not a whole number above 0: the parser refuses it, or it has no effect on other sizes."""
+    text = str(value)
+    return int(text) if text.isdecimal() and int(text) else None
+
+
 def check_run_model(config: RunConfig) -> None:
     """Refuse a model that cannot be built or does not fit the run, before anything is prepared. May download it."""
-    found = check_model(config.model)
+    found = check_model(config.model.name)
     if found is None:
         return
     if config.data.tokenizer is None:
         raise ConfigError(
-            f"model {config.model!r} was trained with a tokenizer, and data.tokenizer is none: its weights mean "
+            f"model {config.model.name!r} was trained with a tokenizer, and data.tokenizer is none: its weights mean "
             f"nothing with a new one; give the model's folder"
         )
     found.check(vocab_size=1, sequence_length=config.data.sequence_length)

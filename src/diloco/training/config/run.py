@@ -13,9 +13,11 @@ from diloco.core.options import Scope, option, scope, scopes
 from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.training.config.tables import CheckpointConfig, ComputeConfig, InnerConfig, TrainingConfig, at_least
 from diloco.version import __version__
 
+_CHECKPOINT_STEPS = 50  # between checkpoints, at least, if no interval is given
 SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/registry.py
 
 
@@ -23,9 +25,7 @@ SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/r
 class RunConfig:
     """A whole run."""
 
-    model: str = option("tiny", may_differ="always")
-    """Preset: tiny, 60m, 150m, 400m (the paper's), llama-150m, llama-1b (OpenDiLoCo's). Or a pre-trained model: the
-    folder of a Llama, or hf:NAME_OR_PATH for any causal language model of transformers."""
+    model: ModelChoice = field(default_factory=ModelChoice)
     workers: int = option(2, may_change=True, may_differ="in a swarm")
     """Workers on this machine; under torchrun its world size counts instead."""
     ranks: str = option("1", may_change=True, may_differ="in a swarm")
@@ -185,13 +185,25 @@ class RunConfig:
         if self.checkpoint.interval is not None:
             return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
         after_round = step - self.sync.overlap_steps  # when what was posted has been merged: nothing to wait for
-        return after_round > 0 and after_round % self._about_ten() == 0
+        return after_round > 0 and after_round % self._checkpoint_interval() == 0
 
     def checkpoints_until(self, step: int) -> int:
         """How many are due by then, for workers that may jump over a step."""
         if self.checkpoint.interval is not None:
             return step // self.checkpoint.interval if self.checkpoint.interval else 0
-        return max(0, step - self.sync.overlap_steps) // self._about_ten()
+        return max(0, step - self.sync.overlap_steps) // self._checkpoint_interval()
+
+    def _checkpoint_interval(self) -> int:
+        """About ten in the run, at ends of rounds, and not closer than a short run is repeated."""
+        H = self.sync.num_inner_steps
+        return max(self._about_ten(), -(-_CHECKPOINT_STEPS // H) * H)
+
+    @property
+    def num_checkpoints(self) -> int:
+        """How many a run writes from its first step to its last, one at its end among them."""
+        if self.checkpoint.interval == 0:
+            return 0
+        return self.checkpoints_until(self.steps) + (not self.checkpoint_due(self.steps))
 
     def identity(self, corpus_digest: str, model: str) -> str:
         """Text that must be the same on all workers: all options but those that may differ between machines.
@@ -203,7 +215,8 @@ class RunConfig:
         common = {
             key: value
             for key, value in self.values().items()
-            if (is_shared(key) if swarm else _scope(key).may_differ != "always") and not key.startswith("swarm.")
+            if (is_shared(key) if swarm else _scope(key).may_differ != "always")
+            and not key.startswith(("swarm.", "model."))
         }
         return repr((__version__, corpus_digest, model, sorted(common.items())))
 
@@ -215,12 +228,14 @@ class RunConfig:
         return values
 
     def shared(self) -> dict[str, object]:
-        """In a swarm: the options that a joiner receives, by dotted key; without the model, which may be a path."""
+        """In a swarm: the options that a joiner receives, by dotted key; without model.name, which may be a path."""
         return {key: value for key, value in self.values().items() if is_shared(key)}
 
     def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
         """By dotted key, the options that a run and the checkpoints it resumes from must have in common."""
-        values = {key: value for key, value in self.values().items() if not may_change(key)}
+        values = {
+            key: value for key, value in self.values().items() if not may_change(key) and not key.startswith("model.")
+        }
         return values | {"corpus": corpus_digest, "model": model}
 
     @property

@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from diloco.core.options import scopes
+from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
     MODE_DEFAULTS,
     model_recipe,
+    text_recipe,
 )
 from diloco.training.config.run import RunConfig, may_change
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
-ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps"}
+ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps", "model": "model.name"}
 
 
 def sections(config: RunConfig) -> dict[str, Any]:
@@ -59,6 +62,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"run file {path} does not exist") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"run file {path} cannot be read as TOML: {error}") from error
+    if isinstance(raw.get("model"), str):
+        raw["model"] = {"name": raw["model"]}
     values = dict(_flatten(raw))
     known = known_keys()
     for key in values:
@@ -89,13 +94,25 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     given = _given(tokens)
     _check_tables(given)
     _check_whole(file | given)
-    model = str(given.get("model", file.get("model", RunConfig.model)))
+    model = str(given.get("model.name", file.get("model.name", ModelChoice.name)))
     mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
     engine = str(given.get("engine", file.get("engine", RunConfig.engine)))
     notes = _check_effect(mode, engine, file, given)
+    file, of_another = _without_shape_of_another(model, file)
+    notes += of_another
     recipe = ENGINE_DEFAULTS.get(engine, {}) | _recipe(model, mode, file | given)
     merged = {key: value for key, value in (recipe | file).items() if key not in given}
     return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def _without_shape_of_another(model: str, file: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a run file without the shape of its model, if the command line names another model; and a note."""
+    named = file.get("model.name", ModelChoice.name)
+    shape = [key for key in file if key.startswith("model.") and key != "model.name"]
+    if model == named or not shape:
+        return dict(file), []
+    note = f"the run file has the shape of {named} ({', '.join(shape)}): it is not used, since --model names {model}"
+    return {key: value for key, value in file.items() if key not in shape}, [note]
 
 
 def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -148,7 +165,8 @@ def _same(text: str, value: object) -> bool:
 
 def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """The defaults of model and mode, without those that belong to a choice that the user made otherwise."""
-    recipe = model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
+    text = text_recipe(str(asked.get("data.source", DataConfig.source)))
+    recipe = text | model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
     if "data.tokenizer" in asked:  # it brings its own vocabulary
         recipe.pop("data.vocab_size", None)
     if "outer.optimizer" in asked:  # the numbers are another optimizer's

@@ -65,10 +65,8 @@ class TrainingConfig:
     """Validation sequences an evaluation uses, shared out among the workers."""
     log_interval: int = option(10, may_change=True, may_differ="in a swarm")
     """Inner steps between two loss lines in events.jsonl."""
-    sample_prompt: str = option(
-        "def ", may_change=True, may_differ="in a swarm", unused_with=("training.sample_tokens", 0)
-    )
-    """What the sample at the end starts with; empty: the start of a text."""
+    sample_prompt: str = option("", may_change=True, may_differ="in a swarm", unused_with=("training.sample_tokens", 0))
+    """What the sample at the end starts with; empty: the start of a text (default: `def ` if the text is Python)."""
     sample_tokens: int = option(80, may_change=True, may_differ="in a swarm")
     """Length of that sample in tokens; 0: none."""
 
@@ -104,7 +102,8 @@ class CheckpointConfig:
     """Saving the whole state of a run, so that `diloco train --resume RUN` continues it bit for bit."""
 
     interval: int | None = option(None, may_differ="in a swarm")
-    """Inner steps between checkpoints (default: about ten in the run, after rounds); 0: none, also not at the end."""
+    """Inner steps between checkpoints (default: about ten in the run, after rounds, at least 50 steps apart; and one at
+    the end); 0: none, also not at the end."""
     keep: int = option(2, unused_with=("checkpoint.interval", 0))
     """So many of the newest stay; more, while not all workers are known to have them."""
     asynchronous: bool = option(True, unused_with=("checkpoint.interval", 0))

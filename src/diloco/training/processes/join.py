@@ -5,7 +5,6 @@ token shards, each checked against its digest. What concerns this machine (paths
 and executed) is decided by this machine's command line alone.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -27,15 +26,17 @@ from diloco.data.preparation.received_corpus import (
 )
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError, DataError
-from diloco.models.native.presets import PRESETS, preset
+from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig, may_change
 from diloco.training.processes.run import EndedRun, Observer
 from diloco.training.processes.run_lock import run_lock
-from diloco.training.processes.run_setup import check_out, create_run_folder
+from diloco.training.processes.run_setup import check_out, check_room, create_run_folder
 from diloco.training.processes.swarm_run import SWARM_TEXT, SwarmText, check_network, check_text, run_swarm_workers
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.shard_claims import shards_of
+from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.machine import free_disk
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.guest import Guest
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 CLOCK_SECONDS = 30.0
 """A clock that is off by more is refused: expiry dates and logs would be wrong."""
 _MOST_DESCRIPTION_BYTES = 1 << 28
-_STATES = 5
-"""Parameters, two moments, anchor, outer momentum: what a checkpoint holds of each parameter, in fp32."""
 
 
 class FetchFile(Protocol):
@@ -83,6 +82,23 @@ def join_run(
             write_private(folder / SWARM_FOLDER / RUN_JSON, description.text())
             guest.remember(folder / SWARM_FOLDER / PEERS_FILE)
         return run_swarm_workers(config, folder, text, observer, founder=False)
+
+
+def describe_run(
+    invitation: "Invitation", configure: Callable[[RunDescription], RunConfig]
+) -> tuple[RunConfig, int, int]:
+    """Ask the swarm for the run's description alone: the configuration here, the vocabulary, the number of members."""
+    from diloco.engines.swarm.node.guest import Guest
+
+    with Guest(invitation) as guest:
+        check_clock(guest.clock())
+        description = _fetch_description(guest)
+        config = configure(description)
+        members = sum(one.live and one.number >= 0 for one in guest.status().members)
+        shared = find_corpus(config.data, description.corpus)
+        folder = received_corpus_folder(config.data, description.corpus)
+        meta = _fetch_meta(folder, description.corpus, guest.fetch, guest.hosts) if shared is None else shared.meta
+        return config, meta.vocab_size, members
 
 
 # The run's description
@@ -136,13 +152,13 @@ def receive_text(
             meta = _fetch_meta(folder, digest, fetch, hosts)
         else:
             meta, folder = shared.meta, shared.folder
-        _check_checkpoint_space(config, meta.vocab_size)
+        check_room(config, meta.vocab_size)
         shards = [] if own_text else _future_shards(len(meta.shard_tokens), members, config.workers)
         check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
         shared = receive_files(folder, meta, shards, fetch, progress)
     except OSError as error:
         raise DataError(f"the text cannot be received into {folder}: {error}; no incomplete file is left") from error
-    if own_text or config.model not in PRESETS:
+    if own_text or config.model.name not in PRESETS:
         config = replace(config, data=replace(config.data, tokenizer=str(folder / TOKENIZER)))
     check_run_model(config)
     return config, SwarmText(shared, prepare(config.data, progress) if own_text else None)
@@ -180,27 +196,10 @@ def check_clock(theirs: float) -> None:
         )
 
 
-def _check_checkpoint_space(config: RunConfig, vocab_size: int) -> None:
-    """Before any text is received."""
-    if config.model in PRESETS and config.checkpoint.interval != 0:
-        length = config.data.sequence_length
-        shape = preset(config.model, vocab_size=vocab_size, max_sequence_length=length)
-        size = 4 * _STATES * shape.num_parameters() * config.workers * (config.checkpoint.keep + 1)
-        check_space(Path(config.out or "runs"), size, "checkpoints")
-
-
 def check_space(folder: Path, needed: int, what: str) -> None:
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(there).free
+    free = free_disk(folder)
     if free < needed:
         raise ConfigError(
-            f"there is no room for {what} in {folder}: {_size(needed)} needed, {_size(free)} free; make room, or "
-            "choose another place with --out or --data.cache_dir"
+            f"there is no room for {what} in {folder}: {size_text(needed)} needed, {size_text(free)} free; make room, "
+            "or choose another place with --out or --data.cache_dir"
         )
-
-
-def _size(count: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"

@@ -23,6 +23,7 @@ from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
     check_data,
     check_out,
+    check_room,
     create_run_folder,
     load_features,
     reopen_run_folder,
@@ -80,6 +81,7 @@ def train_locally(config: RunConfig, resume: Path | None, observe: Observe) -> E
         observer = until_summarized.enter_context(observe(config))
         corpus = prepare(config.data, observer.show_preparation, load_features(config))
         check_data(config, corpus, config.workers)
+        check_room(config, corpus.vocab_size, resume)
         if resume is None:
             folder = create_run_folder(config)
             until_summarized.enter_context(run_lock(folder))

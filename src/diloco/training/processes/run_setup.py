@@ -16,13 +16,14 @@ from diloco.training.config.run_file import to_toml
 from diloco.training.records.events import end_cut_line
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE, read_summary
+from diloco.training.sizes.disk import check_disk
 
 # The run folder
 
 
 def create_run_folder(config: RunConfig) -> Path:
     """A new folder with its config.toml; one that exists and is not empty is refused."""
-    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{short_name(config.model)}")
+    folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{short_name(config.model.name)}")
     try:
         if config.out is None:
             folder = _make_unused(folder)
@@ -92,6 +93,12 @@ def _not_writable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the run folder {folder} cannot be written ({error.strerror}): choose another --out")
 
 
+def check_room(config: RunConfig, vocab_size: int, folder: Path | None = None, workers: int | None = None) -> None:
+    """Refuse a run whose checkpoints do not fit on the disk. `folder`: of a resumed run; `workers`: on this machine."""
+    parameters = config.model.num_parameters(vocab_size=vocab_size, sequence_length=config.data.sequence_length)
+    check_disk(config, parameters, folder or Path(config.out or "runs"), workers)
+
+
 # The text
 
 
@@ -121,6 +128,6 @@ def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
 
 def check_vocabulary(config: RunConfig, corpus: Corpus) -> None:
     """Refuse a pre-trained model that has fewer token vectors than the corpus has tokens, or shorter sequences."""
-    pretrained = check_model(config.model, weights=False)
+    pretrained = check_model(config.model.name, weights=False)
     if pretrained is not None:
         pretrained.check(vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)

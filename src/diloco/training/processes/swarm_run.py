@@ -23,7 +23,13 @@ from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import SwarmSlot
 from diloco.training.processes.run import EndedRun, Observe, Observer, run_to_end
 from diloco.training.processes.run_lock import run_lock
-from diloco.training.processes.run_setup import check_out, check_vocabulary, create_run_folder, reopen_run_folder
+from diloco.training.processes.run_setup import (
+    check_out,
+    check_room,
+    check_vocabulary,
+    create_run_folder,
+    reopen_run_folder,
+)
 from diloco.training.processes.swarm_launcher import SwarmWorkers
 from diloco.training.records.run_description import RUN_JSON, RunDescription
 from diloco.training.shard_claims import shards_of
@@ -55,6 +61,7 @@ def train_in_swarm(config: RunConfig, resume: Path | None, observe: Observe) -> 
         observer = until_summarized.enter_context(observe(config))
         text = _prepare_text(config, resume, observer)
         check_text(config, text)
+        check_room(config, text.shared.vocab_size, resume)
         if resume is None:
             folder = create_run_folder(config)
             until_summarized.enter_context(run_lock(folder))

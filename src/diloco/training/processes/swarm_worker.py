@@ -27,6 +27,7 @@ from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exi
 from diloco.training.processes.worker import device_of
 from diloco.training.records.events import EventLog
 from diloco.training.records.run_description import RUN_JSON
+from diloco.training.sizes.told import emit_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ def _train_with(
     place = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
     log.emit("swarm", name=slot.name, founded=founded, going_on=saved, **place)
     engine.pause_serving_state(saved)  # until it is the saved one
+    if slot.index == 0:
+        emit_sizes(config, texts.shared.vocab_size, engine, device, slot.slots, log.emit, slot.run_folder)
     training = Training(config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0)
     training.joined = not founded
     if start is not None and saved:

@@ -22,7 +22,13 @@ from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.processes.run import EndedRun, Observe
 from diloco.training.processes.run_lock import hold_as_worker, run_lock
-from diloco.training.processes.run_setup import check_data, create_run_folder, load_features, reopen_run_folder
+from diloco.training.processes.run_setup import (
+    check_data,
+    check_room,
+    create_run_folder,
+    load_features,
+    reopen_run_folder,
+)
 from diloco.training.processes.worker import START_SECONDS, train_here
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import write_summary
@@ -42,6 +48,8 @@ def train_as_rank(config: RunConfig, resume: Path | None, observe: Observe) -> E
     config = replace(config, workers=len(sizes))
     corpus = _prepare(config, leader)
     check_data(config, corpus, config.workers)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    check_room(config, corpus.vocab_size, resume, workers=max(1, local * len(sizes) // processes))
     resumed = resume is not None
     with ExitStack() as until_summarized:
         folder = _agreed_folder(config, rank, leader) if resume is None else resume

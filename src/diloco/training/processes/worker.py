@@ -29,6 +29,7 @@ from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code
 from diloco.training.records.events import EventLog, NoEvents
+from diloco.training.sizes.told import emit_sizes
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def train_here(
     check_devices(device, engine.ranks)
     start = agree_on_start(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
+    if local_rank == 0 and engine.ranks.rank == 0:
+        emit_sizes(config, corpus.vocab_size, engine, device, local_processes, events.emit, run_folder)
     restoring = start is not None and start.checkpoint is not None
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0, restoring=restoring)
     for number in STOP_SIGNALS:

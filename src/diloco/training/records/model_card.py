@@ -12,14 +12,15 @@ from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
 
-def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str) -> str:
-    """The README.md of an exported model. `options`: the dotted keys of the run's config.toml."""
+def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str, checkpoint_of: int | None = None) -> str:
+    """The README.md of an exported model. `options`: the dotted keys of the run's config.toml. `checkpoint_of`: the
+    inner steps of the whole run, for the weights of a checkpoint."""
     rows = [*_what(summary, options), *_how(summary, options), *_result(summary), ("weights", dtype)]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows if value)
     return f"""{_front_matter(options)}
-# {short_name(options["model"])}, trained with {_method(summary)}
+# {short_name(options["model.name"])}, trained with {_method(summary)}
 
-{_status(summary)}
+{_status(summary) if checkpoint_of is None else _checkpoint(summary, checkpoint_of)}
 
 | | |
 | --- | --- |
@@ -36,7 +37,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
 def _front_matter(options: Mapping[str, Any]) -> str:
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- diloco"]
-    model = options["model"]
+    model = options["model.name"]
     if is_pretrained(model) and not is_local(model):
         lines.append(f"base_model: {model.removeprefix('hf:')}")
     return "\n".join([*lines, "---", ""])
@@ -55,8 +56,12 @@ def _status(summary: Summary) -> str:
     return f"The run failed after {steps} ({summary['error']}); these are the last agreed weights."
 
 
+def _checkpoint(summary: Summary, steps: int) -> str:
+    return f"These are the weights of a checkpoint, after {summary['inner_steps']:,} of {steps:,} inner steps."
+
+
 def _what(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    model, tokenizer = options["model"], options.get("data.tokenizer")
+    model, tokenizer = options["model.name"], options.get("data.tokenizer")
     start = f"the weights of {_public(model)}" if is_pretrained(model) else f"random weights, preset {model}"
     return [
         ("started from", start),

@@ -39,7 +39,7 @@ class RunDescription:
 
     @classmethod
     def of(cls, config: RunConfig, corpus_digest: str) -> "RunDescription":
-        return cls(config.model if config.model in PRESETS else None, corpus_digest, config.shared())
+        return cls(config.model.name if config.model.name in PRESETS else None, corpus_digest, config.shared())
 
     def text(self) -> str:
         values = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}

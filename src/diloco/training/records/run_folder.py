@@ -13,13 +13,20 @@ MODEL_FOLDER = "model"
 
 def run_model(run: Path) -> Path:
     """The model folder of a run: the parameters that its workers last agreed on."""
+    check_run_folder(run)
+    if not (run / MODEL_FOLDER / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{run} has no {MODEL_FOLDER}/ yet: it is written when the run ends; {how_to_end(run)}. The model of a "
+            f"checkpoint: `diloco export {shlex.quote(str(run))} --checkpoint latest --to DIR`"
+        )
+    return run / MODEL_FOLDER
+
+
+def check_run_folder(run: Path) -> None:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     if not (run / RUN_FILE).is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {RUN_FILE}")
-    if not (run / MODEL_FOLDER / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run} has no {MODEL_FOLDER}/ yet: it is written when the run ends; {how_to_end(run)}")
-    return run / MODEL_FOLDER
 
 
 def how_to_end(run: Path) -> str:

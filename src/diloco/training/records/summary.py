@@ -50,7 +50,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
         "error": error,
         "mode": config.mode,
-        "model": config.model,
+        "model": config.model.name,
         "parameters": started.get("parameters"),
         "codec": config.sync.codec,
         **_validation(events),

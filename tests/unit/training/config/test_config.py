@@ -344,3 +344,27 @@ def test_train_without_any_option_is_the_recipe_of_the_small_model() -> None:
     tokens, notes = merge([])
     assert "--steps=800" in tokens and "--sync.num_inner_steps=30" in tokens
     assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (None, "def "),
+        ("stdlib", "def "),
+        ("program.py", "def "),
+        ("code", "def "),
+        ("texts", ""),
+        ("book.txt", ""),
+        ("hf:roneneldan/TinyStories", ""),
+    ],
+)
+def test_the_prompt_of_the_sample_fits_the_text(
+    source: str | None, prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("code/a.py", "code/b.py", "code/README.md", "code/__pycache__/a.pyc", "texts/a.txt", "texts/b.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("")
+    given = [] if source is None else [f"--data.source={source}"]
+    assert resolved(*given).training.sample_prompt == prompt
+    assert resolved(*given, "--training.sample_prompt=Once").training.sample_prompt == "Once"

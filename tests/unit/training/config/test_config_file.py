@@ -1,6 +1,7 @@
 """A configuration as a run file: whatever is written is read again as the same."""
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from diloco.cli.main import app, run
 from diloco.core.config import OUTER_NUMBERS, OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
+from diloco.models.choice import ModelChoice
+from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import RECIPES
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, own_fields, sections, to_toml
@@ -72,6 +75,12 @@ def sync_configs(draw: st.DrawFn) -> SyncConfig:
     )
 
 
+def whole_shape(name: str) -> ModelChoice:
+    """A preset with all its numbers, as a run file has it."""
+    shape = vars(PRESETS[name])
+    return ModelChoice(name, **{one.name: shape[one.name] for one in fields(ModelChoice) if one.name in shape})
+
+
 @st.composite
 def run_configs(draw: st.DrawFn) -> RunConfig:
     optional_text = st.none() | WORDS
@@ -79,7 +88,7 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
     vocabulary = {} if tokenizer is not None else {"vocab_size": draw(st.integers(257, 2**20))}
     accumulation = draw(st.integers(1, 8))
     return RunConfig(
-        model=draw(st.sampled_from([*RECIPES, "a model of tomorrow"])),
+        model=draw(st.sampled_from([*map(whole_shape, RECIPES), ModelChoice("a model of tomorrow")])),
         workers=draw(POSITIVE),
         steps=draw(POSITIVE),
         mode=draw(st.sampled_from(["diloco", "data-parallel"])),

@@ -7,6 +7,7 @@ import pytest
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
 from diloco.training.config.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from diloco.training.config.run import RunConfig
@@ -58,19 +59,19 @@ def test_a_model_that_is_not_there_is_refused_before_anything_else() -> None:
 
 def test_a_pretrained_model_without_its_tokenizer_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.tokenizer is none.*give the model"):
-        check_run_model(RunConfig(model=str(folder)))
+        check_run_model(RunConfig(model=ModelChoice(str(folder))))
 
 
 def test_sequences_that_are_too_long_are_refused_before_the_data_is_prepared(folder: Path) -> None:
     data = DataConfig(tokenizer=str(folder / "tokenizer.json"), sequence_length=LENGTH + 1)
     with pytest.raises(ConfigError, match=f"--data.sequence_length {LENGTH}"):
-        check_run_model(RunConfig(model=str(folder), data=data))
+        check_run_model(RunConfig(model=ModelChoice(str(folder)), data=data))
 
 
 def test_a_tokenizer_with_too_many_tokens_is_refused_before_a_worker_starts(folder: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     data = DataConfig(source=str(text), vocab_size=500, sequence_length=16, cache_dir=str(tmp_path / "cache"))
-    config = RunConfig(model=str(make_folder(tmp_path / "m", vocab_size=301)), data=data)
+    config = RunConfig(model=ModelChoice(str(make_folder(tmp_path / "m", vocab_size=301))), data=data)
     with pytest.raises(ConfigError, match=r"tokens and model .* has vectors for 301"):
         check_data(config, prepare(data), workers=1)
 
@@ -79,7 +80,7 @@ def test_a_run_folder_is_named_after_the_last_part_of_the_models_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = create_run_folder(RunConfig(model=f"hf:{folder}"))
+    run = create_run_folder(RunConfig(model=ModelChoice(f"hf:{folder}")))
     assert run.parent == Path("runs")
     assert run.name.endswith("-small-llama")
 
@@ -90,7 +91,7 @@ def test_workers_may_have_the_same_model_in_different_places(folder: Path, tmp_p
 
     def identity(path: Path, prefix: str) -> str:
         model = build_model(f"{prefix}{path}", vocab_size=9, sequence_length=9)
-        return RunConfig(model=f"{prefix}{path}").identity("corpus", model.description)
+        return RunConfig(model=ModelChoice(f"{prefix}{path}")).identity("corpus", model.description)
 
     for prefix in ("", "hf:"):
         assert identity(folder, prefix) == identity(copy, prefix) != identity(other, prefix)

@@ -7,6 +7,7 @@ import pytest
 from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
+from diloco.models.choice import ModelChoice
 from diloco.training.config.run import RunConfig, may_change
 from diloco.training.config.run_file import merge, to_toml
 from diloco.training.config.tables import CheckpointConfig
@@ -44,7 +45,7 @@ def test_what_makes_no_other_run_of_it_may_be_given(folder: Path, options: list[
         (["--seed=8"], "this run was started with seed = 7, and another value would make another run"),
         (["--H", "20"], "started with sync.num_inner_steps = 10"),
         (["--codec=int8"], "started with sync.codec = fp16"),
-        (["--model=60m"], "started with model = tiny"),
+        (["--model=60m"], "started with model.name = tiny"),
         (["--outer.lr=0.1"], "started with outer.lr = none"),
         (["--out=elsewhere"], "a resumed run stays in its folder"),
         (["--training.batch_size=3"], "started with training.batch_size = 512"),
@@ -73,7 +74,9 @@ def test_resume_without_a_folder_says_that_the_folder_is_missing(options: list[s
 
 def test_a_run_and_its_checkpoints_have_in_common_what_may_not_change() -> None:
     one = RunConfig(steps=10, workers=2, seed=1).lasting("corpus", "a model")
-    assert one == RunConfig(steps=20, workers=3, seed=1, threads=4, model="elsewhere").lasting("corpus", "a model")
+    assert one == RunConfig(steps=20, workers=3, seed=1, threads=4, model=ModelChoice("elsewhere")).lasting(
+        "corpus", "a model"
+    )
     assert one != RunConfig(steps=10, seed=2).lasting("corpus", "a model") and one != RunConfig().lasting(
         "b", "a model"
     )
@@ -84,10 +87,11 @@ def test_checkpoints_come_after_rounds_or_as_often_as_was_asked() -> None:
     def due(config: RunConfig) -> list[int]:
         return [step for step in range(1, config.steps + 1) if config.checkpoint_due(step)]
 
-    assert due(RunConfig(steps=60, sync=SyncConfig(10))) == [10, 20, 30, 40, 50, 60]
-    assert due(RunConfig(steps=400, sync=SyncConfig(10))) == list(range(40, 401, 40))
+    assert due(RunConfig(steps=40, sync=SyncConfig(10))) == []  # at least 50 steps apart; the end is saved anyway
+    assert due(RunConfig(steps=120, sync=SyncConfig(15))) == [60, 120]
+    assert due(RunConfig(steps=800, sync=SyncConfig(10))) == list(range(80, 801, 80))
     overlapped = SyncConfig(10, overlap_steps=3)
-    assert due(RunConfig(steps=60, sync=overlapped)) == [13, 23, 33, 43, 53]
+    assert due(RunConfig(steps=160, sync=overlapped)) == [53, 103, 153]
     often = CheckpointConfig(interval=25)
     assert due(RunConfig(steps=60, sync=overlapped, checkpoint=often)) == [25, 50]
     assert due(RunConfig(steps=60, checkpoint=CheckpointConfig(interval=0))) == []

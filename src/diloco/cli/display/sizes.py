@@ -1,0 +1,133 @@
+"""The sizes of a run in words: three lines when it starts, a table for `--estimate`, the measured rate after rounds."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diloco.training.records.events import Event, EventReader
+from diloco.training.sizes.disk import size_text
+
+Sizes = Mapping[str, Any]
+_DAY_SECONDS = 86_400.0
+
+
+def size_lines(sizes: Sizes) -> list[str]:
+    """Memory, disk and network, in a line each. `sizes`: an Estimate as JSON."""
+    return [_memory(sizes), _disk(sizes), _network(sizes)]
+
+
+def _memory(sizes: Sizes) -> str:
+    gpu = f" and {size_text(sizes['device_bytes'])} on its GPU" if sizes["device_bytes"] else ""
+    there = sizes["memory_available"]
+    available = "" if there is None else f", {size_text(there)} available"
+    processes = "1 process" if sizes["processes"] == 1 else f"{sizes['processes']} processes"
+    return (
+        f"memory: about {size_text(sizes['process_bytes'])} a process{gpu} ({processes}{available}); "
+        f"{sizes['parameters'] / 1e6:.4g}M parameters"
+    )
+
+
+def _disk(sizes: Sizes) -> str:
+    disk = sizes["disk"]
+    if not disk["checkpoints"]:
+        return f"disk: {size_text(disk['model_bytes'])} for the model, no checkpoints"
+    kept = f"{disk['at_once']} at a time" if disk["checkpoints"] > 1 else "one, at the end"
+    total = f", {disk['checkpoints']} in all" if disk["checkpoints"] > disk["at_once"] else ""
+    return (
+        f"disk: {size_text(sizes['disk_peak_bytes'])} ({size_text(sizes['disk_free'])} free): checkpoints of "
+        f"{size_text(disk['checkpoint_bytes'])}, {kept}{total}; the model {size_text(disk['model_bytes'])}"
+    )
+
+
+def _network(sizes: Sizes) -> str:
+    if not sizes["round_bytes"]:
+        return "network: nothing is sent, this worker is alone"
+    steps = sizes["round_steps"]
+    often = "at every step" if steps == 1 else f"every {steps} steps"
+    times = ", ".join(
+        f"{_seconds(took)} at {_rate(1e6 * float(rate))}" for rate, took in sizes["round_seconds"].items()
+    )
+    daily = (
+        "" if sizes["bytes_per_day"] is None else f"; {size_text(sizes['bytes_per_day'])} a day at the measured speed"
+    )
+    return f"network: a worker sends {size_text(sizes['round_bytes'])} {often}: {times}{daily}"
+
+
+def estimate_table(sizes: Sizes) -> Table:
+    """Everything, for `--estimate`."""
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for title, parts in (("memory of a process", sizes["memory"]), ("GPU memory of a process", sizes["device_memory"])):
+        if parts:
+            table.add_row(Text(title, style="bold"), Text(size_text(sum(parts.values())), style="bold"))
+            for name, size in parts.items():
+                table.add_row(f"  {name}", size_text(size))
+    disk = sizes["disk"]
+    table.add_row(Text("disk, at most", style="bold"), Text(size_text(sizes["disk_peak_bytes"]), style="bold"))
+    table.add_row("  a checkpoint of this machine's workers", size_text(disk["checkpoint_bytes"]))
+    table.add_row("  checkpoints at a time, of all", f"{disk['at_once']} of {disk['checkpoints']}")
+    table.add_row("  written in the whole run", size_text(sizes["disk_written_bytes"]))
+    table.add_row("  the model", size_text(disk["model_bytes"]))
+    table.add_row(Text("sent by a worker a round", style="bold"), Text(size_text(sizes["round_bytes"]), style="bold"))
+    table.add_row("  inner steps from one round to the next", str(sizes["round_steps"]))
+    for rate, took in sizes["round_seconds"].items():
+        table.add_row(f"  time at {_rate(1e6 * float(rate))}", _seconds(took))
+    if sizes["bytes_per_day"] is not None:
+        table.add_row("  sent by a worker a day, at the measured speed", size_text(sizes["bytes_per_day"]))
+    return table
+
+
+def sizes_printer(console: Console, folder: Path) -> Callable[[], None]:
+    """A function to call several times a second: prints the lines of the event `sizes`, and what two rounds took."""
+    reader = EventReader(folder)
+    reader.skip()
+    told = measured = False
+    rounds: list[Event] = []
+
+    def poll() -> None:
+        nonlocal told, measured
+        if told and measured:
+            return
+        for event in reader.new_events():
+            if event["type"] == "sizes" and not told:
+                told = True
+                for line in size_lines(event):
+                    console.print(Text(line), soft_wrap=True, highlight=False)
+                for warning in event["warnings"]:
+                    console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
+            if event["type"] == "round" and event["fragment"] == 0 and event["mean_norm"] is not None:
+                rounds.append(event)
+                mine = [one for one in rounds if one["worker"] == rounds[0]["worker"]]
+                if len(mine) > 1 and not measured:
+                    measured = True
+                    if (took := measured_line(*mine[:2])) is not None:
+                        console.print(Text(took), soft_wrap=True, highlight=False)
+
+    return poll
+
+
+def measured_line(first: Event, second: Event) -> str | None:
+    """What a round really took, and what that is in a day, by two rounds of one worker; None if nothing was sent."""
+    sent, took = second["bytes_sent"], second["seconds"]
+    between = second["time"] - first["time"]
+    if not sent or not took or between <= 0:
+        return None
+    return (
+        f"measured: a round took {_seconds(took)} ({_rate(8 * sent / took)}), one every {_seconds(between)}: "
+        f"{size_text(sent / between * _DAY_SECONDS)} a day from each worker"
+    )
+
+
+def _rate(bits: float) -> str:
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

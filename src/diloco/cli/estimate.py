@@ -1,0 +1,65 @@
+"""`--estimate` of `diloco train` and `diloco join`: the sizes of a run, without starting it."""
+
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from diloco.cli.display.sizes import estimate_table, size_lines
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.precision import precision_name
+from diloco.training.records.events import read_events
+from diloco.training.sizes.disk import check_disk
+from diloco.training.sizes.estimate import estimate, vocabulary_of
+from diloco.training.sizes.memory import Place
+from diloco.training.sizes.network import bits_per_second
+from diloco.training.sizes.told import warnings
+
+
+def print_estimate(
+    console: Console,
+    config: RunConfig,
+    *,
+    resume: Path | None = None,
+    bandwidth: str | None = None,
+    as_json: bool = False,
+    vocab_size: int | None = None,
+    members: int = 0,
+) -> None:
+    """`resume`: the folder of a run that has measured its speed. `members`: of the swarm that is to be joined."""
+    bits = None if bandwidth is None else bits_per_second(bandwidth)
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
+    device = torch.device("cuda" if cuda else "cpu")
+    sizes = config.sizes()
+    workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
+    place = Place(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
+    folder = resume or Path(config.out or "runs")
+    found = estimate(
+        config,
+        vocabulary_of(config) if vocab_size is None else vocab_size,
+        place,
+        processes=sum(sizes),
+        folder=folder,
+        events=[] if resume is None else read_events(resume),
+        bandwidth_bits=bits,
+    )
+    told = warnings(config, found, device)
+    try:
+        check_disk(config, found.parameters, folder)
+    except ConfigError as error:
+        told.append(f"this run would be refused: {error}")
+    values = found.as_json() | {"warnings": told}
+    if as_json:
+        print(json.dumps(values, indent=2))
+        return
+    for line in size_lines(values):
+        console.print(Text(line), soft_wrap=True, highlight=False)
+    console.print()
+    console.print(estimate_table(values), highlight=False)
+    for text in told:
+        console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True, highlight=False)

@@ -1,0 +1,50 @@
+"""The model of a checkpoint: the parameters that the workers last agreed on, without resuming the run."""
+
+from pathlib import Path
+
+from diloco.data.corpus import Corpus
+from diloco.data.preparation.received_corpus import find_corpus
+from diloco.errors import CheckpointError, ConfigError
+from diloco.models.base import LanguageModel
+from diloco.models.registry import build_model
+from diloco.outer.tensor_pieces import pieces_of
+from diloco.training.checkpoints.manifests import Checkpoint, find_checkpoints
+from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors
+from diloco.training.config.run import RunConfig
+
+
+def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """The newest undamaged checkpoint, or that of an inner step; of any worker, since their anchors are the same."""
+    complete, _ = find_checkpoints(run)
+    if not complete:
+        raise ConfigError(f"{run} has no complete checkpoint: wait for the first one, or export the model at the end")
+    wanted = [one for one in complete if step is None or one.step == step]
+    if not wanted:
+        steps = ", ".join(map(str, sorted({one.step for one in complete})))
+        raise ConfigError(f"--checkpoint {step}: {run} has the checkpoints of steps {steps}")
+    damage: list[str] = []
+    for checkpoint in sorted(wanted, key=lambda one: (-one.step, one.worker)):
+        found = checkpoint.damage()
+        if not found:
+            return checkpoint
+        damage += map(str, found)
+    raise CheckpointError(f"every checkpoint asked for is damaged ({'; '.join(damage)}): restore the files")
+
+
+def checkpoint_model(config: RunConfig, checkpoint: Checkpoint) -> tuple[LanguageModel, Corpus]:
+    """The model with the checkpoint's anchor, and the prepared text, which has the tokenizer."""
+    digest = str(checkpoint.manifests[0].config["corpus"])
+    corpus = find_corpus(config.data, digest)
+    if corpus is None:
+        raise ConfigError(
+            f"the prepared text of this run (digest {digest[:16]}), which has its tokenizer, is no longer in the "
+            "cache: prepare it again with diloco data prepare and the run's options"
+        )
+    model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    saved = saved_tensors(checkpoint.folder)
+    memory = {}
+    for name, tensor in model.state_dict().items():
+        anchor = f"outer.anchor.{name}"  # in data-parallel training the parameters themselves are the agreed ones
+        memory[anchor if anchor in saved else f"model.{name}"] = pieces_of(tensor)
+    read_tensors(checkpoint.folder, memory)
+    return model, corpus

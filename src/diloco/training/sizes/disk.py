@@ -1,0 +1,81 @@
+"""The disk that a run takes: its checkpoints and its model. Torch-free, so that it is known before a worker starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import ConfigError
+from diloco.training.checkpoints.manifests import FOLDER
+from diloco.training.config.run import RunConfig
+from diloco.training.sizes.machine import folder_bytes, free_disk
+
+_FP32 = 4
+_INNER_STATES = 2  # AdamW's two moments; Muon has one for the matrices of the blocks, and the estimate is then above
+OUTER_STATES = {"nesterov": 1, "sgd": 0, "sgdm": 1, "adam": 2}
+"""Buffers of each outer optimizer: `state_names` of core/outer_optimizers.py."""
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Of this machine's workers together, in bytes."""
+
+    checkpoint_bytes: int
+    """One checkpoint of all local workers."""
+    checkpoints: int
+    """How many the whole run writes."""
+    at_once: int
+    """How many are on the disk at a time, the one being written among them."""
+    model_bytes: int
+    """The model folder at the end."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.checkpoint_bytes * self.at_once + self.model_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """In all, over the run."""
+        return self.checkpoint_bytes * self.checkpoints + self.model_bytes
+
+
+def saved_copies(config: RunConfig) -> int:
+    """How many fp32 copies of the parameters a worker's checkpoint holds: parameters, moments, anchor, outer state."""
+    outer = 1 + OUTER_STATES[config.outer.optimizer] if config.mode == "diloco" else 0
+    return 1 + _INNER_STATES + outer
+
+
+def disk_use(config: RunConfig, parameters: int, workers: int | None = None) -> DiskUse:
+    """`workers`: those of this machine (default: the configuration's)."""
+    one = _FP32 * parameters * saved_copies(config) * (config.workers if workers is None else workers)
+    count = config.num_checkpoints
+    return DiskUse(one if count else 0, count, min(count, config.checkpoint.keep + 1), _FP32 * parameters)
+
+
+def check_disk(config: RunConfig, parameters: int, folder: Path, workers: int | None = None) -> None:
+    """Refuse a run whose checkpoints and model have no room where its folder is, or will be."""
+    use = disk_use(config, parameters, workers)
+    room = free_disk(folder) + folder_bytes(folder / FOLDER)  # a resumed run has some checkpoints already
+    if use.peak_bytes > room:
+        raise ConfigError(
+            f"there is no room for this run's checkpoints in {folder}: {size_text(use.peak_bytes)} needed "
+            f"({use.at_once} of {size_text(use.checkpoint_bytes)} at a time, and the model), {size_text(room)} free; "
+            f"{remedy(config, use)}"
+        )
+
+
+def remedy(config: RunConfig, use: DiskUse) -> str:
+    """What to do about too little disk."""
+    ways = ["make room", "choose another place with --out"]
+    if use.at_once > 2:
+        ways.append("keep fewer (--checkpoint.keep 1)")
+    if use.at_once:
+        ways.append("save none (--checkpoint.interval 0)")
+    if config.workers > 1:
+        ways.append("start fewer workers here")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+
+def size_text(count: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 99.5 * unit else f"{count / unit:.0f} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,137 @@
+"""The sizes of a run before it starts: memory of a process, disk, bytes of a round. Nothing is trained or allocated.
+
+Exact are parameters, tensors, checkpoints and rounds: they follow from shapes. Activations are estimated. The rate of
+a network and the time of a step are measured by the run itself: they are known when it is resumed, or given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.data.tokenizer import Tokenizer
+from diloco.models.registry import model_outline
+from diloco.training.config.run import RunConfig
+from diloco.training.sizes.disk import DiskUse, disk_use, size_text
+from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
+from diloco.training.sizes.memory import Place, process_memory
+from diloco.training.sizes.network import DAY_SECONDS, measured_bits_per_second, measured_step_seconds, round_bytes
+
+_USUAL_BITS = (10e6, 100e6, 1e9)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All sizes are in bytes."""
+
+    parameters: int
+    processes: int
+    """On this machine."""
+    memory: dict[str, int]
+    """Main memory of one process, by what it holds."""
+    device_memory: dict[str, int]
+    """GPU memory of one process; empty on the CPU."""
+    memory_available: int | None
+    """Of the machine, for all processes; None if not known."""
+    disk: DiskUse
+    disk_free: int
+    workers: int
+    """That average with each other."""
+    round_bytes: int
+    """Sent by a worker for one round of all fragments."""
+    round_steps: int
+    """Inner steps from one such round to the next."""
+    round_seconds: dict[str, float]
+    """By rate in Mbit/s: usual ones, or the one that was given or measured."""
+    step_seconds: float | None
+    """Of an inner step, if it was measured."""
+
+    @property
+    def process_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def bytes_per_day(self) -> float | None:
+        """Sent by a worker, at the measured speed."""
+        return (
+            None if self.step_seconds is None else self.round_bytes * DAY_SECONDS / self.round_steps / self.step_seconds
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        more = {
+            "process_bytes": self.process_bytes,
+            "device_bytes": sum(self.device_memory.values()),
+            "disk_peak_bytes": self.disk.peak_bytes,
+            "disk_written_bytes": self.disk.written_bytes,
+            "bytes_per_day": self.bytes_per_day,
+        }
+        return asdict(self) | more
+
+
+def estimate(
+    config: RunConfig,
+    vocab_size: int,
+    place: Place,
+    *,
+    processes: int,
+    folder: Path,
+    events: Sequence[Mapping[str, Any]] = (),
+    bandwidth_bits: float | None = None,
+) -> Estimate:
+    """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume."""
+    base = resident_bytes()
+    outline = model_outline(config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
+    parameters = sum(p.numel() for p in outline.parameters())
+    shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
+    host, device = process_memory(config, outline, place, base, vocab_size)
+    sent = round_bytes(config, shapes, place.workers)
+    known = bandwidth_bits or measured_bits_per_second(events)
+    return Estimate(
+        parameters=parameters,
+        processes=processes,
+        memory=host,
+        device_memory=device,
+        memory_available=available_memory(),
+        disk=disk_use(config, parameters, max(1, processes // place.ranks)),
+        disk_free=free_disk(folder),
+        workers=place.workers,
+        round_bytes=sent,
+        round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
+        round_seconds={f"{bits / 1e6:g}": 8 * sent / bits for bits in ([known] if known else _USUAL_BITS)},
+        step_seconds=measured_step_seconds(events),
+    )
+
+
+def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
+    """What to say if the processes of this machine need more memory than it has."""
+    needed, there = sizes.processes * sizes.process_bytes, sizes.memory_available
+    if there is None or needed <= there:
+        return None
+    ways = ["fewer --workers"] if sizes.processes > 1 else []
+    if not sizes.device_memory:
+        ways.append(f"--training.accumulation {2 * config.training.accumulation}")
+        ways += [] if config.compute.checkpoint_activations else ["--compute.checkpoint_activations true"]
+    ways += ["--checkpoint.asynchronous false"] if config.checkpoint.asynchronous and config.num_checkpoints else []
+    return (
+        f"this machine has {size_text(there)} of memory available, and {sizes.processes} processes need about "
+        f"{size_text(needed)}: try {', or '.join(ways)}"
+    )
+
+
+def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
+    """What to say if a GPU with `free` bytes has too little memory for a process."""
+    needed = sum(sizes.device_memory.values())
+    if needed <= free:
+        return None
+    ways = [f"--training.accumulation {2 * config.training.accumulation}"]
+    ways += [] if config.compute.checkpoint_activations else ["--compute.checkpoint_activations true"]
+    ways += [] if config.sync.offload or config.mode != "diloco" else ["--sync.offload true"]
+    return (
+        f"the GPU has {size_text(free)} of memory free, and a process needs about {size_text(needed)}: "
+        f"try {', or '.join(ways)}"
+    )
+
+
+def vocabulary_of(config: RunConfig) -> int:
+    """The tokenizer's, or the most that a new one may have, for a run whose text is not prepared yet."""
+    return config.data.vocab_size if config.data.tokenizer is None else Tokenizer.load(config.data.tokenizer).vocab_size

@@ -1,0 +1,142 @@
+"""The memory of one process of a run, by what it holds: from the model's shapes and the code's own layouts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout, assign
+from diloco.core.lanes import Shape, shard_bounds
+from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
+from diloco.engines.reduction import waves
+from diloco.models.base import LanguageModel
+from diloco.models.native.model import NativeModel
+from diloco.models.registry import model_outline
+from diloco.training.compute import WORTH_COMPILING
+from diloco.training.config.run import RunConfig
+from diloco.training.inner import is_hidden_matrix
+from diloco.training.sizes.activations import native_activations, traced_peak
+
+_FP32 = 4
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's processes compute, and with how many others they average."""
+
+    workers: int
+    """Of the whole run."""
+    ranks: int = 1
+    """Of each worker."""
+    cuda: bool = False
+    precision: str = "fp32"
+
+    @property
+    def alone(self) -> bool:
+        return self.workers == 1
+
+
+def encoded_vectors(config: RunConfig, shapes: Mapping[str, Shape], ranks: int = 1) -> list[EncodedVector]:
+    """What travels of each fragment, of the rank that holds most, without its memory."""
+    groups = assign(list(shapes), config.sync.fragments) if config.mode == "diloco" else [list(shapes)]
+    layouts = [PartLayout(sum(shard_bounds(shapes[name], ranks)[1] for name in group)) for group in groups]
+    return [EncodedVector(codec(config.sync.codec), layout, _META) for layout in layouts]
+
+
+def process_memory(
+    config: RunConfig, outline: LanguageModel, place: Place, base: int, vocab_size: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of main memory and of GPU memory, by what they hold, at the moment when a process holds most.
+
+    `base`: the interpreter and its libraries.
+    """
+    shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
+    whole = sum(p.numel() for p in outline.parameters())
+    own = sum(shard_bounds(shape, place.ranks)[1] for shape in shapes.values())
+    held = own if place.ranks > 1 and config.compute.sharding == "fsdp" else whole
+    share = held / whole
+    model = {
+        "parameters": _FP32 * held,
+        "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
+        "gradients and activations, estimated": _pass_bytes(config, outline, place, _FP32 * held, vocab_size),
+    }
+    outer, travelling = _averaging(config, shapes, place, own)
+    host = {"Python and its libraries": base}
+    if config.checkpoint.asynchronous and config.num_checkpoints:
+        saved = _FP32 * held + model["inner optimizer"] + outer.get("anchor", 0) + outer.get("outer optimizer", 0)
+        host["copy for the checkpoint being written"] = saved
+    if not place.cuda:
+        return host | model | outer | travelling, {}
+    if config.sync.offload:
+        return host | outer | travelling, model
+    return host | travelling, model | outer
+
+
+def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
+    """Elements of the inner optimizer's state: two of each parameter, one where Muon has it."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    muon = [
+        name for name, shape in shapes.items() if config.inner.optimizer == "muon" and is_hidden_matrix(name, shape)
+    ]
+    return 2 * sum(sizes.values()) - sum(sizes[name] for name in muon)
+
+
+def _averaging(
+    config: RunConfig, shapes: Mapping[str, Shape], place: Place, own: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Anchor and outer momentum; and the memory of what travels."""
+    vectors = encoded_vectors(config, shapes, place.ranks)
+    encoded = sum(vector.num_bytes for vector in vectors)
+    lossless = vectors[0].codec.lossless
+    if config.mode == "data-parallel":  # a gradient is encoded and decoded as a whole
+        return {}, {"encoded and decoded gradient": encoded + _FP32 * own * (1 if lossless else 2)}
+    outer = {"anchor": _FP32 * own}
+    states = len(OUTER_OPTIMIZERS[config.outer.optimizer].state_names)
+    if states:
+        outer["outer optimizer"] = _FP32 * own * states
+    swarm = config.engine == "swarm"
+    if place.alone and not swarm and lossless and not config.sync.overlap_steps:
+        return outer, {}
+    travelling = {"encoded outer gradient": encoded}
+    if swarm:
+        travelling["shared with the network process"] = 2 * encoded
+    elif not place.alone:
+        travelling["arriving outer gradients"] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
+    return outer, travelling
+
+
+def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
+    """Two waves of every worker's contributions to what this worker reduces (engines/torch_distributed.py)."""
+    first = next(iter(waves(vector, workers)), None)
+    return 0 if first is None else 2 * workers * max(first.counts) * vector.data.shape[1]
+
+
+def _pass_bytes(config: RunConfig, outline: LanguageModel, place: Place, gradients: int, vocab_size: int) -> int:
+    """Gradients are freed before a forward pass: at its end there are activations, after the backward pass gradients.
+    With several micro-batches, or in one flat buffer, they stay."""
+    rows = max(1, config.training.batch_size // place.ranks // config.training.accumulation)
+    length, short = config.data.sequence_length, place.precision in ("bf16", "fp16")
+    stays = config.training.accumulation > 1 or config.mode == "data-parallel"
+    if isinstance(outline, NativeModel):
+        wanted = config.compute.compile
+        large = outline.config.num_parameters() >= WORTH_COMPILING
+        activations = native_activations(
+            outline.config,
+            rows,
+            length,
+            short=short,
+            compiled=place.cuda and large if wanted is None else wanted,
+            fused_head=place.cuda and place.precision == "bf16",
+            recomputed=config.compute.checkpoint_activations,
+        )
+        return activations + gradients if stays else max(activations, gradients)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(place.precision)
+
+    def build() -> LanguageModel:
+        return model_outline(config.model, vocab_size=vocab_size, sequence_length=length, device="cpu")
+
+    peak = traced_peak(build, rows, length, precision=dtype)
+    return peak + gradients if stays else max(peak, gradients)

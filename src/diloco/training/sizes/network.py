@@ -1,0 +1,49 @@
+"""What a worker sends: bytes of a round, and how long they take at a rate."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco.core.lanes import Shape
+from diloco.engines.header import HEADER_BYTES
+from diloco.engines.reduction import traffic
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.sizes.memory import encoded_vectors
+
+_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+DAY_SECONDS = 86_400.0
+
+
+def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at every step."""
+    if workers == 1:
+        return 0
+    vectors = encoded_vectors(config, shapes)
+    return sum(max(traffic(v, workers, w)[0] for w in (0, workers - 1)) for v in vectors) + len(vectors) * (
+        HEADER_BYTES * (workers - 1)
+    )
+
+
+def bits_per_second(text: str) -> float:
+    """`100mbit`, `1 Gbit/s` or `800kbit` as bits per second."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?\s*", text.lower())
+    if not found or not float(found[1]):
+        raise ConfigError(f"--bandwidth {text}: give a number and a unit, such as 100mbit, 1gbit or 800kbit")
+    return float(found[1]) * _BITS[found[2]]
+
+
+def measured_bits_per_second(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The rate of a run's rounds so far, of the middle one; None if none has sent anything."""
+    rates = sorted(8 * e["bytes_sent"] / e["seconds"] for e in _rounds(events) if e["bytes_sent"] > HEADER_BYTES * 64)
+    return rates[len(rates) // 2] if rates else None
+
+
+def measured_step_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of an inner step, rounds included, by the last logged step; None if none is logged."""
+    steps = [event for event in events if event["type"] == "step" and event["elapsed_seconds"]]
+    return steps[-1]["elapsed_seconds"] / steps[-1]["step"] if steps else None
+
+
+def _rounds(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event["type"] == "round" and event["seconds"]]
