@@ -26,6 +26,7 @@ from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
 from diloco.outer.model_tensors import model_tensors
 from diloco.outer.tensor_pieces import as_tensors, copy_into
+from diloco.outer.warm_start import WarmStart
 
 
 class DiLoCo(torch.optim.Optimizer):
@@ -68,6 +69,7 @@ class DiLoCo(torch.optim.Optimizer):
             inner_parameters=lambda: [parameter for group in inner.param_groups for parameter in group["params"]],
             restoring=restoring,
         )
+        self.warm_start = WarmStart(self.loop)
 
     # The three parts of a step, and the end
 
@@ -82,20 +84,48 @@ class DiLoCo(torch.optim.Optimizer):
         self.loop.refuse_while_evaluating()
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
-        if found_inf is None or self._unscale(found_inf):
+        if self.loop.warming_up:
+            self.warm_start.refuse(closure, found_inf)
+            self._warm_step(skip=False)
+        elif found_inf is None or self._unscale(found_inf):
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
         else:
             self.skipped_steps += 1
-        self.loop.inner_steps += 1
+        self._count_step()
         return loss
+
+    def average_gradients(self) -> None:
+        """During the warm start: every worker's gradients become their mean, before the loop clips them.
+
+        `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
+        """
+        if self.loop.warming_up:
+            self.warm_start.average()
+
+    def _warm_step(self, *, skip: bool) -> None:
+        """A step of the warm start: all workers take it alike, or none of them does."""
+        if self.warm_start.average(skip=skip):
+            self.inner.step()
+        else:
+            self.skipped_steps += 1
+
+    def _count_step(self) -> None:
+        warm = self.loop.warming_up
+        self.loop.inner_steps += 1
+        if warm:
+            self.warm_start.end_step()
 
     def skip_step(self) -> None:
         """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
 
-        The step is counted, and a round that is due takes place: the others are waiting for this worker.
+        The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
+        warm start this worker takes the step with the others' gradients.
         """
-        self.skipped_steps += 1
-        self.loop.inner_steps += 1
+        if self.loop.warming_up:
+            self._warm_step(skip=True)
+        else:
+            self.skipped_steps += 1
+        self._count_step()
         self.loop.post()
         self.loop.merge()
 
@@ -126,6 +156,8 @@ class DiLoCo(torch.optim.Optimizer):
         workers come and go it leaves alone, with the anchor as it is.
         `before_confirming` runs with the final parameters in the model; all learn what it puts into `loop.report`.
         """
+        if self.loop.warming_up:
+            self.warm_start.take_digests()
         self.loop.finish(early=early, before_confirming=before_confirming)
 
     def outer_parameters(self) -> AbstractContextManager[None]:

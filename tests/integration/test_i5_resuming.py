@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, object]] = {
     "streamed fp16": {"sync": STREAMED},
     "streamed int8": {"sync": replace(STREAMED, codec="int8")},
     "fp16 autocast, a loss scale": {"sync": PLAIN, "compute": ComputeConfig(precision="fp16")},
+    "warm start": {"sync": replace(PLAIN, warm_start=H + 3)},
     "data-parallel": {"sync": replace(PLAIN, codec="fp32"), "mode": "data-parallel"},
 }
 

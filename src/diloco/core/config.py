@@ -68,6 +68,8 @@ class SyncConfig:
     """H: inner steps between two rounds of a fragment."""
     codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
     """How outer gradients are encoded on the wire."""
+    warm_start: int = option(0, unused_with=_DATA_PARALLEL)
+    """Inner steps at the start that are data-parallel: gradients are averaged at every step. 0: none."""
     fragments: int = option(1, unused_with=_DATA_PARALLEL)
     """Number of fragments of the model's blocks, averaged in turn; the other parameters are one more fragment."""
     overlap_steps: int = option(0, unused_with=_DATA_PARALLEL)
@@ -84,6 +86,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.num_inner_steps < 1:
             raise ConfigError(f"sync.num_inner_steps = {self.num_inner_steps} must be at least 1")
+        if self.warm_start < 0:
+            raise ConfigError(f"sync.warm_start = {self.warm_start} must be at least 0")
         if self.fragments < 1:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
         if not 0 <= self.overlap_steps < self.num_inner_steps:

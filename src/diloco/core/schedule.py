@@ -4,6 +4,8 @@ Inner steps are counted from 1. After inner step t, fragment p is posted if (t �
 posted is merged `overlap_steps` inner steps later (τ of the paper; 0 merges within the same step). So with one
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
+With a warm start of W steps (outer/warm_start.py) t counts from the end of it.
+
 A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
 engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last
 rounds in it. The posts of all fragments together are numbered from 0: the sequence number. `fragment_of` and
@@ -17,11 +19,13 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """H, the fragments' offsets within H, and τ."""
+    """H, the fragments' offsets within H, τ, and the steps before all of that."""
 
     num_inner_steps: int
     offsets: tuple[int, ...] = (0,)
     overlap_steps: int = 0
+    warm_start: int = 0
+    """Inner steps before the first round begins to count."""
 
     def __post_init__(self) -> None:
         H = self.num_inner_steps
@@ -48,11 +52,14 @@ class Schedule:
 
     def posts_at(self, step: int) -> tuple[int, ...]:
         """The fragments whose outer gradient is taken and sent after inner step `step`."""
+        step -= self.warm_start
+        if step <= 0:
+            return ()
         return tuple(p for p, offset in enumerate(self.offsets) if (step - offset) % self.num_inner_steps == 0)
 
     def rotation(self, step: int) -> tuple[int, ...]:
         """All fragments in the order in which they are posted next, after inner step `step`."""
-        H = self.num_inner_steps
+        H, step = self.num_inner_steps, max(0, step - self.warm_start)
         return tuple(sorted(range(len(self.offsets)), key=lambda p: ((self.offsets[p] - step - 1) % H, p)))
 
     def fragment_of(self, sequence: int) -> int:
@@ -63,10 +70,10 @@ class Schedule:
         """The inner step after which post number `sequence` is due."""
         H = self.num_inner_steps
         turn = sequence // len(self.offsets)
-        return turn * H + (self.offsets[self.fragment_of(sequence)] - 1) % H + 1
+        return self.warm_start + turn * H + (self.offsets[self.fragment_of(sequence)] - 1) % H + 1
 
     def posts_until(self, step: int) -> int:
         """How many posts are due by the end of inner step `step`: the sequence number of the next one."""
         H = self.num_inner_steps
-        turns, within = divmod(step, H)
+        turns, within = divmod(max(0, step - self.warm_start), H)
         return turns * len(self.offsets) + sum((offset - 1) % H + 1 <= within for offset in self.offsets)

@@ -101,7 +101,7 @@ class OuterLoop:
         if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
             groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None))
             offsets = (*offsets, offsets[-1])
-        self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps)
+        self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start)
         common = (self.schedule, outer, common_values(sync), identity)
         build = Replica if set(self.engine.sizes) == {1} else RankedReplica
         self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, sync, common)
@@ -124,6 +124,11 @@ class OuterLoop:
     def rounds(self) -> int:
         """Merged rounds, of all fragments."""
         return self.state.rounds
+
+    @property
+    def warming_up(self) -> bool:
+        """The next inner step belongs to the warm start (warm_start.py)."""
+        return self.state.inner_steps < self.sync.warm_start
 
     @property
     def stopping(self) -> bool:

@@ -1,7 +1,7 @@
 """Data-parallel training over the same engines: the baseline that DiLoCo is compared with.
 
-At every step the workers average their gradients, as one flat vector through the same codec, engine and byte counting
-as an outer gradient, and then all take the same inner step. The classical baseline sends fp32.
+At every step the workers average their gradients through the same codec, engine and byte counting as an outer gradient,
+and then all take the same inner step. The classical baseline sends fp32.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from diloco.core.fragments import PartLayout
 from diloco.core.options import common_values
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
-from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.errors import EngineError, RoundFailed
+from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.model_tensors import model_tensors
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
@@ -47,15 +48,11 @@ class DataParallel:
         self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
         tensors = model_tensors(model, inner)
         self.parameters = tensors.averaged
-        numel = sum(parameter.numel() for parameter in self.parameters.values())
-        device = next(iter(self.parameters.values())).device
-        self._gradient = torch.zeros(numel, device=device)
-        self._vector = EncodedVector(codec(sync.codec), PartLayout(numel), device)
+        self._gradients = GradientMean(self.parameters, sync)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
         self._layout = hashlib.sha256(
             repr(("data-parallel", shapes, common_values(sync), identity)).encode()
         ).hexdigest()[:16]
-        self._views = self._gradient_views()
         whole = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self._start = {} if restoring else whole
         self.report = Report()
@@ -67,49 +64,17 @@ class DataParallel:
         engine.serve_state(self._state)
         self._join(engine.fetch_state())
 
-    def _gradient_views(self) -> dict[str, torch.Tensor]:
-        """Gradients live in one flat buffer, so that averaging needs no copying."""
-        offset, views = 0, {}
-        for name, parameter in self.parameters.items():
-            views[name] = self._gradient[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-        return views
-
     def zero_grad(self) -> None:
-        self._gradient.zero_()
-        for name, parameter in self.parameters.items():
-            parameter.grad = self._views[name]
-
-    def _check_gradients(self) -> None:
-        """Gradients anywhere else than in the flat buffer would not be averaged."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None or parameter.grad.data_ptr() != self._views[name].data_ptr():
-                raise ConfigError(
-                    f"the gradient of '{name}' is not where DataParallel put it: call its own zero_grad() before "
-                    "backward, not the optimizer's or the model's"
-                )
+        self._gradients.zero_grad()
 
     def average_gradients(self) -> None:
         """Every worker's gradient becomes the mean; without a mean it raises, since no worker may step alone."""
         started = time.monotonic()
-        self._check_gradients()
-        self._vector.encode(0, self._gradient)
-        norm = float(torch.linalg.vector_norm(self._gradient))
         try:
-            result = self._round(
-                Contribution(
-                    self._vector,
-                    self.weight,
-                    norm,
-                    "",
-                    self._layout,
-                    self.sync.max_norm_ratio,
-                    self._report(),
-                )
-            )
+            result = self._round(self._gradients.contribution(self.weight, self._layout, self._report()))
         except RoundFailed as failure:
             raise EngineError(f"data-parallel step {self.inner_steps + 1} has no mean gradient: {failure}") from failure
-        self._gradient.copy_(result.mean.decode(0, self._vector.layout.num_parts))
+        self._gradients.take(result)
         self.rounds += 1
         self.sync_seconds += time.monotonic() - started
         self.stopping = self.stopping or result.stopping

@@ -108,7 +108,8 @@ class DiLoCoMode(Mode):
         self.optimizer.zero_grad()
 
     def before_clipping(self, precision: Precision) -> None:
-        """A worker's gradients are its own."""
+        """A worker's gradients are its own, but for a warm start's."""
+        self.optimizer.average_gradients()
         precision.unscale(self.optimizer)
 
     def step(self, precision: Precision) -> None:
@@ -128,10 +129,17 @@ class DiLoCoMode(Mode):
 
     def request_stop(self) -> None:
         self._stop_requested = True
+        if self.averager.warming_up:
+            self.averager.report = replace(self.averager.report, stopping=True)
 
     @property
     def must_end(self) -> bool:
-        """At once if it is this worker's wish: the round in which it ends tells the others."""
+        """At once if it is this worker's wish: the round in which it ends tells the others.
+
+        Within the warm start only once all workers know: the next step's averaging tells them, and all end after it.
+        """
+        if self.averager.warming_up or self.optimizer.warm_start.stopping:
+            return self.optimizer.warm_start.stopping
         return self._stop_requested or self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:

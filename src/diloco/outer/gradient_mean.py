@@ -1,0 +1,59 @@
+"""The mean of the workers' gradients, for steps that all of them take alike: data parallelism.
+
+Gradients are one flat vector, which travels through the codec and the engine that carry outer gradients. Used at every
+step of the data-parallel mode and of a warm start.
+"""
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.config import SyncConfig
+from diloco.core.fragments import PartLayout
+from diloco.engines.rounds import Contribution, Report, RoundResult
+
+
+class GradientMean:
+    """`contribution` is for a round of all workers; `take` puts the round's mean in place of the gradients."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], sync: SyncConfig) -> None:
+        self._parameters, self._sync = list(parameters.values()), sync
+        sizes = [parameter.numel() for parameter in self._parameters]
+        device = self._parameters[0].device
+        self._flat = torch.zeros(sum(sizes), device=device)
+        self._vector = EncodedVector(codec(sync.codec), PartLayout(sum(sizes)), device)
+        self._views = [
+            self._flat[end - parameter.numel() : end].view(parameter.shape)
+            for parameter, end in zip(self._parameters, accumulate(sizes), strict=True)
+        ]
+
+    def zero_grad(self) -> None:
+        """Gradients are 0, and in the flat vector, so that averaging needs no copying."""
+        self._flat.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    @torch.no_grad()
+    def contribution(self, weight: float, layout_digest: str, report: Report) -> Contribution:
+        """The encoded gradients of this worker, from wherever its backward pass has left them; none counts as 0."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+            if parameter.dtype == view.dtype:
+                parameter.grad = view
+        self._vector.encode(0, self._flat)
+        norm = float(torch.linalg.vector_norm(self._flat))
+        return Contribution(self._vector, weight, norm, "", layout_digest, self._sync.max_norm_ratio, report)
+
+    def take(self, result: RoundResult) -> None:
+        """Every gradient becomes the mean."""
+        self._flat.copy_(result.mean.decode(0, self._vector.layout.num_parts))
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.dtype != view.dtype:
+                parameter.grad = view.to(parameter.dtype)

@@ -1,0 +1,125 @@
+"""The warm start: the first inner steps of a run are data-parallel, as the paper's pre-training phase is.
+
+At each of these steps the workers average their gradients and then take the same inner step, so that parameters and
+inner optimizer state stay equal; the anchor follows the parameters. The outer loop begins when they are over: its first
+round comes H inner steps later. From scratch this decides, since the outer gradients of workers that have barely begun
+point apart. Workers on different devices may round differently; the first round then makes them equal again.
+
+Gradients travel through the codec and the engine of the outer gradients, and their bytes are counted with those.
+"""
+
+import logging
+import time
+from dataclasses import replace
+
+from torch import Tensor
+
+from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
+from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.outer.gradient_mean import GradientMean
+from diloco.outer.loop import OuterLoop
+from diloco.outer.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+_GRADIENTS = -2  # the "fragment" of rounds that average gradients; they are numbered up to -1, the last warm step
+
+
+class WarmStart:
+    """The first `sync.warm_start` steps of an outer loop. Each of them: `average`, the inner step, `end_step`."""
+
+    def __init__(self, loop: OuterLoop) -> None:
+        self._loop, self._steps = loop, loop.sync.warm_start
+        if self._steps and loop.engine.elastic:
+            raise ConfigError(
+                f"sync.warm_start = {self._steps} averages gradients among a fixed set of workers, and in a swarm "
+                "workers come and go: train these steps with engine = torch_distributed, and begin the swarm with "
+                "the model that they give (--model RUN/model)"
+            )
+        if self._steps and not isinstance(loop.replica, Replica):
+            raise ConfigError(
+                f"sync.warm_start = {self._steps} is for workers of one rank, and these have several: train these "
+                "steps with --ranks 1, and begin the run with the model that they give"
+            )
+        self._gradients: GradientMean | None = None
+        self._averaged_at = -1  # the step whose gradients are the mean already
+        self.stopping = False
+        """A worker has asked for the end: all leave after this step."""
+
+    def refuse(self, closure: object | None, found_inf: Tensor | None) -> None:
+        """What cannot be averaged: gradients that only the inner optimizer's step computes, or with a scale each."""
+        if closure is not None:
+            raise ConfigError(
+                f"step(closure) within sync.warm_start = {self._steps}: the gradients are averaged before the inner "
+                "step, and a closure computes them inside it; compute them first, and call step()"
+            )
+        if found_inf is not None:
+            raise ConfigError(
+                f"a GradScaler within sync.warm_start = {self._steps}: each worker scales its gradients differently, "
+                "and they cannot be averaged; use bf16 or fp32, or no warm start"
+            )
+
+    def average(self, *, skip: bool = False) -> bool:
+        """Every worker's gradients become the mean; whether there is one. `skip`: leave this worker's own out of it.
+
+        A second call at the same step does nothing. Raises EngineError if the round fails, since no worker may step
+        alone.
+        """
+        loop, step = self._loop, self._loop.inner_steps
+        if self._averaged_at == step or loop.engine.workers == 1:
+            return not skip
+        started, self._averaged_at = time.monotonic(), step
+        if self._gradients is None:
+            self._gradients = GradientMean(loop.replica.tensors.averaged, loop.sync)
+        weight = 0.0 if skip else loop.weight
+        layout = loop.replica.lanes[0].layout_digest
+        contribution = self._gradients.contribution(weight, layout, self._report())
+        result = self._round(RoundKey(step - self._steps, _GRADIENTS), contribution)
+        self.stopping = self.stopping or result.stopping
+        loop.contributions_refused += len(result.refused)
+        for worker, reason in result.refused.items():
+            logger.warning("step %d: the gradients of worker %d were refused: %s", step + 1, worker, reason)
+        if result.total_weight:
+            self._gradients.take(result)
+        loop.sync_seconds += time.monotonic() - started
+        return result.total_weight > 0
+
+    def end_step(self) -> None:
+        """After the inner step was taken and counted: the anchor is the parameters, which are the same on all workers.
+
+        Buffers stay behind: their statistics are a worker's own until the first round.
+        """
+        loop, state = self._loop, self._loop.state
+        buffers = loop.replica.tensors.averaged_buffers.keys()
+        with state.lock:
+            for index, group in enumerate(loop.replica.groups):
+                if not buffers & set(group.names):
+                    for _, fragment in state.fragments_of(index):
+                        fragment.take_anchor()
+                    state.merged_at[index] = state.steps_taken
+        if not loop.warming_up:
+            self._gradients = None
+            self.take_digests()
+
+    def take_digests(self) -> None:
+        """Of the anchors, which follow the parameters without them."""
+        for lane in self._loop.replica.lanes:
+            lane.take_digests()
+
+    def _report(self) -> Report:
+        loop = self._loop
+        return replace(
+            loop.report, inner_steps=loop.inner_steps, bytes_sent=loop.bytes_sent, sync_seconds=loop.sync_seconds
+        )
+
+    def _round(self, key: RoundKey, contribution: Contribution) -> RoundResult:
+        loop = self._loop
+        engine = loop.replica.lanes[0].engine
+        try:
+            result = engine.start_round(key, contribution, loop.sync.timeout_seconds).wait()
+        except RoundFailed as failure:
+            raise EngineError(
+                f"step {loop.inner_steps + 1} of the warm start has no mean gradient: {failure}"
+            ) from failure
+        loop.bytes_sent += result.bytes_sent
+        return result
