@@ -87,11 +87,12 @@ class DiLoCo(torch.optim.Optimizer):
         if self.loop.warming_up:
             self.warm_start.refuse(closure, found_inf)
             self._warm_step(skip=False)
-        elif found_inf is None or self._unscale(found_inf):
+            return None
+        if found_inf is None or self._unscale(found_inf):
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
         else:
             self.skipped_steps += 1
-        self._count_step()
+        self.loop.inner_steps += 1
         return loss
 
     def average_gradients(self) -> None:
@@ -108,12 +109,8 @@ class DiLoCo(torch.optim.Optimizer):
             self.inner.step()
         else:
             self.skipped_steps += 1
-
-    def _count_step(self) -> None:
-        warm = self.loop.warming_up
         self.loop.inner_steps += 1
-        if warm:
-            self.warm_start.end_step()
+        self.warm_start.end_step()
 
     def skip_step(self) -> None:
         """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
@@ -125,7 +122,7 @@ class DiLoCo(torch.optim.Optimizer):
             self._warm_step(skip=True)
         else:
             self.skipped_steps += 1
-        self._count_step()
+            self.loop.inner_steps += 1
         self.loop.post()
         self.loop.merge()
 

@@ -39,7 +39,7 @@ class Validation:
         interval = self._config.eval_interval
         if self._engine.elastic:
             return step // interval > max(0, self.measured_step) // interval and step < self._config.steps
-        return step % interval == 0 and step < self._config.steps
+        return self._config.evaluation_due(step) and step < self._config.steps
 
     def measure(self, mode: Mode) -> None:
         """On the outer parameters; the next round carries the result to the other workers."""

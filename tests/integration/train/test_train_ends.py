@@ -71,11 +71,17 @@ def test_a_worker_killed_in_the_middle_ends_the_run_with_its_name_and_what_was_a
     assert not [path for path in (run.folder / "model").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(("number", "mode"), [(signal.SIGINT, "diloco"), (signal.SIGTERM, "data-parallel")])
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, ["--H=7"]),
+        (signal.SIGTERM, ["--mode=data-parallel"]),
+        (signal.SIGINT, ["--sync.warm_start=100000"]),
+    ],
+)
 def test_a_stop_ends_the_run_cleanly_with_equal_anchors_and_a_summary(
-    tmp_path: Path, text: Path, number: signal.Signals, mode: str
+    tmp_path: Path, text: Path, number: signal.Signals, options: list[str]
 ) -> None:
-    options = ["--H=7"] if mode == "diloco" else ["--mode=data-parallel"]
     with start(tmp_path / "run", text, "--steps=100000", *options) as run:
         run.wait_for_step(10)
         os.kill(run.process.pid, number)

@@ -97,6 +97,11 @@ class RunConfig:
                 "compute.precision = fp16 has a loss scale for each worker, whose gradients cannot be averaged as they "
                 "are: use bf16 or fp32 in mode data-parallel"
             )
+        if self.compute.precision == "fp16" and self.sync.warm_start:
+            raise ConfigError(
+                f"compute.precision = fp16 has a loss scale for each worker, and sync.warm_start = "
+                f"{self.sync.warm_start} averages gradients: use bf16 or fp32, or leave the warm start out"
+            )
         if self.sync.offload and (self.backend == "nccl" or self.mode == "data-parallel"):
             raise ConfigError(
                 f"sync.offload keeps anchors in CPU memory: it is for mode diloco over gloo (backend = {self.backend}, "
@@ -113,6 +118,11 @@ class RunConfig:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks):
             raise ConfigError(f"ranks = {self.ranks} must be a number of at least 1, or one for each worker as in 1,2")
         several = set(self.ranks.split(",")) != {"1"}
+        if several and self.sync.warm_start:
+            raise ConfigError(
+                f"sync.warm_start = {self.sync.warm_start} is for workers of one rank, and ranks = {self.ranks}: train "
+                "these steps with ranks = 1, and begin the run with the model that they give (--model RUN/model)"
+            )
         if several and self.mode == "data-parallel":
             raise ConfigError(
                 f"ranks = {self.ranks}, but in mode data-parallel every rank averages with every other: give that many "
@@ -140,6 +150,12 @@ class RunConfig:
             return
         if self.mode != "diloco":
             raise ConfigError(f"mode = {self.mode} averages among a fixed set of workers: leave out engine = swarm")
+        if self.sync.warm_start:
+            raise ConfigError(
+                f"sync.warm_start = {self.sync.warm_start} averages gradients among a fixed set of workers: train "
+                "these steps without engine = swarm, and begin the swarm with the model that they give "
+                "(--model RUN/model)"
+            )
         if self.ranks != "1":
             raise ConfigError(
                 f"ranks = {self.ranks}: a worker of a swarm has one rank; start a worker for each device (--workers)"
@@ -176,6 +192,11 @@ class RunConfig:
             return self.training.eval_interval
         return self._about_ten()
 
+    def evaluation_due(self, step: int) -> bool:
+        """Whether a fixed set of workers evaluates after this step: after rounds, which count from the warm start."""
+        warm_start = self.sync.warm_start
+        return (step if step <= warm_start else step - warm_start) % self.eval_interval == 0
+
     def _about_ten(self) -> int:
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)
@@ -184,14 +205,18 @@ class RunConfig:
         """Whether every worker saves after this inner step; the same for all."""
         if self.checkpoint.interval is not None:
             return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
-        after_round = step - self.sync.overlap_steps  # when what was posted has been merged: nothing to wait for
-        return after_round > 0 and after_round % self._checkpoint_interval() == 0
+        warm_start, interval = self.sync.warm_start, self._checkpoint_interval()
+        if step <= warm_start:
+            return step % interval == 0
+        after_round = step - warm_start - self.sync.overlap_steps  # what was posted is merged: nothing to wait for
+        return after_round > 0 and after_round % interval == 0
 
     def checkpoints_until(self, step: int) -> int:
         """How many are due by then, for workers that may jump over a step."""
         if self.checkpoint.interval is not None:
             return step // self.checkpoint.interval if self.checkpoint.interval else 0
-        return max(0, step - self.sync.overlap_steps) // self._checkpoint_interval()
+        warm_start, interval = self.sync.warm_start, self._checkpoint_interval()
+        return min(step, warm_start) // interval + max(0, step - warm_start - self.sync.overlap_steps) // interval
 
     def _checkpoint_interval(self) -> int:
         """About ten in the run, at ends of rounds, and not closer than a short run is repeated."""

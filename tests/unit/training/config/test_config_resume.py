@@ -92,6 +92,10 @@ def test_checkpoints_come_after_rounds_or_as_often_as_was_asked() -> None:
     assert due(RunConfig(steps=800, sync=SyncConfig(10))) == list(range(80, 801, 80))
     overlapped = SyncConfig(10, overlap_steps=3)
     assert due(RunConfig(steps=160, sync=overlapped)) == [53, 103, 153]
+    warmed = RunConfig(steps=200, sync=SyncConfig(10, warm_start=85))
+    assert due(warmed) == [50, 135, 185]
+    assert [step for step in range(1, 140) if warmed.evaluation_due(step)] == [20, 40, 60, 80, 105, 125]
+    assert [warmed.checkpoints_until(step) for step in (49, 85, 135, 200)] == [0, 1, 2, 3]
     often = CheckpointConfig(interval=25)
     assert due(RunConfig(steps=60, sync=overlapped, checkpoint=often)) == [25, 50]
     assert due(RunConfig(steps=60, checkpoint=CheckpointConfig(interval=0))) == []
