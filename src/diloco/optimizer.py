@@ -84,7 +84,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.loop.refuse_while_evaluating()
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
-        if self.loop.warming_up:
+        if self.loop.inner_steps < self.warm_start.steps:
             self.warm_start.refuse(closure, found_inf)
             self._warm_step(skip=False)
             return None
@@ -100,7 +100,7 @@ class DiLoCo(torch.optim.Optimizer):
 
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
         """
-        if self.loop.warming_up:
+        if self.loop.inner_steps < self.warm_start.steps:
             self.warm_start.average()
 
     def _warm_step(self, *, skip: bool) -> None:
@@ -118,7 +118,7 @@ class DiLoCo(torch.optim.Optimizer):
         The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
         warm start this worker takes the step with the others' gradients.
         """
-        if self.loop.warming_up:
+        if self.loop.inner_steps < self.warm_start.steps:
             self._warm_step(skip=True)
         else:
             self.skipped_steps += 1
@@ -153,7 +153,7 @@ class DiLoCo(torch.optim.Optimizer):
         workers come and go it leaves alone, with the anchor as it is.
         `before_confirming` runs with the final parameters in the model; all learn what it puts into `loop.report`.
         """
-        if self.loop.warming_up:
+        if self.loop.inner_steps < self.warm_start.steps:
             self.warm_start.take_digests()
         self.loop.finish(early=early, before_confirming=before_confirming)
 

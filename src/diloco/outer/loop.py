@@ -126,11 +126,6 @@ class OuterLoop:
         return self.state.rounds
 
     @property
-    def warming_up(self) -> bool:
-        """The next inner step belongs to the warm start (warm_start.py)."""
-        return self.state.inner_steps < self.sync.warm_start
-
-    @property
     def stopping(self) -> bool:
         """A worker has asked for the end (`report.stopping`): leave the loop and call `finish`."""
         return self.policy.stopping

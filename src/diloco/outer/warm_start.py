@@ -29,16 +29,16 @@ class WarmStart:
     """The first `sync.warm_start` steps of an outer loop. Each of them: `average`, the inner step, `end_step`."""
 
     def __init__(self, loop: OuterLoop) -> None:
-        self._loop, self._steps = loop, loop.sync.warm_start
-        if self._steps and loop.engine.elastic:
+        self._loop, self.steps = loop, loop.sync.warm_start
+        if self.steps and loop.engine.elastic:
             raise ConfigError(
-                f"sync.warm_start = {self._steps} averages gradients among a fixed set of workers, and in a swarm "
+                f"sync.warm_start = {self.steps} averages gradients among a fixed set of workers, and in a swarm "
                 "workers come and go: train these steps with engine = torch_distributed, and begin the swarm with "
                 "the model that they give (--model RUN/model)"
             )
-        if self._steps and not isinstance(loop.replica, Replica):
+        if self.steps and not isinstance(loop.replica, Replica):
             raise ConfigError(
-                f"sync.warm_start = {self._steps} is for workers of one rank, and these have several: train these "
+                f"sync.warm_start = {self.steps} is for workers of one rank, and these have several: train these "
                 "steps with --ranks 1, and begin the run with the model that they give"
             )
         self._gradients: GradientMean | None = None
@@ -46,16 +46,21 @@ class WarmStart:
         self.stopping = False
         """A worker has asked for the end: all leave after this step."""
 
+    @property
+    def active(self) -> bool:
+        """The next inner step belongs to the warm start."""
+        return self._loop.inner_steps < self.steps
+
     def refuse(self, closure: object | None, found_inf: Tensor | None) -> None:
         """What cannot be averaged: gradients that only the inner optimizer's step computes, or with a scale each."""
         if closure is not None:
             raise ConfigError(
-                f"step(closure) within sync.warm_start = {self._steps}: the gradients are averaged before the inner "
+                f"step(closure) within sync.warm_start = {self.steps}: the gradients are averaged before the inner "
                 "step, and a closure computes them inside it; compute them first, and call step()"
             )
         if found_inf is not None:
             raise ConfigError(
-                f"a GradScaler within sync.warm_start = {self._steps}: each worker scales its gradients differently, "
+                f"a GradScaler within sync.warm_start = {self.steps}: each worker scales its gradients differently, "
                 "and they cannot be averaged; use bf16 or fp32, or no warm start"
             )
 
@@ -74,7 +79,7 @@ class WarmStart:
         weight = 0.0 if skip else loop.weight
         layout = loop.replica.lanes[0].layout_digest
         contribution = self._gradients.contribution(weight, layout, self._report())
-        result = self._round(RoundKey(step - self._steps, _GRADIENTS), contribution)
+        result = self._round(RoundKey(step - self.steps, _GRADIENTS), contribution)
         self.stopping = self.stopping or result.stopping
         loop.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
@@ -97,7 +102,7 @@ class WarmStart:
                     for _, fragment in state.fragments_of(index):
                         fragment.take_anchor()
                     state.merged_at[index] = state.steps_taken
-        if not loop.warming_up:
+        if not self.active:
             self._gradients = None
             self.take_digests()
 

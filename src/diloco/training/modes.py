@@ -129,7 +129,7 @@ class DiLoCoMode(Mode):
 
     def request_stop(self) -> None:
         self._stop_requested = True
-        if self.averager.warming_up:
+        if self.optimizer.warm_start.active:
             self.averager.report = replace(self.averager.report, stopping=True)
 
     @property
@@ -138,7 +138,7 @@ class DiLoCoMode(Mode):
 
         Within the warm start only once all workers know: the next step's averaging tells them, and all end after it.
         """
-        if self.averager.warming_up or self.optimizer.warm_start.stopping:
+        if self.optimizer.warm_start.active or self.optimizer.warm_start.stopping:
             return self.optimizer.warm_start.stopping
         return self._stop_requested or self.averager.stopping
 
