@@ -1,5 +1,6 @@
 """The options of the data. Checks values only: `prepare` checks that files and names exist."""
 
+import codecs
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,13 +21,29 @@ class DataConfig:
     """
 
     source: str = option("stdlib", may_change=True, may_differ="always")
-    """`stdlib` (this Python's own library), a file or folder (text, .jsonl, .parquet), or hf:NAME[:CONFIG][@SPLIT]."""
+    """`stdlib` (this Python's own library), a file or folder (text, .jsonl, .json, .csv, .parquet), or
+    hf:NAME[:CONFIG][@SPLIT]."""
+
+    format: Literal["text", "chat", "completion"] = "text"
+    """What a row holds: a text, a conversation (`messages`), or `prompt` and `completion`."""
 
     text_field: str = "text"
-    """The field of a .jsonl line, Parquet row or dataset row that is the document."""
+    """The field of a row that is the document; of a conversation, the one with its messages."""
 
     label_field: str | None = None
-    """The field that says where a document comes from, to measure a partition (default: the name of its file)."""
+    """The field that says where a document comes from, to measure or make a partition (default: the file's name)."""
+
+    encoding: str | None = None
+    """The encoding of files without a byte-order mark, such as latin-1 (default: UTF-8)."""
+
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A row or file that cannot be used is an error, or is left out and counted."""
+
+    chat_template: str | None = option(None, may_change=True, may_differ="always")
+    """For conversations: a file with a Jinja template, or chatml (default: the tokenizer's own template)."""
+
+    loss_on: Literal["answers", "all"] | None = None
+    """For conversations and completions: the tokens that are learnt (default: answers)."""
 
     max_documents: int | None = None
     """Use at most this many documents, from the beginning of the source."""
@@ -46,8 +63,8 @@ class DataConfig:
     shards: int = 16
     """Disjoint parts of the training text; worker i of k reads parts i, i+k, …, so workers ≤ shards."""
 
-    partition: Literal["iid", "clusters"] = option("iid", may_differ="always")
-    """How documents are assigned to shards: evenly, or one cluster of similar documents each (k-means on features)."""
+    partition: Literal["iid", "clusters", "labels"] = option("iid", may_differ="always")
+    """How documents are assigned to shards: evenly, a cluster of similar documents each, or whole labels."""
 
     feature_model: str | None = option(None, may_change=True, may_differ="always")
     """With partition = clusters: the folder of the model whose last layer gives the features."""
@@ -59,7 +76,8 @@ class DataConfig:
     """Folder for prepared corpora; by default $XDG_CACHE_HOME/diloco, else ~/.cache/diloco."""
 
     def __post_init__(self) -> None:
-        for name in ("source", "text_field", "label_field", "tokenizer", "feature_model", "cache_dir"):
+        optional = ("label_field", "encoding", "chat_template", "tokenizer", "feature_model", "cache_dir")
+        for name in ("source", "text_field", *optional):
             if getattr(self, name) is not None or name in ("source", "text_field"):
                 self._check_text(name, getattr(self, name))
         for name in ("max_documents", "max_bytes"):
@@ -79,12 +97,46 @@ class DataConfig:
                 f"data.vocab_size is {self.vocab_size}, but data.tokenizer {self.tokenizer!r} brings its own "
                 "vocabulary: leave out one of the two"
             )
-
+        self._check_rows()
         self._check_partition()
 
+    @property
+    def has_row_options(self) -> bool:
+        """Whether an option says something about the fields of rows."""
+        return (self.format, self.text_field, self.label_field) != ("text", "text", None)
+
+    @property
+    def learns_answers_only(self) -> bool:
+        return self.format != "text" and self.loss_on != "all"
+
+    def _check_rows(self) -> None:
+        self._check_choice("format", "text", "chat", "completion")
+        self._check_choice("on_bad_row", "fail", "skip")
+        if self.loss_on is not None:
+            self._check_choice("loss_on", "answers", "all")
+        for name in ("chat_template", "loss_on"):
+            if self.format == "text" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"data.{name} is {getattr(self, name)!r}, but is for conversations: add --data.format chat (or "
+                    "completion), or leave it out"
+                )
+        if self.encoding is not None:
+            try:
+                known = codecs.lookup(self.encoding)
+                "".encode(known.name)
+            except (LookupError, ValueError) as error:
+                raise ConfigError(
+                    f"data.encoding is {self.encoding!r}, but must be an encoding that Python knows, such as utf-8, "
+                    "latin-1, cp1252, utf-16-le, shift_jis or gb18030"
+                ) from error
+
+    def _check_choice(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+            raise ConfigError(f"data.{name} is {getattr(self, name)!r}, but must be {wanted}")
+
     def _check_partition(self) -> None:
-        if self.partition not in ("iid", "clusters"):
-            raise ConfigError(f"data.partition is {self.partition!r}, but must be 'iid' or 'clusters'")
+        self._check_choice("partition", "iid", "clusters", "labels")
         if self.partition == "clusters" and self.feature_model is None:
             raise ConfigError(
                 "data.partition = clusters groups documents by a model's features: name its folder with "

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import DataError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Part of every cache key: raise it when the same settings would give other files."""
 
 META = "meta.json"
@@ -90,7 +90,7 @@ class CorpusMeta:
 
     def event(self) -> dict[str, Any]:
         """The fields of the event `corpus`."""
-        names = ("partition", "documents", "shard_tokens", "validation_tokens", "purity", "overall_purity")
+        names = ("partition", "documents", "skipped", "shard_tokens", "validation_tokens", "purity", "overall_purity")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -14,7 +14,7 @@ import zstandard
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document
-from diloco.data.sources.files import COMPRESSIONS
+from diloco.data.sources.compression import COMPRESSIONS
 from diloco.data.sources.registry import open_source
 from diloco.errors import DataError
 
@@ -112,7 +112,7 @@ def test_identity_knows_the_fields(tmp_path: Path) -> None:
         (b"{'text': 1}", r"line 3 is not a line of JSON"),
         (b'{"text": "cut', r"line 3 is not a line of JSON"),
         (b'{"text": "\xff"}', r"line 3 is not a line of JSON"),
-        (b'["text"]', r"line 3 is not an object with fields"),
+        (b'["text"]', r"line 3 is neither a text nor an object with fields"),
         (b'{"body": "x", "n": 1}', r"line 3 has no field 'text'; its fields are: body, n\. .*--data\.text_field"),
         (b'{"text": null}', r"line 3: field 'text' is None, not a text"),
         (b'{"text": "\\ud800"}', r"line 3: field 'text' is not Unicode text"),

@@ -89,10 +89,12 @@ def test_folder_is_read_recursively_in_sorted_order_and_other_files_are_counted(
         | {".hidden.txt": "no", ".git/x.txt": "no"},
     )
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
-    source = open_named(str(tmp_path))
+    source = open_source(DataConfig(source=str(tmp_path), on_bad_row="skip"))
     for _ in range(2):  # a second walk gives and counts the same
-        assert texts(source) == ["p", "r", "m", "z"]
-        assert source.skipped == {"not a known suffix": 1, "not UTF-8 text": 2}
+        found = list(source.documents())
+        assert [document.text for document in found if document.problem is None] == ["p", "r", "m", "z"]
+        assert [Path(str(one.problem).split()[0]).name for one in found if one.problem] == ["bad.txt", "nul.rst"]
+        assert source.skipped == {"not a known suffix": 1}
 
 
 def test_line_ends_are_kept_and_a_byte_order_mark_is_not(tmp_path: Path) -> None:
@@ -170,6 +172,10 @@ def test_unreadable_file_is_refused_not_skipped(tmp_path: Path, monkeypatch: pyt
         ("max_documents", 0),
         ("max_bytes", 1.5),
         ("partition", "random"),
+        ("format", "xml"),
+        ("on_bad_row", "repair"),
+        ("encoding", "latin-99"),
+        ("encoding", "rot13"),
         ("feature_model", ""),
         ("tokenizer", ""),
         ("cache_dir", ""),

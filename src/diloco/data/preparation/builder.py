@@ -245,17 +245,19 @@ class Preparation:
 
     def _check_split(self, walk: Walk) -> dict[str, int]:
         """Refuse a corpus without a training and a validation part; log and return the counts of what was skipped."""
+        skipped = {**self.source.skipped, **walk.left_out}
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+        first = "" if walk.first_problem is None else f". The first that cannot be used: {walk.first_problem}"
         if not walk.validation_bytes:
             documents = "1 document" if walk.documents == 1 else f"{walk.documents} documents"
             raise DataError(
                 f"data.source {self.config.source!r} has {walk.train_bytes} bytes of text in {documents}: too "
-                "little for a training and a validation part; give more text"
+                f"little for a training and a validation part; give more text"
+                + (f" (left out: {counts}){first}" if counts else "")
             )
-        skipped = self.source.skipped
-        if skipped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-            logger.warning("data.source %r: files left out: %s", self.config.source, counts)
-        return {**skipped, **walk.left_out}
+        if self.source.skipped or walk.first_problem is not None:
+            logger.warning("data.source %r: left out: %s%s", self.config.source, counts, first)
+        return skipped
 
     def _count_and_hash(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
         """From the finished files: the count of each token, the digest of the corpus, and that of each file."""

@@ -115,6 +115,7 @@ def _cache_name(config: DataConfig, source: Source) -> str:
         config.shards,
         config.validation_fraction,
         features,
+        config.on_bad_row,
     ]
     digest = hashlib.sha256(json.dumps(determining).encode()).hexdigest()
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(config.source).stem)[:40].strip("-") or "text"

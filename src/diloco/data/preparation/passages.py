@@ -47,6 +47,8 @@ class Walk:
     train_bytes: int = 0
     validation_bytes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
+    first_problem: str | None = None
+    """Of the rows and files that cannot be used."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
@@ -114,6 +116,10 @@ class Passages:
             yield document
 
     def _is_wanted(self, document: Document) -> bool:
+        if document.problem is not None:
+            self.walk.leave_out("unreadable files" if document.is_file else "unreadable rows")
+            self.walk.first_problem = self.walk.first_problem or document.problem
+            return False
         if not document.text.strip():
             self.walk.leave_out("empty")
             return False

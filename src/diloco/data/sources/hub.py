@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, final
 
 from diloco.data.config import DataConfig
-from diloco.data.sources.base import Document, Fields, Source
+from diloco.data.sources.base import Document, Source
+from diloco.data.sources.row_formats import rows_of
+from diloco.data.sources.rows import Rows, TextRows
 from diloco.errors import DataError, SourceUnavailable, install_hint
 
 PREFIX = "hf:"
@@ -24,10 +26,10 @@ DISK_FILES = ("dataset_dict.json", "state.json")
 
 @final
 class HuggingFaceDataset(Source):
-    def __init__(self, name: str, config_name: str | None, split: str | None, fields: Fields | None = None) -> None:
+    def __init__(self, name: str, config_name: str | None, split: str | None, rows: Rows | None = None) -> None:
         super().__init__()
         self.name, self.config_name, self.split = name, config_name, split
-        self.fields = fields or Fields()
+        self.rows = rows or TextRows()
         self.folder = _folder(name)
         self._on_disk = self.folder is not None and any((self.folder / file).is_file() for file in DISK_FILES)
         if self._on_disk and config_name is not None:
@@ -40,7 +42,9 @@ class HuggingFaceDataset(Source):
     def open(cls, config: DataConfig) -> "HuggingFaceDataset | None":
         if not config.source.startswith(PREFIX):
             return None
-        return cls(*parse(config.source), Fields.of(config))
+        if config.encoding is not None:
+            raise DataError(f"data.encoding is {config.encoding!r}, but an hf: source has no files to decode: leave it out")
+        return cls(*parse(config.source), rows_of(config))
 
     def __str__(self) -> str:
         """The source as the user names it, for messages."""
@@ -54,7 +58,7 @@ class HuggingFaceDataset(Source):
             files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
         name = self.name if self.folder is None else str(self.folder)
         return {"kind": "hf", "name": name, "config": self.config_name, "split": self.split, "files": files,
-                "fields": self.fields}  # fmt: skip
+                "rows": self.rows.identity()}  # fmt: skip
 
     @property
     def size_bytes(self) -> None:
@@ -83,13 +87,13 @@ class HuggingFaceDataset(Source):
             except Exception as error:  # datasets raises whatever its readers and transports raise
                 raise hub_error(str(self), error, "; configuration and split go into hf:NAME:CONFIG@SPLIT") from error
             self._yielded += 1
-            yield self.fields.document(row, f"{self}, row {self._yielded}")
+            yield self.rows.document(row, f"{self}, row {self._yielded}")
 
     def _rows(self, start: int) -> Iterator[Any]:
         dataset = self._saved() if self._on_disk else self._streamed()
         self._check_fields(dataset.column_names)
-        if dataset.column_names is not None:
-            dataset = dataset.select_columns(self.fields.names)
+        if dataset.column_names is not None and self.rows.names is not None:
+            dataset = dataset.select_columns(self.rows.names)
         yield from dataset.skip(start)
 
     def _streamed(self) -> Any:
@@ -118,7 +122,10 @@ class HuggingFaceDataset(Source):
 
     def _check_fields(self, columns: list[str] | None) -> None:
         if columns is not None:
-            self.fields.document(dict.fromkeys(columns, ""), str(self))
+            try:
+                self.rows.check_columns(columns)
+            except DataError as error:
+                raise DataError(f"{self} {error}") from error
 
 
 def parse(spec: str) -> tuple[str, str | None, str | None]:

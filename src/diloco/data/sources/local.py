@@ -1,7 +1,7 @@
 """Text on this machine: the Python library, or files and folders in the formats of files.py.
 
-A text file in a folder that is not UTF-8 is skipped and counted. A file that cannot be read is an error, because a
-worker that silently lacks part of the data would differ from the others.
+A file that the system cannot read is always an error, because a worker that silently lacks part of the data would
+differ from the others. A file or row with unusable content is one too, unless data.on_bad_row = skip.
 """
 
 import ast
@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import ClassVar, final
 
 from diloco.data.config import DataConfig
-from diloco.data.sources.base import Document, Fields, Source
-from diloco.data.sources.files import (
-    EXPANSION,
-    DocumentFile,
-    NotText,
-    TextFile,
-    format_of,
-    is_compressed,
-    known_suffixes,
-    stem_of,
-)
+from diloco.data.sources.base import Document, Source
+from diloco.data.sources.document_file import DocumentFile
+from diloco.data.sources.files import EXPANSION, format_of, is_compressed, known_suffixes, stem_of
+from diloco.data.sources.row_formats import rows_of
+from diloco.data.sources.rows import Rows, TextRows
+from diloco.data.sources.text_files import TextFile
 from diloco.errors import DataError
 
 MAX_LABELS = 256
@@ -62,8 +57,10 @@ class StandardLibrary(Source):
     def open(cls, config: DataConfig) -> "StandardLibrary | None":
         if config.source != "stdlib":
             return None
-        if Fields.of(config) != Fields():
-            raise DataError("data.source 'stdlib' has no fields: leave out data.text_field and data.label_field")
+        if config.has_row_options:
+            raise DataError("data.source 'stdlib' has no fields: leave out data.text_field, data.label_field, data.format")
+        if config.encoding is not None:
+            raise DataError(f"data.source 'stdlib' is UTF-8: leave out data.encoding ({config.encoding!r})")
         return cls()
 
     def identity(self) -> dict[str, object]:
@@ -87,9 +84,8 @@ class StandardLibrary(Source):
     def _all_documents(self) -> Iterator[Document]:
         for name, status in self._files.items():
             self._done_bytes += status.st_size
-            try:
-                (document,) = TextFile(self.root / name, Fields()).documents(0)
-            except NotText:
+            (document,) = TextFile(self.root / name, TextRows(skip=True)).documents(0)
+            if document.problem is not None:
                 self.skipped["not UTF-8 text"] += 1
             else:
                 yield from self._topics(document.text) if name == self.TOPICS else [document]
@@ -110,10 +106,10 @@ class LocalFiles(Source):
     A document's label is its field `data.label_field`, or the name of its file if there are several files.
     """
 
-    def __init__(self, path: Path, fields: Fields | None = None) -> None:
+    def __init__(self, path: Path, rows: Rows | None = None, encoding: str | None = None) -> None:
         super().__init__()
-        self.path = path
-        self.fields = fields or Fields()
+        self.path, self.encoding = path, encoding
+        self.rows = rows or TextRows()
         self._is_folder = path.is_dir()
         found = _walk(path, frozenset({"__pycache__"})) if self._is_folder else {"": path.stat()}
         paths = {path / name if name else path: status for name, status in found.items()}
@@ -134,11 +130,15 @@ class LocalFiles(Source):
                 f"data.source {str(self.path)!r}: {self.path.suffix!r} is not the suffix of a file that can be read; "
                 f"convert or rename it to one of: {known_suffixes()}"
             )
+
+    def _check_fields(self) -> None:
+        """Refuse options about fields where no document has any."""
         formats = {format_of(path) for path in self._files}
-        if self.fields != Fields() and not any(kind is not None and kind.has_fields for kind in formats):
+        if not any(kind is not None and kind.has_fields for kind in formats):
             raise DataError(
                 f"data.source {str(self.path)!r} has plain text only, whose documents have no fields: leave out "
-                "data.text_field and data.label_field, which are for .jsonl and .parquet files"
+                "data.text_field, data.label_field and data.format, which are for .jsonl, .json, .csv, .tsv and "
+                ".parquet files"
             )
 
     @classmethod
@@ -153,11 +153,14 @@ class LocalFiles(Source):
                 f"data.source {config.source!r}: there is no such file or folder (looked for {path.absolute()}); give "
                 "the path of a file or folder, 'stdlib' for the Python library, or hf:NAME for a Hugging Face dataset"
             )
-        return cls(path.resolve(), Fields.of(config))
+        source = cls(path.resolve(), rows_of(config), config.encoding)
+        if config.has_row_options:
+            source._check_fields()
+        return source
 
     def identity(self) -> dict[str, object]:
         files = [(str(path), status.st_size, status.st_mtime_ns) for path, status in self._files.items()]
-        return {"kind": "local", "files": files, "fields": self.fields}
+        return {"kind": "local", "files": files, "rows": self.rows.identity(), "encoding": self.encoding}
 
     @property
     def size_bytes(self) -> int:
@@ -173,37 +176,26 @@ class LocalFiles(Source):
         if self._other_suffixes:
             self.skipped["not a known suffix"] = self._other_suffixes
         for path, status in self._files.items():
-            self._open_file = _file(path, self.fields)
-            try:
-                yield from self._documents_of(self._open_file, start)
-            except NotText as error:
-                if not self._is_folder:
-                    raise DataError(
-                        f"data.source {str(path)!r} is not UTF-8 text; convert it (iconv -t UTF-8)"
-                    ) from error
-                self.skipped["not UTF-8 text"] += 1
+            self._open_file = self._file(path)
+            yield from self._documents_of(self._open_file, start)
             start -= min(start, self._open_file.count)
             self._done_bytes += status.st_size
             self._open_file = None
 
     def _documents_of(self, file: DocumentFile, start: int) -> Iterator[Document]:
-        if self.fields.label is not None:
-            if not file.has_fields:
-                raise DataError(
-                    f"{file.path} is plain text, which has no field {self.fields.label!r} (data.label_field); leave "
-                    "the option out to use the names of the files, or move the file away"
-                )
-            yield from file.documents(start)
-        else:
-            label = stem_of(file.path) if 1 < len(self._files) <= MAX_LABELS else None
-            for document in file.documents(start):
-                yield document._replace(label=label)
+        if not file.has_fields and (self.rows.label is not None or self.rows.needs_fields):
+            what = "messages or prompts" if self.rows.label is None else f"field {self.rows.label!r} (data.label_field)"
+            raise DataError(
+                f"{file.path} is plain text, which has no {what}; leave the option out, or move the file away"
+            )
+        label = stem_of(file.path) if self.rows.label is None and 1 < len(self._files) <= MAX_LABELS else None
+        for document in file.documents(start):
+            yield document if label is None else document._replace(label=label)
 
-
-def _file(path: Path, fields: Fields) -> DocumentFile:
-    kind = format_of(path)
-    assert kind is not None, path
-    return kind(path, fields)
+    def _file(self, path: Path) -> DocumentFile:
+        kind = format_of(path)
+        assert kind is not None, path
+        return kind(path, self.rows, self.encoding)
 
 
 def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_result]:
