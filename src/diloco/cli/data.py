@@ -41,16 +41,19 @@ HELP = {
 Turn text into token shards, once: `diloco train` with the same data options
 then starts at once. After an interruption, run the same command again.
 
-  --data.source X          stdlib, a file or folder (text, .jsonl, .parquet;
-                           also .gz .xz .bz2 .zst), or a Hugging Face dataset:
+  --data.source X          stdlib, a file or folder (text, .jsonl, .json, .csv,
+                           .parquet; also .gz …), or a Hugging Face dataset:
                            hf:NAME\\[:CONFIG]\\[@SPLIT], hf:/FOLDER
   --data.text_field F      the field of a row that is the document (text)
+  --data.format F          chat or completion: for fine-tuning, learn answers
+  --data.encoding E        of files that are not UTF-8, such as latin-1
+  --data.on_bad_row skip   leave unreadable rows and files out, and count them
   --data.max_documents N   take no more of the source; also data.max_bytes
   --data.vocab_size N      train a BPE of N tokens, or use one that exists:
   --data.tokenizer T       tokenizer.json, a folder with one, or hf:NAME
   --data.shards N          disjoint parts; a worker reads one or more
-  --data.partition P       iid, or clusters: similar documents together, by
-  --data.feature_model M   features of the model in this folder
+  --data.partition P       iid; labels: whole labels together; clusters:
+  --data.feature_model M   similar documents, by features of this model
   --data.cache_dir DIR     where prepared corpora are kept
 
 All options of \\[data]: diloco train --print-config, docs/data.md.
@@ -66,7 +69,10 @@ Train a byte-level BPE on a source and keep it, to use with --data.tokenizer.
 
 Example:  diloco data tokenizer --data.source my_texts/ --to tokenizer.json""",
 }
-_LEARNING = ("source", "text_field", "max_documents", "max_bytes", "vocab_size", "validation_fraction")
+_LEARNING = (
+    *("source", "format", "text_field", "chat_template", "encoding", "on_bad_row"),
+    *("max_documents", "max_bytes", "vocab_size", "validation_fraction"),
+)
 _OPTIONS = {
     "prepare": ("data.", "model", "device"),
     "tokenizer": (*(f"data.{name}" for name in _LEARNING), "model", "to"),
@@ -186,6 +192,7 @@ def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None
     rows = {
         "documents": f"{meta.documents:,}",
         "training tokens": f"{corpus.train_tokens:,} ({windows:,} sequences of {sequence_length})",
+        "learnt tokens": "" if meta.learnt_tokens is None else f"{meta.learnt_tokens:,} (answers only)",
         "validation tokens": f"{meta.validation_tokens:,}",
         "vocabulary": f"{corpus.vocab_size:,} tokens, {corpus.bytes_per_token:.2f} bytes a token",
         "shards": f"{corpus.shards} ({meta.partition}) of {sizes} tokens",

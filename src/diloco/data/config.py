@@ -120,6 +120,11 @@ class DataConfig:
                     f"data.{name} is {getattr(self, name)!r}, but is for conversations: add --data.format chat (or "
                     "completion), or leave it out"
                 )
+        if self.format == "completion" and self.text_field != "text":
+            raise ConfigError(
+                f"data.text_field is {self.text_field!r}, but data.format = completion reads the fields prompt and "
+                "completion: leave it out"
+            )
         if self.encoding is not None:
             try:
                 known = codecs.lookup(self.encoding)

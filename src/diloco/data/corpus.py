@@ -1,7 +1,8 @@
 """A prepared corpus: a folder of flat, memory-mapped token files, and their counts.
 
     tokenizer.json   the tokenizer; tokenizer_config.json beside it names its end-of-text token
-    train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text token after each passage
+    train-00000.bin  one file a shard: little-endian uint16 or uint32 tokens, an end-of-text token after each passage;
+                     in a corpus with a loss mask, the highest bit marks the tokens that are not learnt
     validation.bin   the held-out passages
     meta.json        sizes, counts, digest; written last
 
@@ -36,17 +37,25 @@ def shard_name(shard: int) -> str:
     return f"train-{shard:05d}.bin"
 
 
-def corpus_digest(tokenizer: bytes, files: Mapping[str, str]) -> str:
-    """SHA-256 of tokenizer.json and of the names and SHA-256 of the other files, in their order."""
+def corpus_digest(tokenizer: bytes, files: Mapping[str, str], *, masked: bool = False) -> str:
+    """SHA-256 of tokenizer.json, of the names and SHA-256 of the other files in their order, and of a loss mask."""
     hasher = hashlib.sha256(tokenizer)
+    if masked:
+        hasher.update(b"with a loss mask\n")
     for name, digest in files.items():
         hasher.update(f"{name} {digest}\n".encode())
     return hasher.hexdigest()
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type for token numbers, in a fixed byte order: a folder may be copied between machines."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+def token_dtype(vocab_size: int, *, masked: bool = False) -> np.dtype[Any]:
+    """The smallest type for token numbers, in a fixed byte order: a folder may be copied between machines. With a loss
+    mask, the highest bit is the mask's."""
+    return np.dtype("<u2" if vocab_size <= 2 ** (15 if masked else 16) else "<u4")
+
+
+def mask_bit(dtype: np.dtype[Any]) -> int:
+    """The bit of a token that is not learnt, in a corpus with a loss mask."""
+    return int(1 << (8 * dtype.itemsize - 1))
 
 
 @final
@@ -76,7 +85,12 @@ class CorpusMeta:
     """The SHA-256 of validation.bin and of each shard, in this order; `digest` covers them."""
     partition: str = "iid"
     label_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Training tokens of each label in each shard, where documents have labels and shards are clusters."""
+    """Training tokens of each label in each shard, where documents have labels and shards are clusters or labels."""
+    masked: bool = False
+    """Whether only some tokens are learnt: answers in conversations, completions after prompts."""
+    learnt_tokens: int | None = None
+    """Of the training text, in a corpus with a loss mask."""
+    validation_learnt_tokens: int | None = None
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -91,7 +105,10 @@ class CorpusMeta:
     def event(self) -> dict[str, Any]:
         """The fields of the event `corpus`."""
         names = ("partition", "documents", "skipped", "shard_tokens", "validation_tokens", "purity", "overall_purity")
-        return {name: getattr(self, name) for name in names}
+        more: dict[str, Any] = {"learnt_tokens": self.learnt_tokens} if self.masked else {}
+        if self.partition == "labels":
+            more["label_shards"] = {label: tokens.index(max(tokens)) for label, tokens in self.label_tokens.items()}
+        return {name: getattr(self, name) for name in names} | more
 
     @property
     def purity(self) -> dict[str, float]:
@@ -139,13 +156,22 @@ class Corpus:
 
     def file_sizes(self) -> dict[str, int]:
         """The expected size in bytes of each file but meta.json."""
-        width = token_dtype(self.vocab_size).itemsize
+        width = self.dtype.itemsize
         sizes = {shard_name(i): width * tokens for i, tokens in enumerate(self.meta.shard_tokens)}
         return {
             TOKENIZER: self.meta.tokenizer_bytes,
             VALIDATION: width * self.meta.validation_tokens,
             **sizes,
         }
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return token_dtype(self.vocab_size, masked=self.meta.masked)
+
+    @property
+    def mask_bit(self) -> int | None:
+        """Set in the tokens that are not learnt; None in a corpus without a loss mask."""
+        return mask_bit(self.dtype) if self.meta.masked else None
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +202,7 @@ class Corpus:
         return self.meta.digest
 
     def worker_weight(self, shards: Sequence[int]) -> float:
-        """The training tokens of some shards: the weight of their worker's contribution if shards are clusters."""
+        """The training tokens of some shards: the weight of their worker's contribution if shards are not i.i.d."""
         return float(sum(self.meta.shard_tokens[shard] for shard in shards))
 
     def shard(self, shard: int) -> Tokens:
@@ -188,7 +214,6 @@ class Corpus:
         return self._map(VALIDATION, self.meta.validation_tokens)
 
     def _map(self, name: str, tokens: int) -> Tokens:
-        dtype = token_dtype(self.vocab_size)
         if tokens == 0:
-            return np.empty(0, dtype)  # an empty file cannot be mapped
-        return np.memmap(self.folder / name, dtype, mode="r", shape=(tokens,))
+            return np.empty(0, self.dtype)  # an empty file cannot be mapped
+        return np.memmap(self.folder / name, self.dtype, mode="r", shape=(tokens,))

@@ -69,10 +69,11 @@ def count_windows(tokens: int, sequence_length: int) -> int:
     return max(0, (tokens - 1) // sequence_length)
 
 
-def _take_windows(tokens: Tokens, windows: Int64, sequence_length: int) -> Int64:
-    """[n, sequence_length + 1] tokens of the given windows."""
+def _take_windows(tokens: Tokens, windows: Int64, sequence_length: int, mask_bit: int | None) -> Int64:
+    """[n, sequence_length + 1] tokens of the given windows; a token t that is not learnt is −1 − t."""
     columns = np.arange(sequence_length + 1)
-    return np.asarray(tokens[windows[:, None] * sequence_length + columns], np.int64)
+    taken = np.asarray(tokens[windows[:, None] * sequence_length + columns], np.int64)
+    return taken if mask_bit is None else np.where(taken & mask_bit, ~(taken ^ mask_bit), taken)
 
 
 class ShardProgress(NamedTuple):
@@ -126,6 +127,7 @@ class WorkerBatches:
         self.batch_size = batch_size
         self.shards = list(shards)
         self._seed = seed
+        self._mask_bit = corpus.mask_bit
         self._tokens = [corpus.shard(shard) for shard in self.shards]
         self._windows = np.array([count_windows(len(tokens), sequence_length) for tokens in self._tokens], np.int64)
         self.sequences_per_epoch = int(self._windows.sum())
@@ -134,7 +136,7 @@ class WorkerBatches:
                 f"the worker with shards {_shortened(self.shards)} has {self.sequences_per_epoch} sequences of "
                 f"{sequence_length} tokens in its {len(self.shards)} of {corpus.shards} shards ({corpus.train_tokens} "
                 f"training tokens in all), less than one batch of {batch_size}: give more text, or make the batch, "
-                "data.sequence_length, data.shards or the number of workers smaller"
+                f"data.sequence_length, data.shards or the number of workers smaller{_labels_hint(corpus)}"
             )
         self._start = self._checked_progress({} if progress is None else progress, optional=progress is None)
         self._remaining = self._windows - np.array([start.consumed for start in self._start], np.int64)
@@ -155,7 +157,10 @@ class WorkerBatches:
         return start
 
     def batch(self, position: int) -> Int64:
-        """[batch_size, sequence_length + 1] tokens of batch number `position`, counted from 0."""
+        """[batch_size, sequence_length + 1] tokens of batch number `position`, counted from 0.
+
+        In a corpus with a loss mask, a token t that is not learnt is −1 − t.
+        """
         at = self._position_at(position)
         parts: list[Int64] = []
         missing = self.batch_size
@@ -229,8 +234,14 @@ class WorkerBatches:
             first = int(at.counts[index]) + (0 if at.number else start.consumed)
             order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + at.number)
             windows = order(np.arange(first, first + int(here.sum()), dtype=np.int64))
-            batch[here] = _take_windows(self._tokens[index], windows, self.sequence_length)
+            batch[here] = _take_windows(self._tokens[index], windows, self.sequence_length, self._mask_bit)
         return batch
+
+
+def _labels_hint(corpus: Corpus) -> str:
+    if corpus.meta.partition != "labels":
+        return ""
+    return f" (data.partition = labels: {len(corpus.meta.label_tokens)} labels, each in one shard)"
 
 
 def _shortened(shards: Sequence[int]) -> str:
@@ -264,6 +275,6 @@ def validation_batches(
     used = windows if limit is None else min(limit, windows)
     own = np.arange(worker, used, workers, dtype=np.int64) * windows // used
     return (
-        _take_windows(tokens, own[start : start + batch_size], sequence_length)
+        _take_windows(tokens, own[start : start + batch_size], sequence_length, corpus.mask_bit)
         for start in range(0, len(own), batch_size)
     )

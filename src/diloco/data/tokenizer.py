@@ -7,6 +7,7 @@ ordinary tokens, never the special one. Refuses a tokenizer without an end-of-te
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +21,9 @@ END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 LONGEST_RUN = 256
 """BPE training time grows with the square of the longest word: 256 KiB without a space take a minute."""
+
+LONGEST_WORD = 1024
+"""Longer words are encoded in pieces: a BPE takes twice the time for 64 K characters in one word, and much memory."""
 
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}|\s{{{LONGEST_RUN + 1},}}")
 
@@ -102,9 +106,27 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, on all cores."""
-        encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        """The tokens of each text, on all cores. Words of more than LONGEST_WORD characters are cut (`cut_words`)."""
+        pieces = [cut_words(text) if self._may_cut else [text] for text in texts]
+        encoded = self._inner.encode_batch([piece for parts in pieces for piece in parts], add_special_tokens=False)
+        ids = iter([encoding.ids for encoding in encoded])
+        return [_joined([next(ids) for _ in parts]) for parts in pieces]
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        """Whether a text in pieces is the same text: some tokenizers put a space before every text."""
+        once: list[int] = self._inner.encode("x", add_special_tokens=False).ids
+        return self.decode([*once, *once]) == "xx"
+
+    def encode_chats(self, texts: Sequence[str], *, special: bool) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The tokens of each text and the characters of each token. `special`: the letters of a special token are it,
+        as in a rendered chat template."""
+        self._inner.encode_special_tokens = not special
+        try:
+            encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def decode(self, tokens: Sequence[int], skip_end_of_text: bool = False) -> str:
         """The text of some tokens; bytes that are no whole character come out as U+FFFD."""
@@ -122,6 +144,36 @@ def check_target(path: Path, end_of_text: str = END_OF_TEXT) -> None:
 
 def _config_text(end_of_text: str) -> str:
     return json.dumps({"eos_token": end_of_text}) + "\n"
+
+
+def cut_words(text: str) -> list[str]:
+    """The text in pieces whose words have at most LONGEST_WORD characters.
+
+    A long word is cut before a punctuation mark if it has one: a byte-level BPE cuts there by itself, so the tokens
+    stay the same. A word of letters and digits only is cut anywhere, which changes a few tokens around the cut.
+    """
+    if len(text) <= LONGEST_WORD or max(map(len, text.split()), default=0) <= LONGEST_WORD:
+        return [text]
+    pieces, start = [], 0
+    for word in re.finditer(rf"\S{{{LONGEST_WORD + 1},}}", text):
+        at = word.start()
+        while word.end() - at > LONGEST_WORD:
+            at = _cut_before(text, at + LONGEST_WORD // 2, at + LONGEST_WORD)
+            pieces.append(text[start:at])
+            start = at
+    return [*pieces, text[start:]]
+
+
+def _cut_before(text: str, first: int, last: int) -> int:
+    """The last place from `first` to `last` where a punctuation mark follows a letter or digit; else `last`."""
+    for at in range(last, first, -1):
+        if text[at - 1].isalnum() and not text[at].isalnum():
+            return at
+    return last
+
+
+def _joined(parts: list[list[int]]) -> list[int]:
+    return parts[0] if len(parts) == 1 else [token for part in parts for token in part]
 
 
 def cut_runs(text: str) -> Iterator[str]:

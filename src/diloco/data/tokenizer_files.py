@@ -6,17 +6,20 @@ from the local cache.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.data.sources.hub import HUB_SECONDS, PREFIX, hub_error
+from diloco.data.hub_errors import HUB_SECONDS, PREFIX, hub_error
 from diloco.errors import DataError, SourceUnavailable, install_hint
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files beside a tokenizer.json that may name the end-of-text token."""
+
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+"""Files beside a tokenizer.json that may have its chat template, the first one found counts."""
 
 
 class TokenizerFile(NamedTuple):
@@ -24,6 +27,10 @@ class TokenizerFile(NamedTuple):
     """The text of tokenizer.json, not yet parsed."""
     end_of_text: str | None
     """The end-of-text token that the files beside it name, if any."""
+    chat_template: str | None = None
+    """The Jinja template for conversations, if there is one."""
+    special_tokens: Mapping[str, str] = {}
+    """`bos_token` and its like, which a chat template may use."""
 
 
 def find_tokenizer(spec: str | Path) -> TokenizerFile:
@@ -43,24 +50,48 @@ def _from_folder(path: Path, spec: str | Path) -> TokenizerFile:
         raise DataError(
             f"data.tokenizer {str(spec)!r} cannot be read: {error}; give a tokenizer.json, a folder with it, or hf:X"
         ) from error
-    return TokenizerFile(content, _end_of_text(lambda name: path.parent / name))
+    return _described(content, lambda name: path.parent / name)
 
 
-def _end_of_text(find: Callable[[str], Path | None]) -> str | None:
-    for name in TOKENIZER_CONFIG_FILES:
+def _described(content: str, find: Callable[[str], Path | None]) -> TokenizerFile:
+    """A tokenizer.json with what the files beside it say; `find` returns the path of a file, which need not exist."""
+    special: dict[str, str] = {}
+    for name in reversed(TOKENIZER_CONFIG_FILES):  # the first one counts
+        config = _read_json(find(name))
+        special |= {key: _token(value) for key, value in config.items() if key.endswith("_token") and _token(value)}
+    return TokenizerFile(content, special.get("eos_token"), _chat_template(find), special)
+
+
+def _token(value: object) -> str:
+    if isinstance(value, dict):  # older versions write a token with its properties
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _chat_template(find: Callable[[str], Path | None]) -> str | None:
+    for name in CHAT_TEMPLATE_FILES:
         path = find(name)
         if path is None or not path.is_file():
             continue
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as JSON: {error}; repair or remove it") from error
-        token = config.get("eos_token") if isinstance(config, dict) else None
-        if isinstance(token, dict):  # older versions write a token with its properties
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
+        if path.suffix == ".jinja":
+            return path.read_text(encoding="utf-8")
+        template = _read_json(path).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
     return None
+
+
+def _read_json(path: Path | None) -> dict[str, Any]:
+    if path is None or not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}; repair or remove it") from error
+    return config if isinstance(config, dict) else {}
 
 
 def _from_hub(spec: str) -> TokenizerFile:
@@ -90,7 +121,7 @@ def _from_hub(spec: str) -> TokenizerFile:
 
     path = fetch(TOKENIZER_FILE)
     if path is not None:
-        return _from_folder(path, spec)._replace(end_of_text=_end_of_text(fetch))
+        return _described(_from_folder(path, spec).content, fetch)
     if problem is not None:
         raise problem
     return _converted(name, spec)
@@ -111,8 +142,14 @@ def _converted(name: str, spec: str) -> TokenizerFile:
         raise DataError(f"{what}, and transformers cannot convert what it has: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"{what}, and its tokenizer ({type(tokenizer).__name__}) has no fast form: choose another")
-    end_of_text = tokenizer.eos_token
-    return TokenizerFile(tokenizer.backend_tokenizer.to_str(), None if end_of_text is None else str(end_of_text))
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    template = tokenizer.chat_template
+    return TokenizerFile(
+        tokenizer.backend_tokenizer.to_str(),
+        special.get("eos_token"),
+        template if isinstance(template, str) else None,
+        special,
+    )
 
 
 @contextmanager

@@ -54,8 +54,9 @@ class LanguageModel(nn.Module, ABC):
         """Everything but the weights that determines the computation; must be equal on all workers."""
 
     @abstractmethod
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats, in fp32. tokens, targets: (B, T), int64."""
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats, in fp32. tokens, targets: (B, T), int64. `learnt`: only of the targets at these
+        indices of the flattened targets, of which there is at least one."""
 
     @abstractmethod
     def reader(self, length: int) -> Reader:

@@ -107,8 +107,11 @@ class HuggingFaceModel(LanguageModel):
         logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
         return logits
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
+        logits, wanted = self(tokens).flatten(0, 1), targets.flatten()
+        if learnt is not None:
+            logits, wanted = logits[learnt], wanted[learnt]
+        return F.cross_entropy(logits.float(), wanted)
 
     def reader(self, length: int) -> Reader:  # noqa: ARG002 - its cache grows with the text
         return _Reader(self.inner)

@@ -37,6 +37,8 @@ class ShardReader:
     def __init__(self, corpus: Corpus, config: RunConfig, shards: Sequence[int]) -> None:
         self._corpus, self._config = corpus, config
         self.shards = list(shards)
+        self.masked = corpus.meta.masked
+        """Whether the corpus has a loss mask: a token t that is not learnt is −1 − t."""
         self.step = 0
         """Number of the next batch; batches that earlier readers had read of these shards count."""
         self.take(None, since=0)

@@ -1,4 +1,5 @@
-"""Validation loss of a model on its worker's share of the fixed validation windows."""
+"""Validation loss of a model on its worker's share of the fixed validation windows; with a loss mask, over the tokens
+that are learnt only."""
 
 from dataclasses import dataclass
 from math import exp, nan
@@ -10,6 +11,7 @@ from diloco.data.order import validation_batches
 from diloco.engines.rounds import Member
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
 from diloco.models.base import LanguageModel
+from diloco.training.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ def evaluate(
     total = tokens = 0.0
     for batch in validation_batches(corpus, sequence_length, batch_size, worker, workers, windows):
         rows = batch[ranks.rank :: ranks.count]
-        window = torch.from_numpy(rows if len(rows) else batch[:1]).to(device)
-        count = len(rows) * sequence_length
-        total += model.loss(window[:, :-1], window[:, 1:]).item() * count
+        window = torch.from_numpy(rows if len(rows) else batch[:1])
+        part = MicroBatch.of(window, device, masked=corpus.meta.masked)
+        count = part.tokens if len(rows) else 0
+        total += part.loss(model.loss).item() * count
         tokens += count
     model.train(was_training)
     total, tokens = ranks.sums(total, tokens)

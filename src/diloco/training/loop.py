@@ -31,6 +31,7 @@ from diloco.training.checkpoints.worker_state import HasState, WorkerState
 from diloco.training.compute import prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
+from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
@@ -125,8 +126,8 @@ class Training:
         return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
 
     def _weight(self) -> float:
-        """Of this worker's contributions: its tokens a step, or the size of its shards if they are clusters (paper)."""
-        if self.config.data.partition == "clusters":
+        """Of this worker's contributions: its tokens a step, or (paper) the size of its shards if not i.i.d."""
+        if self.config.data.partition != "iid":
             return self.reader.weight
         return float(self.config.tokens_per_step)
 
@@ -205,17 +206,17 @@ class Training:
         ranks = self.engine.ranks
         self.peers.before_step()
         set_position(self.schedule, position)  # in a swarm it may have jumped
-        batch = torch.from_numpy(self.reader.next()).chunk(ranks.count)[ranks.rank].to(self.device)
+        windows, parts = self.reader.next(), self.config.training.accumulation
+        batches, learnt = micro_batches(windows, ranks, parts, self.device, masked=self.reader.masked)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
-        micro_batches = batch.chunk(self.config.training.accumulation)
-        for number, tokens in enumerate(micro_batches, 1):
-            with self.placed.micro_batch(last=number == len(micro_batches)):
+        for number, batch in enumerate(batches, 1):
+            with self.placed.micro_batch(last=number == len(batches)):
                 with self.precision.autocast():
-                    part = self.placed.loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+                    part = batch.loss(self.placed.loss) / len(batches)
                 self.precision.backward(part)
             loss += part.detach()
-        self.mode.before_clipping(self.precision)
+        self.mode.before_clipping(self.precision, learnt)
         norm = self._clip()
         rate = self.inner.param_groups[0]["lr"]
         if (position + 1) % self.config.training.log_interval == 0:

@@ -17,6 +17,9 @@ from diloco.training.config.run import RunConfig
 from diloco.training.data_parallel import DataParallel
 from diloco.training.precision import Precision
 
+_LEAST_WEIGHT = 1e-6
+"""Of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""
+
 
 class Mode(ABC):
     """What the loop needs of a way to train together. `averager` carries the counters and the report."""
@@ -27,8 +30,9 @@ class Mode(ABC):
     def zero_grad(self) -> None: ...
 
     @abstractmethod
-    def before_clipping(self, precision: Precision) -> None:
-        """Whatever is done with gradients before each worker clips its own."""
+    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:
+        """Whatever is done with gradients before each worker clips its own. `learnt`: the tokens of this step that the
+        worker learns, if a loss mask leaves others out."""
 
     @abstractmethod
     def step(self, precision: Precision) -> None: ...
@@ -107,7 +111,7 @@ class DiLoCoMode(Mode):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def before_clipping(self, precision: Precision) -> None:
+    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:  # noqa: ARG002
         """A worker's gradients are its own, but for a warm start's."""
         self.optimizer.average_gradients()
         precision.unscale(self.optimizer)
@@ -177,11 +181,14 @@ class DataParallelMode(Mode):
         self.averager: DataParallel = DataParallel(
             model, inner, engine, sync=config.sync, weight=weight, identity=identity, restoring=restoring
         )
+        self._weighs_tokens = config.data.partition == "iid"
 
     def zero_grad(self) -> None:
         self.averager.zero_grad()
 
-    def before_clipping(self, precision: Precision) -> None:  # noqa: ARG002 - fp16 is refused in this mode
+    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:  # noqa: ARG002 - fp16 is refused
+        if learnt is not None and self._weighs_tokens:
+            self.averager.weight = max(float(learnt), _LEAST_WEIGHT)
         self.averager.average_gradients()
 
     def step(self, precision: Precision) -> None:  # noqa: ARG002

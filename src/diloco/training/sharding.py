@@ -30,9 +30,9 @@ class PlacedModel(ABC):
     sharded = False
     """Whether parameters are gathered block by block."""
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
         """Of this rank's rows, for training; all ranks call it as often."""
-        return self.model.loss(tokens, targets)
+        return self.model.loss(tokens, targets, learnt)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Around forward and backward: gradients travel with the last one only."""
@@ -114,8 +114,8 @@ class _Ddp(PlacedModel):
         self._first = ranks.rank == 0
         self._replicated = DistributedDataParallel(_Loss(model), process_group=ranks.group)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self._replicated(tokens, targets)
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
+        loss: Tensor = self._replicated(tokens, targets, learnt)
         return loss
 
     @contextmanager
@@ -134,8 +134,8 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(tokens, targets)
+    def forward(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None) -> Tensor:
+        return self.model.loss(tokens, targets, learnt)
 
 
 def norm_value(norm: Tensor) -> float:

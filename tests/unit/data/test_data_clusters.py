@@ -154,7 +154,7 @@ def test_clusters_are_the_same_after_an_interruption_and_not_found_twice(
         prepare(config, load_features=fragile)
     (working,) = Path(str(config.cache_dir)).glob(".*.preparing")
     assert (working / "clusters.npz").exists() and json.loads((working / "state.json").read_text())["walk"]["taken"]
-    monkeypatch.setattr("diloco.data.preparation.builder.find_clusters", lambda *_: pytest.fail("found again"))
+    monkeypatch.setattr("diloco.data.preparation.partitions.find_clusters", lambda *_: pytest.fail("found again"))
     corpus = prepare(config, load_features=feature_model)
     assert corpus.meta.shard_tokens == expected.meta.shard_tokens
     assert corpus.digest == expected.digest

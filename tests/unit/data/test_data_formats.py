@@ -40,10 +40,14 @@ def test_a_folder_in_another_encoding_is_named_with_file_offset_and_remedy_and_r
     source.mkdir()
     for name in "ab":
         (source / f"{name}.txt").write_bytes(TEXT.encode("latin-1") * 2000)
-    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text: byte 0xe4 at offset 1 .*--data\.encoding \(latin-1"):
+    with pytest.raises(
+        DataError, match=r"a\.txt is not UTF-8 text: byte 0xe4 at offset 1 .*--data\.encoding \(latin-1"
+    ):
         prepare(config(tmp_path, source))
     assert texts(source, encoding="latin-1") == [TEXT * 2000] * 2
-    with pytest.raises(DataError, match=r"0 documents.*left out: 2 unreadable files.*a\.txt is not UTF-8.*data\.encoding"):
+    with pytest.raises(
+        DataError, match=r"0 documents.*left out: 2 unreadable files.*a\.txt is not UTF-8.*data\.encoding"
+    ):
         prepare(config(tmp_path, source, on_bad_row="skip"))
 
 
@@ -118,7 +122,7 @@ def test_an_encoding_is_refused_where_there_are_no_files_to_decode() -> None:
 # JSON
 
 
-ROWS: list[object] = [{"text": f"row {i} äß \\ \" ] }}", "n": -1.5e3, "x": [None, True, {"a": []}]} for i in range(40)]
+ROWS: list[object] = [{"text": f'row {i} äß \\ " ] }}', "n": -1.5e3, "x": [None, True, {"a": []}]} for i in range(40)]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -165,7 +169,9 @@ def test_broken_json_is_named_by_file_row_and_place(tmp_path: Path, content: str
         texts(path)
 
 
-def test_a_row_that_never_ends_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_never_ends_is_refused_before_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_files, "LONGEST_ROW", 1 << 10)
     monkeypatch.setattr(encoding, "CHUNK_BYTES", 1 << 8)
     path = tmp_path / "a.json"

@@ -253,8 +253,8 @@ def test_vocabulary_that_the_text_does_not_support_is_said(
 
 def test_skipped_files_are_said_and_counted(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
     (Path(config.source) / "bad.txt").write_bytes(b"\xff")
-    assert prepare(config).meta.skipped == {"not UTF-8 text": 1}
-    assert "1 not UTF-8 text" in caplog.text
+    assert prepare(replace(config, on_bad_row="skip")).meta.skipped == {"unreadable files": 1}
+    assert "1 unreadable files" in caplog.text
 
 
 def test_text_with_the_special_token_in_it_does_not_split_a_passage(config: DataConfig) -> None:

@@ -46,11 +46,15 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     words = ["".join(rng.choices("abcdefg", k=rng.randint(1, 7))) for _ in range(99)]
     lines = [" ".join(rng.choices(words, k=rng.randint(5, 80))) for _ in range(60)]
     rows = [{"text": text} for text in [*lines, *lines[:5], "", *lines[-3:], "the end"]]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    broken = ['{"text": "cut', '{"body": 1}']
+    good = [json.dumps(row) for row in rows]
+    (folder / "a.jsonl").write_text("\n".join([*good[:40], *broken, *good[40:], *broken]))
     (folder / "b.txt").write_text("\n".join(rng.choices(lines, k=120)))
     (folder / "c.txt").write_bytes(b"\xff")
     (folder / "d.jsonl").write_text("".join(json.dumps({"text": f"{text} again"}) + "\n" for text in lines))
-    return DataConfig(source=str(folder), vocab_size=300, shards=3, cache_dir=str(tmp_path / "cache"))
+    return DataConfig(
+        source=str(folder), on_bad_row="skip", vocab_size=300, shards=3, cache_dir=str(tmp_path / "cache")
+    )
 
 
 def contents(corpus: Corpus) -> dict[str, bytes]:
@@ -83,6 +87,7 @@ def test_killed_at_every_single_step_the_next_one_goes_on_to_the_same_bytes(conf
     """Each attempt dies one step later than the one before, so that every step is a last one, and none is final."""
     expected = uninterrupted(config, tmp_path)
     assert len(expected.meta.shard_tokens) == 3 and expected.meta.skipped["duplicate"] == 8
+    assert expected.meta.skipped["unreadable rows"] == 4 and expected.meta.skipped["unreadable files"] == 1
     number, corpus = 0, None
     while corpus is None:
         number += 1
@@ -226,7 +231,8 @@ def test_sigkill_at_random_moments_gives_the_bytes_of_an_uninterrupted_preparati
     config: DataConfig, tmp_path: Path
 ) -> None:
     expected = uninterrupted(config, tmp_path)
-    arguments = {"source": config.source, "vocab_size": 300, "shards": 3, "cache_dir": config.cache_dir}
+    arguments = {"source": config.source, "on_bad_row": "skip", "vocab_size": 300, "shards": 3}
+    arguments["cache_dir"] = config.cache_dir
     rng = random.Random(1)
     code, kills = None, 0
     while code != 0:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
-from diloco.data.tokenizer import END_OF_TEXT, LONGEST_RUN, Tokenizer, cut_runs
+from diloco.data.tokenizer import END_OF_TEXT, LONGEST_RUN, LONGEST_WORD, Tokenizer, cut_runs, cut_words
 from diloco.data.tokenizer_files import find_tokenizer
 from diloco.errors import DataError
 
@@ -207,3 +208,29 @@ def test_a_long_line_without_spaces_is_learnt_from_in_pieces() -> None:
     whole, pieces = Tokenizer.train(["ab" * 5000], 300), Tokenizer.train(["ab" * (LONGEST_RUN // 2)] * 40, 300)
     assert max(len(token) for token in whole._inner.get_vocab()) <= LONGEST_RUN
     assert whole.encode("abab" * 20) == pieces.encode("abab" * 20)
+
+
+@pytest.mark.parametrize("word", ["base64+text/", "日本語、", "a_b-c.d", "x" * 40 + "\u0301é!"])
+def test_a_long_word_is_encoded_in_pieces_with_the_same_tokens(tokenizer: Tokenizer, word: str) -> None:
+    text = f"before {word * (3 * LONGEST_WORD // len(word))} after\n" * 2
+    pieces = cut_words(text)
+    assert "".join(pieces) == text and len(pieces) > 4
+    assert max(len(part) for piece in pieces for part in piece.split()) <= LONGEST_WORD
+    whole = tokenizer._inner.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode_batch(["short", text]) == [tokenizer.encode("short"), whole]
+
+
+def test_a_word_without_punctuation_is_cut_anywhere_and_nothing_is_lost(tokenizer: Tokenizer) -> None:
+    text = "abcdef" * LONGEST_WORD
+    assert max(map(len, cut_words(text))) == LONGEST_WORD
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    short = "ordinary words " * LONGEST_WORD
+    assert cut_words(short) == [short]
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_space_gets_words_whole(tokenizer: Tokenizer) -> None:
+    inner = type(tokenizer._inner).from_str(tokenizer.to_json())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    spaced = Tokenizer(inner, "spaced")
+    text = "abc-" * LONGEST_WORD
+    assert len(cut_words(text)) > 1 and spaced.encode(text) == inner.encode(text, add_special_tokens=False).ids

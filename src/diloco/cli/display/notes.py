@@ -31,6 +31,13 @@ class RunNotes:
             self.lines.append(f"continuing from step {event['step']}")
         self.lines += [note for note in event["notes"] if note not in self.lines]
 
+    def _on_corpus(self, event: Event) -> None:
+        unreadable = [f"{count:,} {what}" for what, count in event.get("skipped", {}).items() if "unreadable" in what]
+        if unreadable:
+            self.lines.append(f"left out of the text: {', '.join(unreadable)} (data.on_bad_row = skip)")
+        for worker in range(self._config.workers if "label_shards" in event else 0):
+            self.lines.append(_labels_of(worker, self._config.workers, event))
+
     def _on_checkpoint_failed(self, event: Event) -> None:
         self.lines.append(
             f"worker {event['worker']} could not write the checkpoint of step {event['step']}: {event['reason']}"
@@ -96,6 +103,14 @@ class RunNotes:
         text = printable(text)
         if text not in self.lines[-6:]:
             self.lines.append(text)
+
+
+def _labels_of(worker: int, workers: int, event: Event) -> str:
+    """The labels that a worker reads, and its part of the training text."""
+    tokens: list[int] = event["shard_tokens"]
+    labels = [label for label, shard in event["label_shards"].items() if shard % workers == worker]
+    named = ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+    return f"worker {worker} reads {named}: {sum(tokens[worker::workers]) / max(1, sum(tokens)):.0%} of the text"
 
 
 def _member_name(event: Event) -> str:

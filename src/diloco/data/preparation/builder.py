@@ -2,7 +2,7 @@
 
     state.json           the last commit; replaced atomically, after everything it describes is on the disk
     digests.bin          digests of the documents seen so far, to recognise copies after an interruption
-    clusters.npz         the cluster centres, if shards are clusters
+    clusters.npz, labels.json   the cluster centres, or the shard of each label, if shards are not i.i.d.
     tokenizer.json, train-*.bin, validation.bin   the files of the corpus
     meta.json            written last: the corpus is then complete
 
@@ -16,29 +16,27 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.atomic_files import PARTIAL, append_file, write_file
 from diloco.data.config import DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, token_dtype
-from diloco.data.preparation.clusters import ClusterPartition, Clusters, LoadFeatures, find_clusters
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, mask_bit, token_dtype
+from diloco.data.preparation.clusters import LoadFeatures
+from diloco.data.preparation.labels import MAX_LABELS
+from diloco.data.preparation.partitions import CLUSTERS, LABELS, Progress, open_partition
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
-from diloco.data.preparation.writer import IidPartition, Partition, ShardWriter
+from diloco.data.preparation.writer import Partition, ShardWriter
 from diloco.data.sources.base import Source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with (stage, done, total) while a corpus is prepared; `total` is None if it is unknown."""
 
 TOKENIZER_SAMPLE_BYTES = 4 << 20
 """The BPE is trained on this much text, spread evenly: twice as much gives < 1 % more bytes per token."""
@@ -46,11 +44,9 @@ TOKENIZER_SAMPLE_BYTES = 4 << 20
 ENCODE_BATCH_BYTES = 1 << 20
 COMMIT_SECONDS = 5.0
 COMMIT_BYTES = 64 << 20
-MAX_LABELS = 1024
-STREAM_SAMPLE_PASSAGES = 1 << 16
 
-STATE, DIGESTS, CLUSTERS = "state.json", "digests.bin", "clusters.npz"
-WORKING_FILES = (STATE, DIGESTS, CLUSTERS)
+STATE, DIGESTS = "state.json", "digests.bin"
+WORKING_FILES = (STATE, DIGESTS, CLUSTERS, LABELS)
 """Removed from a finished corpus."""
 
 
@@ -143,32 +139,25 @@ class Preparation:
         return tokenizer
 
     def _open_writer(self) -> ShardWriter:
+        masked = self.config.learns_answers_only
         try:
-            return ShardWriter(self.folder, self.config.shards, self.tokenizer, self.state.tokens)
+            return ShardWriter(self.folder, self.config.shards, self.tokenizer, self.state.tokens, masked=masked)
         except ValueError as error:
             logger.warning("the interrupted preparation is damaged (%s): starting again", error)
             self.state = self._new_state()
             self.tokenizer = self._obtain_tokenizer()
-            return ShardWriter(self.folder, self.config.shards, self.tokenizer, {})
+            return ShardWriter(self.folder, self.config.shards, self.tokenizer, {}, masked=masked)
 
     def _partition(self) -> Partition:
-        if self.config.partition == "iid":
-            return IidPartition(self.writer.shard_tokens)
-        assert self.config.feature_model is not None
-        if self._load_features is None:
-            raise DataError("data.partition = clusters needs a feature model: call prepare() with load_features")
-        model = self._load_features(Path(self.config.feature_model).expanduser())
-        path = self.folder / CLUSTERS
-        if not path.exists():
-            passages = Passages(self.source, self.config)
-            # A stream may have no end.
-            bounded = passages if passages.size_bytes is not None else islice(passages, STREAM_SAMPLE_PASSAGES)
-
-            def report(done: int, total: int) -> None:
-                self._progress("finding clusters", done, total)
-
-            find_clusters(bounded, model, self.config.shards, report).save(path)
-        return ClusterPartition(model, Clusters.load(path))
+        return open_partition(
+            self.config,
+            self.source,
+            self.folder,
+            self.writer.shard_tokens,
+            self.state.label_tokens,
+            self._progress,
+            self._load_features,
+        )
 
     # Tokenising
 
@@ -240,8 +229,15 @@ class Preparation:
             skipped=skipped,
             partition=self.config.partition,
             label_tokens={label: tuple(tokens) for label, tokens in self.state.label_tokens.items()},
+            **self._mask_fields(counts),
         )
         write_file(self.folder / META, meta.to_json(), durable=True)
+
+    def _mask_fields(self, counts: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
+        if not self.config.learns_answers_only:
+            return {}
+        learnt, validation = int(counts["train"].sum()), int(counts["validation"].sum())
+        return {"masked": True, "learnt_tokens": learnt, "validation_learnt_tokens": validation}
 
     def _check_split(self, walk: Walk) -> dict[str, int]:
         """Refuse a corpus without a training and a validation part; log and return the counts of what was skipped."""
@@ -260,10 +256,11 @@ class Preparation:
         return skipped
 
     def _count_and_hash(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
-        """From the finished files: the count of each token, the digest of the corpus, and that of each file."""
+        """From the finished files: how often each token is learnt, the digest of the corpus, and that of each file."""
         size = self.tokenizer.vocab_size
         counts = {"train": np.zeros(size, np.int64), "validation": np.zeros(size, np.int64)}
-        dtype = token_dtype(size)
+        masked = self.config.learns_answers_only
+        dtype = token_dtype(size, masked=masked)
         files = {}
         for number, name in enumerate(self.writer.names):
             self._progress("counting tokens", number, len(self.writer.names))
@@ -272,9 +269,11 @@ class Preparation:
                 while content := file.read(1 << 24):
                     part.update(content)
                     kind = "validation" if name == VALIDATION else "train"
-                    counts[kind] += np.bincount(np.frombuffer(content, dtype), minlength=size)
+                    tokens = np.frombuffer(content, dtype)
+                    learnt = tokens[tokens & mask_bit(dtype) == 0] if masked else tokens
+                    counts[kind] += np.bincount(learnt, minlength=size)
             files[name] = part.hexdigest()
-        return counts, corpus_digest((self.folder / TOKENIZER).read_bytes(), files), files
+        return counts, corpus_digest((self.folder / TOKENIZER).read_bytes(), files, masked=masked), files
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:

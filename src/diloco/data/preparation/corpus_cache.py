@@ -23,8 +23,10 @@ from pathlib import Path
 from diloco.atomic_files import PARTIAL, move_folder
 from diloco.data.config import DataConfig
 from diloco.data.corpus import FORMAT_VERSION, Corpus
-from diloco.data.preparation.builder import Preparation, Progress
+from diloco.data.preparation.builder import Preparation
 from diloco.data.preparation.clusters import LoadFeatures, model_identity
+from diloco.data.preparation.corpus_use import hold
+from diloco.data.preparation.partitions import Progress
 from diloco.data.sources.base import Source
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer_files import find_tokenizer
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_AFTER_SECONDS = 7 * 24 * 3600
 LOCK_POLL_SECONDS = 0.2
+PREPARING = ".preparing"
+"""The end of the name of a hidden folder in which a corpus is built."""
 
 
 def prepare(config: DataConfig, progress: Progress | None = None, load_features: LoadFeatures | None = None) -> Corpus:
@@ -71,12 +75,14 @@ def _prepared(preparation: Preparation, folder: Path) -> Corpus:
         shutil.rmtree(preparation.folder, ignore_errors=True)
         raise
     move_folder(preparation.folder, folder)  # replaces a damaged one
+    hold(folder)
     return Corpus.open(folder)
 
 
 def _cached(folder: Path) -> Corpus | None:
     if not folder.exists():
         return None
+    hold(folder)
     try:
         return Corpus.open(folder)
     except DataError as error:
@@ -115,6 +121,7 @@ def _cache_name(config: DataConfig, source: Source) -> str:
         config.shards,
         config.validation_fraction,
         features,
+        config.partition,
         config.on_bad_row,
     ]
     digest = hashlib.sha256(json.dumps(determining).encode()).hexdigest()
@@ -124,7 +131,7 @@ def _cache_name(config: DataConfig, source: Source) -> str:
 
 def _working(folder: Path) -> Path:
     """The folder in which the corpus is built: beside its final place, so that the rename is atomic."""
-    return folder.parent / f".{folder.name}.preparing"
+    return folder.parent / f".{folder.name}{PREPARING}"
 
 
 def _lock_path(folder: Path) -> Path:
@@ -159,9 +166,21 @@ def _try_lock(path: Path) -> int | None:
     return None
 
 
+@contextmanager
+def lock_corpus(folder: Path) -> Iterator[bool]:
+    """Whether no process prepares this corpus; while the context lasts, none can begin to."""
+    lock = _try_lock(_lock_path(folder))
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            _lock_path(folder).unlink(missing_ok=True)
+            os.close(lock)
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Delete interrupted preparations of other corpora that were not continued for a week, and interrupted moves."""
-    for leftover in {*folder.parent.glob(".*.preparing"), *folder.parent.glob(f".*{PARTIAL}")} - {_working(folder)}:
+    for leftover in {*folder.parent.glob(f".*{PREPARING}"), *folder.parent.glob(f".*{PARTIAL}")} - {_working(folder)}:
         with suppress(FileNotFoundError):  # it has just been finished
             last_write = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
             if time.time() - last_write > ABANDONED_AFTER_SECONDS:

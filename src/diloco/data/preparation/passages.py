@@ -1,8 +1,9 @@
 """Documents cut into passages, and each passage assigned to training or validation.
 
-A passage is a whole document, or a part of a long one cut at a line end. The cut exists so that one big file
-can be spread over many shards and have a validation part. The split is a function of the source, its bounds and
-the fraction only: not of workers, seed, shards or tokenizer, so that validation losses of different runs compare.
+A passage is a whole document, or a part of a long one cut at a line end; a conversation is never cut. The cut exists so
+that one big file can be spread over many shards and have a validation part. The split is a function of the source, its
+bounds and the fraction only: not of workers, seed, shards or tokenizer, so that validation losses of different runs
+compare.
 A passage goes to validation whenever validation has less than its fraction of the text so far; this meets the
 fraction to within one passage, while a random choice could leave a small corpus without validation.
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from diloco.data.config import DataConfig
-from diloco.data.sources.base import Document, Source
+from diloco.data.sources.base import Document, Source, Spans
 
 SHORTEST_LIMIT = 1 << 10
 LONGEST_LIMIT = 1 << 16
@@ -30,6 +31,9 @@ class Passage(NamedTuple):
     size_bytes: int
     is_validation: bool
     label: str | None = None
+    answers: Spans | None = None
+    """The characters that the model learns to write; None: all."""
+    is_chat: bool = False
 
 
 @final
@@ -76,12 +80,13 @@ class Passages:
         for document in self._bounded_documents():
             if walk.inside or self._is_wanted(document):
                 given = 0
-                for number, text in enumerate(cut(document.text, self._limit)):
+                whole = document.is_passage
+                for number, text in enumerate([document.text] if whole else cut(document.text, self._limit)):
                     given += len(text)
                     if number == walk.inside:
                         walk.inside += 1
                         self._share = given / len(document.text)
-                        yield self._assign(text, document.label)
+                        yield self._assign(text, document)
             self._source_before, self._share = self.source.progress()[0], 0.0
             walk.taken += 1
             walk.taken_bytes += len(document.text.encode())
@@ -109,6 +114,8 @@ class Passages:
                 continue
             left = most_bytes - self.walk.taken_bytes
             if len(document.text.encode()) > left:
+                if document.is_passage:
+                    return
                 document = document._replace(text=document.text.encode()[:left].decode(errors="ignore"))
                 if document.text:
                     yield document
@@ -133,7 +140,7 @@ class Passages:
         self.walk.characters += len(document.text)
         return True
 
-    def _assign(self, text: str, label: str | None) -> Passage:
+    def _assign(self, text: str, document: Document) -> Passage:
         walk, size = self.walk, len(text.encode())
         seen = walk.train_bytes + walk.validation_bytes
         is_validation = walk.validation_bytes < self.config.validation_fraction * seen
@@ -141,7 +148,7 @@ class Passages:
             walk.validation_bytes += size
         else:
             walk.train_bytes += size
-        return Passage(text, size, is_validation, label)
+        return Passage(text, size, is_validation, document.label, document.answers, document.is_chat)
 
 
 def cut(document: str, limit: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from diloco.atomic_files import digest_file
 from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, corpus_digest, shard_name
 from diloco.data.preparation.corpus_cache import cache_root
+from diloco.data.preparation.corpus_use import hold
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import DataError
@@ -51,7 +52,7 @@ def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
             corpus = Corpus.open(path.parent, allow_missing_shards=path.parent == folder)
         except DataError:
             continue
-        if corpus.digest == digest:
+        if corpus.digest == digest and hold(path.parent):
             return corpus
     return None
 
@@ -85,6 +86,7 @@ def receive_files(
             fetch(name, folder / name, sizes[name], meta.files[name])
             check_file(meta, folder / name)
     progress("receiving the data", len(names), len(names))
+    hold(folder)
     return Corpus.open(folder, allow_missing_shards=True)
 
 
@@ -105,7 +107,7 @@ def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
     expected = [VALIDATION, *(shard_name(shard) for shard in range(len(meta.shard_tokens)))]
     if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
         raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
-    if meta.digest != digest or corpus_digest(tokenizer, meta.files) != digest:
+    if meta.digest != digest or corpus_digest(tokenizer, meta.files, masked=bool(meta.masked)) != digest:
         raise DataError("the digest of its tokenizer and files differs")
     counts = (*meta.shard_tokens, meta.validation_tokens)
     if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):

@@ -21,7 +21,11 @@ class Document(NamedTuple):
     label: str | None = None
     """The origin of the document, if the source knows it; used to measure a partition, or to make one."""
     answers: Spans | None = None
-    """The characters that the model learns to write, in a conversation; None: all."""
+    """The characters that the model learns to write; None: all."""
+    is_passage: bool = False
+    """Whether it must not be cut into passages: a conversation, or a prompt with its completion."""
+    is_chat: bool = False
+    """Whether a chat template wrote it, so that the letters of a special token are that token."""
     problem: str | None = None
     """Why there is no text, in a row that is left out (data.on_bad_row = skip)."""
     is_file: bool = False

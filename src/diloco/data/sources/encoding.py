@@ -6,7 +6,7 @@ part of the text. Bytes that do not fit are named by their offset in the file; t
 
 import codecs
 from collections.abc import Iterator
-from typing import IO, final
+from typing import Protocol, final
 
 CHUNK_BYTES = 1 << 20
 _MARKS = (
@@ -16,6 +16,10 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+
+
+class Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
 
 
 class NotText(Exception):
@@ -56,7 +60,7 @@ def splits_at_line_ends(encoding: str) -> bool:
 class TextReader:
     """The characters of a stream, a chunk at a time."""
 
-    def __init__(self, stream: IO[bytes], encoding: str | None) -> None:
+    def __init__(self, stream: Readable, encoding: str | None) -> None:
         self._stream = stream
         self._head = stream.read(CHUNK_BYTES)
         self.encoding, mark = encoding_of(self._head, encoding)
@@ -95,8 +99,8 @@ def _not_text(encoding: str, offset: int, error: UnicodeDecodeError) -> NotText:
     byte = error.object[error.start : error.start + 1]
     guess = "latin-1, cp1252, utf-16-le" if encoding == "utf-8" else "utf-8, latin-1"
     return NotText(
-        f"is not {_display(encoding)} text: byte 0x{byte.hex()} at offset {offset} does not fit ({error.reason}); name its "
-        f"encoding with --data.encoding ({guess}, …), or convert it (iconv -t UTF-8)"
+        f"is not {_display(encoding)} text: byte 0x{byte.hex()} at offset {offset} does not fit ({error.reason}); name "
+        f"its encoding with --data.encoding ({guess}, …), or convert it (iconv -t UTF-8)"
     )
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, final
 
 from diloco.data.config import DataConfig
+from diloco.data.hub_errors import HUB_SECONDS, PREFIX, hub_error
 from diloco.data.sources.base import Document, Source
 from diloco.data.sources.row_formats import rows_of
 from diloco.data.sources.rows import Rows, TextRows
-from diloco.errors import DataError, SourceUnavailable, install_hint
+from diloco.errors import DataError, install_hint
 
-PREFIX = "hf:"
-HUB_SECONDS = 15.0
 DISK_FILES = ("dataset_dict.json", "state.json")
 """The files that `save_to_disk` writes for several splits, and for one."""
 
@@ -43,7 +42,9 @@ class HuggingFaceDataset(Source):
         if not config.source.startswith(PREFIX):
             return None
         if config.encoding is not None:
-            raise DataError(f"data.encoding is {config.encoding!r}, but an hf: source has no files to decode: leave it out")
+            raise DataError(
+                f"data.encoding is {config.encoding!r}, but an hf: source has no files to decode: leave it out"
+            )
         return cls(*parse(config.source), rows_of(config))
 
     def __str__(self) -> str:
@@ -164,23 +165,3 @@ def _revision(name: str, what: str) -> str:
         return str(HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
     except Exception as error:  # any error of the HTTP library below
         raise hub_error(what, error) from error
-
-
-def hub_error(what: str, error: Exception, hint: str = "") -> DataError:
-    """An error of the hub's libraries as one sentence with a remedy. They share no base class: matched by name."""
-    if isinstance(error, DataError):
-        return error
-    names = {kind.__name__ for kind in type(error).__mro__}
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
-    if "GatedRepoError" in names:
-        return DataError(f"{what} is gated: accept its conditions on its page on the hub, then `hf auth login`")
-    if names & {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
-        return DataError(f"{what}: there is no such name on the hub, or it is private: check it, or `hf auth login`")
-    if "OfflineModeIsEnabled" in names:
-        return SourceUnavailable(f"{what}: offline mode is on: unset HF_HUB_OFFLINE, or give a local folder")
-    if names & {"TransportError", "RequestException", "ConnectionError", "TimeoutError", "HfHubHTTPError", "HTTPError"}:
-        return SourceUnavailable(
-            f"{what} cannot be reached: {reason}; check the network and HF_ENDPOINT, or fetch it on another machine "
-            "and give the folder"
-        )
-    return DataError(f"{what} cannot be read: {reason.rstrip('.')}{hint}")

@@ -58,7 +58,9 @@ class StandardLibrary(Source):
         if config.source != "stdlib":
             return None
         if config.has_row_options:
-            raise DataError("data.source 'stdlib' has no fields: leave out data.text_field, data.label_field, data.format")
+            raise DataError(
+                "data.source 'stdlib' has no fields: leave out data.text_field, data.label_field, data.format"
+            )
         if config.encoding is not None:
             raise DataError(f"data.source 'stdlib' is UTF-8: leave out data.encoding ({config.encoding!r})")
         return cls()

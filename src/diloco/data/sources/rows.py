@@ -66,7 +66,9 @@ class Rows(ABC):
         assert self.label is not None
         value = field_of(row, self.label, "data.label_field", where)
         if not isinstance(value, str | int) or value == "":
-            raise DataError(f"{where}: field {self.label!r} is {shortened(value)}, not a label; repair or remove the row")
+            raise DataError(
+                f"{where}: field {self.label!r} is {shortened(value)}, not a label; repair or remove the row"
+            )
         return str(value)
 
 

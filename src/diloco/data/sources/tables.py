@@ -43,7 +43,9 @@ class Csv(DocumentFile):
                     self.count += 1
                     self.position = raw.tell()
                     if self.count > start:
-                        yield self._document(columns, row, f"{self.path}, row {self.count} (to line {reader.line_num + 1})")
+                        yield self._document(
+                            columns, row, f"{self.path}, row {self.count} (to line {reader.line_num + 1})"
+                        )
             except NotText as error:
                 yield from self._bad_file(str(error), start)
 

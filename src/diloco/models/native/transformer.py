@@ -215,19 +215,29 @@ class Transformer(nn.Module):
         self.model = Decoder(config)
         self.lm_head = None if config.tie_embeddings else Projection(config.hidden_size, config.vocab_size)
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        targets: Tensor | None = None,
+        learnt: Tensor | None = None,
+    ) -> Tensor:
         """Logits (B, T, V) of the token after each of tokens (B, T), int64, which continue the cache.
 
-        With targets (B, T): their mean cross entropy instead. Both are calls of the module, so that FSDP's all-gather
-        and hooks take effect.
+        With targets (B, T): their mean cross entropy instead, or that of the flattened targets `learnt`. Both are calls
+        of the module, so that FSDP's all-gather and hooks take effect.
         """
         hidden = self.model(tokens, cache)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         if targets is not None:
-            return next_token_loss(hidden.flatten(0, 1), head.weight, targets.flatten())
+            hidden, targets = hidden.flatten(0, 1), targets.flatten()
+            if learnt is not None:  # the logits of the others are not even computed
+                hidden, targets = hidden[learnt], targets[learnt]
+            return next_token_loss(hidden, head.weight, targets)
         return F.linear(hidden, head.weight)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats, in fp32 whatever the logits' type. tokens, targets: (B, T), int64."""
-        loss: Tensor = self(tokens, targets=targets)
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats, in fp32 whatever the logits' type. tokens, targets: (B, T), int64; `learnt`: only
+        of the targets at these indices of the flattened targets."""
+        loss: Tensor = self(tokens, targets=targets, learnt=learnt)
         return loss

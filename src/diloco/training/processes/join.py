@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
 from diloco.data.corpus import TOKENIZER, CorpusMeta
-from diloco.data.preparation.builder import Progress
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.partitions import Progress
 from diloco.data.preparation.received_corpus import (
     bytes_to_receive,
     find_corpus,
