@@ -68,8 +68,6 @@ class SyncConfig:
     """H: inner steps between two rounds of a fragment."""
     codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
     """How outer gradients are encoded on the wire."""
-    warm_start: int = option(0, unused_with=_DATA_PARALLEL)
-    """Inner steps at the start that are data-parallel: gradients are averaged at every step. 0: none."""
     fragments: int = option(1, unused_with=_DATA_PARALLEL)
     """Number of fragments of the model's blocks, averaged in turn; the other parameters are one more fragment."""
     overlap_steps: int = option(0, unused_with=_DATA_PARALLEL)
@@ -82,6 +80,12 @@ class SyncConfig:
     """Refuse a contribution whose norm is above this many times the round's median; none: accept any finite norm."""
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
+    warm_start: int = option(0, unused_with=_DATA_PARALLEL)
+    """Inner steps at the start that are data-parallel: gradients are averaged at every step. 0: none."""
+    fragment_order: Literal["strided", "sequential"] = option("strided", unused_with=_DATA_PARALLEL)
+    """strided: block i is in fragment i mod P; sequential: neighbouring blocks are in the same fragment."""
+    fragments_by_hand: str | None = option(None, unused_with=_DATA_PARALLEL)
+    """Instead of a number: patterns of parameter names, a semicolon between two fragments ("*embed*; *.0.*, *.1.*")."""
 
     def __post_init__(self) -> None:
         if self.num_inner_steps < 1:
@@ -90,6 +94,15 @@ class SyncConfig:
             raise ConfigError(f"sync.warm_start = {self.warm_start} must be at least 0")
         if self.fragments < 1:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
+        if self.fragments_by_hand is not None and self.fragments != 1:
+            raise ConfigError(
+                f"sync.fragments = {self.fragments} and sync.fragments_by_hand = {self.fragments_by_hand!r}: give one "
+                "of the two"
+            )
+        if self.fragment_order != "strided" and self.fragments == 1:
+            raise ConfigError(
+                f"sync.fragment_order = {self.fragment_order} has no effect with one fragment: give sync.fragments"
+            )
         if not 0 <= self.overlap_steps < self.num_inner_steps:
             raise ConfigError(
                 f"sync.overlap_steps = {self.overlap_steps} must be at least 0 and below "

@@ -10,7 +10,6 @@ worker reduces. A *span* is a run of whole parts, small enough to stay in cache:
 """
 
 import hashlib
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,30 +242,6 @@ def _flat_view(tensor: Tensor) -> Tensor:
         order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride()[dim], reverse=True)
         tensor = tensor.permute(order)
     return tensor.view(-1)
-
-
-def assign(names: Sequence[str], fragments: int) -> list[list[str]]:
-    """Names to fragments: all in one, or blocks strided over `fragments` and the rest as one more.
-
-    A name's block is the first number in it: `model.layers.3.mlp.up_proj.weight` is in block 3.
-    """
-    if fragments < 1:
-        raise ConfigError(f"fragments = {fragments} must be at least 1")
-    if fragments == 1:
-        return [list(names)]
-    groups: list[list[str]] = [[] for _ in range(fragments + 1)]
-    blocks = set()
-    for name in names:
-        number = re.search(r"(?:^|\.)(\d+)\.", name)
-        if number:
-            blocks.add(int(number[1]))
-        groups[int(number[1]) % fragments if number else fragments].append(name)
-    if len(blocks) < fragments:
-        raise ConfigError(
-            f"fragments = {fragments}, but the model has {len(blocks)} numbered blocks: "
-            f"use at most {max(1, len(blocks))} fragments"
-        )
-    return [group for group in groups if group]
 
 
 def build_fragments(

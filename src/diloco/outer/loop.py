@@ -23,7 +23,8 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
-from diloco.core.fragments import PartLayout, assign
+from diloco.core.fragment_names import assign
+from diloco.core.fragments import PartLayout
 from diloco.core.merging import diverged, mean_cosine
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
@@ -96,7 +97,7 @@ class OuterLoop:
         """Fragments, their schedule, and the memory that travels."""
         sync = self.sync
         ratio = sync.max_norm_ratio
-        groups = [Group(tuple(names), outer, ratio) for names in assign(list(tensors.averaged), sync.fragments)]
+        groups = [Group(tuple(names), outer, ratio) for names in assign(list(tensors.averaged), sync)]
         offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
         if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
             groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None))

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.core import fragments as module
-from diloco.core.fragments import Fragment, PartLayout, assign, build_fragments, layout_digest
+from diloco.core.config import SyncConfig
+from diloco.core.fragment_names import assign
+from diloco.core.fragments import Fragment, PartLayout, build_fragments, layout_digest
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.errors import ConfigError
@@ -24,38 +26,6 @@ def mark(tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
             tensor.copy_(torch.arange(count, count + tensor.numel(), dtype=torch.float32).view(tensor.shape))
         count += tensor.numel()
-
-
-# Names to fragments
-
-
-def test_one_fragment_is_the_whole_model() -> None:
-    assert assign(NAMES, 1) == [NAMES]
-
-
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_blocks_are_strided_and_everything_outside_them_is_one_more_fragment(count: int) -> None:
-    groups = assign(NAMES, count)
-    assert len(groups) == count + 1
-    assert groups[-1] == ["wte.weight", "norm.weight"]
-    for p, group in enumerate(groups[:-1]):
-        assert {int(name.split(".")[2]) % count for name in group} == {p}
-    assert sorted(name for group in groups for name in group) == sorted(NAMES)
-
-
-def test_a_model_of_blocks_alone_has_no_empty_fragment() -> None:
-    assert assign(["0.weight", "1.weight", "1.bias"], 2) == [["0.weight"], ["1.weight", "1.bias"]]
-
-
-@pytest.mark.parametrize(("names", "count"), [(NAMES, 7), (["a.weight", "b.weight"], 2), (["0.weight"], 2)])
-def test_more_fragments_than_blocks_are_refused(names: list[str], count: int) -> None:
-    with pytest.raises(ConfigError, match=f"fragments = {count}, but the model has"):
-        assign(names, count)
-
-
-def test_no_fragment_is_refused() -> None:
-    with pytest.raises(ConfigError, match="fragments = 0"):
-        assign(NAMES, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +74,7 @@ def test_every_element_is_in_exactly_one_fragment(count: int) -> None:
     model = nn.Sequential(*[nn.Linear(70, 70) for _ in range(4)])
     parameters = dict(model.named_parameters())
     mark(parameters.values())
-    built = build_fragments(parameters, assign(list(parameters), count), SGD())
+    built = build_fragments(parameters, assign(list(parameters), SyncConfig(fragments=count)), SGD())
     seen = torch.cat([fragment.anchor for fragment in built]).long()
     assert torch.equal(torch.bincount(seen), torch.ones(4 * 70 * 71, dtype=torch.int64))
 

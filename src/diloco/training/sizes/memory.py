@@ -7,7 +7,8 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.fragments import PartLayout, assign
+from diloco.core.fragment_names import assign
+from diloco.core.fragments import PartLayout
 from diloco.core.lanes import Shape, shard_bounds
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.engines.reduction import waves
@@ -41,7 +42,7 @@ class Place:
 
 def encoded_vectors(config: RunConfig, shapes: Mapping[str, Shape], ranks: int = 1) -> list[EncodedVector]:
     """What travels of each fragment, of the rank that holds most, without its memory."""
-    groups = assign(list(shapes), config.sync.fragments) if config.mode == "diloco" else [list(shapes)]
+    groups = assign(list(shapes), config.sync) if config.mode == "diloco" else [list(shapes)]
     layouts = [PartLayout(sum(shard_bounds(shapes[name], ranks)[1] for name in group)) for group in groups]
     return [EncodedVector(codec(config.sync.codec), layout, _META) for layout in layouts]
 
