@@ -20,6 +20,13 @@ class Codec(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
     """Decoding gives exactly the bits that were encoded."""
+    norm_slack: ClassVar[float] = 1.1
+    """The decoded values of any finite input have at most this many times its norm: a swarm refuses longer ones."""
+
+    @property
+    def for_means(self) -> "Codec":
+        """The codec of the mean of such contributions. A mean of sparse vectors has more values than each of them."""
+        return self
 
     @abstractmethod
     def part_bytes(self, elements: int) -> int:

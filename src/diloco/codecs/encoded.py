@@ -1,8 +1,9 @@
 """An encoded vector: all parts of one outer gradient, or of a mean, as one block of bytes.
 
 Workers send this. A worker encodes its outer gradient into it span by span; an engine exchanges whole parts and writes
-the encoded mean into the same memory; the worker decodes the mean span by span. So a round needs no second copy of
-the model.
+the encoded mean into `vector.mean`; the worker decodes the mean span by span. With most codecs `vector.mean` is the
+vector itself, so a round needs no second copy of the model. Where a mean has a codec of its own (`Codec.for_means`) it
+is another vector.
 """
 
 import mmap
@@ -28,6 +29,9 @@ class EncodedVector:
         rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
         self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.num_bytes = self.data.numel()
+        means = codec.for_means
+        self.mean: EncodedVector = self if means is codec else EncodedVector(means, layout, device, pinned=pinned)
+        """Where an engine puts the mean of the round."""
 
     def encode(self, first_part: int, values: Tensor) -> None:
         """Write consecutive parts from the flat fp32 `values`.

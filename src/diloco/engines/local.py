@@ -175,7 +175,7 @@ class _Round:
         first = self.contributions[present[0]]
         self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
         vector = first.vector
-        self.mean = EncodedVector(vector.codec, vector.layout, vector.data.device)
+        self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.data.device)
         if self.decision.total_weight > 0:
             reduce_parts(
                 vector.codec,
@@ -223,7 +223,8 @@ class _LocalPending(PendingRound):
             self.engine.missed(self.key, decision)
         if not decision.contributors and decision.refused:
             raise self._failure(f"every contribution was refused: {decision.refused}", resync=decision.resync)
-        sent, received = traffic(mean, workers, worker) if decision.total_weight > 0 else (0, 0)
+        vector = self.round.contributions[worker].vector
+        sent, received = traffic(vector, workers, worker) if decision.total_weight > 0 else (0, 0)
         overhead = HEADER_BYTES * (workers - 1)
         return RoundResult(
             mean=mean,

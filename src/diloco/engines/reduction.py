@@ -52,7 +52,8 @@ def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: floa
 def reduce_parts(codec: Codec, encoded: Sequence[Tensor], weights: Sequence[float], part: int, out: Tensor) -> None:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
-    Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`.
+    Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
+    codec of contributions.
     """
     batch = max(1, span_elements(out.device) // part)
     mean = torch.empty(min(batch, out.shape[0]), part, device=out.device)
@@ -67,7 +68,7 @@ def reduce_parts(codec: Codec, encoded: Sequence[Tensor], weights: Sequence[floa
     for first in range(0, out.shape[0], batch):
         rows = slice(first, min(first + batch, out.shape[0]))
         here = mean[: rows.stop - first]
-        codec.encode(weighted_mean(decoded(rows, here, scratch[: len(here)]), weights, here), out[rows])
+        codec.for_means.encode(weighted_mean(decoded(rows, here, scratch[: len(here)]), weights, here), out[rows])
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,6 @@ def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
 def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]:
     """Bytes that a worker sends and receives for one mean: a reduce-scatter and an all-gather of encoded parts."""
     own = sum(wave.counts[worker] for wave in waves(vector, workers))
-    num_parts, part_bytes = vector.data.shape
-    crossing = (num_parts - own) + own * (workers - 1)
-    return crossing * part_bytes, crossing * part_bytes
+    others, copies = len(vector.data) - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
+    contribution, mean = vector.data.shape[1], vector.mean.data.shape[1]
+    return others * contribution + copies * mean, copies * contribution + others * mean

@@ -196,7 +196,7 @@ class TorchDistributedEngine(Engine):
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
         return RoundResult(
-            mean=contribution.vector,
+            mean=contribution.vector.mean,
             contributors=decision.contributors,
             refused=decision.refused,
             total_weight=decision.total_weight,
@@ -215,8 +215,10 @@ class TorchDistributedEngine(Engine):
         return [bytes(row.tolist()) for row in rows]
 
     def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
-        """Put the encoded mean into `vector`, in place of this worker's own contribution."""
-        staged = vector.data.to("cpu" if self.backend == "gloo" else "cuda")  # what the backend can send from
+        """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution."""
+        device = "cpu" if self.backend == "gloo" else "cuda"  # what the backend can send from
+        staged = vector.data.to(device)
+        means = staged if vector.mean is vector else vector.mean.data.to(device)
         plan = list(waves(vector, self.workers))
         part = vector.layout.part_elements
         inboxes = staged.new_empty(2, self.workers, plan[0].counts[self.worker], staged.shape[1])
@@ -227,13 +229,13 @@ class TorchDistributedEngine(Engine):
             if number + 1 < len(plan):  # the next wave travels while this one is reduced
                 scatter = self._scatter(staged, plan[number + 1], inboxes[(number + 1) % 2])
             _finish_all(arriving, deadline)
-            pieces = wave.split(staged)
+            pieces = wave.split(means)
             mean = pieces[self.worker]
             reduce_parts(vector.codec, [contributions[w] for w in decision.contributors], decision.weights, part, mean)
             gathers += self._swap([mean] * self.workers, pieces, _MEANS)
         _finish_all(gathers, deadline)
-        if staged is not vector.data:
-            vector.data.copy_(staged)
+        if means is not vector.mean.data:
+            vector.mean.data.copy_(means)
 
     def _scatter(self, data: Tensor, wave: Wave, inbox: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
         """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""

@@ -97,8 +97,9 @@ class CatchUp:
     def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
         """The others' outer step in a round that this worker was not in; its parameters stay as they are."""
         for lane, mean in zip(self._replica.lanes, encoded, strict=True):
-            lane.vectors[index].data.copy_(mean.view(lane.vectors[index].data.shape))
-            lane.merge(index, lane.vectors[index], mixing=1.0)
+            into = lane.vectors[index].mean
+            into.data.copy_(mean.view(into.data.shape))
+            lane.merge(index, into, mixing=1.0)
         self._state.merged_rounds[index] += 1
 
     def _position(self, theirs: GlobalState) -> int:
@@ -135,8 +136,8 @@ def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
         if state.numbers.get(name, -1) < 0:
             return f"its number '{name}' is missing or below 0"
     for key, mean in state.means:
-        if not 0 <= key.fragment < len(lane.vectors) or mean.numel() != lane.vectors[key.fragment].num_bytes:
+        if not 0 <= key.fragment < len(lane.vectors) or mean.numel() != lane.vectors[key.fragment].mean.num_bytes:
             return f"the mean of round {key.sequence} (fragment {key.fragment}) has another size"
-        if not lane.vectors[key.fragment].is_finite(mean):
+        if not lane.vectors[key.fragment].mean.is_finite(mean):
             return f"the mean of round {key.sequence} (fragment {key.fragment}) is not finite"
     return None

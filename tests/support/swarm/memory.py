@@ -260,10 +260,10 @@ class MemoryWorker:
         contribution = Contribution(vector, weight, norm, digest, layout, 1000.0, round_weight=round_weight)
         header = pack_header(key, contribution)
         data = SharedMemory.copy_of(memoryview(vector.data.numpy().reshape(-1)))
-        parts, width = vector.data.shape
-        mean = SharedMemory.create(data.num_bytes)
+        parts = len(vector.data)
+        mean = SharedMemory.create(vector.mean.num_bytes)
         return PostedRound(
-            key, header, b"note", self.codec, vector.layout.part_elements, parts, width, data, mean, 1000.0,
+            key, header, b"note", self.codec, vector.layout.part_elements, parts, data, mean, 1000.0,
             seconds,
         )  # fmt: skip
 

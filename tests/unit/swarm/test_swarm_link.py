@@ -60,7 +60,7 @@ def one_of_each() -> list[messages.Message]:
     return [
         messages.Start(1, Settings("é", "worker-0", announce=("a",)), 7),
         messages.PostRound(
-            2, PostedRound(key, b"\0\xff", b"", "int8", 1024, 3, 1028, filled(b"part"), filled(b""), None, 600.0)
+            2, PostedRound(key, b"\0\xff", b"", "int8", 1024, 3, filled(b"part"), filled(b""), None, 600.0)
         ),
         messages.FetchState(3),
         messages.FetchFile(4, "tokenizer.json", "/tmp/x"),

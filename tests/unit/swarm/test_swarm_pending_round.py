@@ -45,11 +45,11 @@ class Posted:
         vector = EncodedVector(codec("fp32"), PartLayout(10))
         vector.encode(0, torch.arange(10.0))
         self.contribution = Contribution(vector, 1.0, 1.0, "anchor", "layout")
-        memory = RoundMemoryPool().take(KEY.fragment, vector.num_bytes)
-        self.header, (parts, width) = pack(KEY, self.contribution), vector.data.shape
+        memory = RoundMemoryPool().take(KEY.fragment, vector.num_bytes, vector.mean.num_bytes)
+        self.header, parts = pack(KEY, self.contribution), len(vector.data)
         self.posted = PostedRound(
-            KEY, self.header, b"", "fp32", vector.layout.part_elements, parts, width, memory.contribution, memory.mean,
-            None, seconds,
+            KEY, self.header, b"", "fp32", vector.layout.part_elements, parts, memory.contribution, memory.mean, None,
+            seconds,
         )  # fmt: skip
         self.round = SwarmRound(self.owner, self.contribution, PostRound(9, self.posted), self.answer)
 
@@ -121,6 +121,6 @@ def test_memory_is_used_again_by_a_later_round_of_the_same_fragment() -> None:
     posted, pool = Posted(), RoundMemoryPool()
     size = posted.posted.mean.num_bytes
     pool.give_back(posted.posted)
-    assert pool.take(0, size).mean is not posted.posted.mean
-    assert pool.take(KEY.fragment, size).mean is posted.posted.mean
-    assert pool.take(KEY.fragment, size).mean is not posted.posted.mean
+    assert pool.take(0, size, size).mean is not posted.posted.mean
+    assert pool.take(KEY.fragment, size, size).mean is posted.posted.mean
+    assert pool.take(KEY.fragment, size, size).mean is not posted.posted.mean

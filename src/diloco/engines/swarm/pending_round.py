@@ -35,7 +35,7 @@ def as_tensor(memory: SharedMemory) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RoundMemory:
-    """Shared memory of the same size for a contribution and for its mean."""
+    """Shared memory for a contribution and for the mean."""
 
     contribution: SharedMemory
     mean: SharedMemory
@@ -46,20 +46,20 @@ class RoundMemoryPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[tuple[int, int], list[RoundMemory]] = {}
+        self._free: dict[tuple[int, int, int], list[RoundMemory]] = {}
 
-    def take(self, fragment: int, size: int) -> RoundMemory:
+    def take(self, fragment: int, contribution_bytes: int, mean_bytes: int) -> RoundMemory:
         with self._lock:
-            free = self._free.get((fragment, size))
+            free = self._free.get((fragment, contribution_bytes, mean_bytes))
             if free:
                 return free.pop()
-        return RoundMemory(SharedMemory.create(size), SharedMemory.create(size))
+        return RoundMemory(SharedMemory.create(contribution_bytes), SharedMemory.create(mean_bytes))
 
     def give_back(self, posted: PostedRound) -> None:
         """Only after the sidecar has reported the end of the round: until then it may write into the memory."""
-        memory = RoundMemory(posted.contribution, posted.mean)
+        key = (posted.key.fragment, posted.contribution.num_bytes, posted.mean.num_bytes)
         with self._lock:
-            self._free.setdefault((posted.key.fragment, memory.mean.num_bytes), []).append(memory)
+            self._free.setdefault(key, []).append(RoundMemory(posted.contribution, posted.mean))
 
     def clear(self) -> None:
         with self._lock:
@@ -142,7 +142,7 @@ class SwarmRound(PendingRound):
         vector, posted = self._contribution.vector, self._posted
         assert posted is not None
         if outcome.failure is None and outcome.total_weight > 0:
-            vector.data.view(-1).copy_(as_tensor(posted.mean))
+            vector.mean.data.view(-1).copy_(as_tensor(posted.mean))
         members = tuple(_member(one) for one in outcome.present)
         self._owner.on_round_ended(posted, outcome, members)
         if outcome.fatal:
@@ -152,7 +152,7 @@ class SwarmRound(PendingRound):
             failure.stopping = any(member.report.stopping for member in members)
             raise failure
         return RoundResult(
-            mean=vector,
+            mean=vector.mean,
             contributors=outcome.contributors,
             refused=outcome.refused,
             total_weight=outcome.total_weight,

@@ -24,11 +24,10 @@ class PostedRound(Struct, frozen=True, eq=False):
     codec: str
     part_elements: int
     num_parts: int
-    part_bytes: int
     contribution: SharedMemory
-    """[num_parts × part_bytes]; unchanged until the round has ended."""
+    """All parts as the codec encodes them; unchanged until the round has ended."""
     mean: SharedMemory
-    """The same size; holds the encoded mean when the round has succeeded."""
+    """All parts as the codec's `for_means` encodes them, when the round has succeeded."""
     max_norm_ratio: float | None
     deadline_seconds: float
 

@@ -21,7 +21,6 @@ from diloco.engines.swarm.node.messages import AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
-from diloco.engines.swarm.node.rounds.transfer import NORM_SLACK
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
 
@@ -145,11 +144,13 @@ class Outcomes:
 @torch.no_grad()
 def check_mean(posted: PostedRound, plan: Plan, data: bytes) -> None:
     """A mean is finite, and never longer than the longest contribution in it. Raises Malformed."""
-    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(posted.num_parts, posted.part_bytes)
+    own = codec(posted.codec)
+    means = own.for_means
+    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(posted.num_parts, -1)
     values, squares = torch.empty(1, posted.part_elements), 0.0
     for row in range(posted.num_parts):
-        codec(posted.codec).decode(rows[row : row + 1], values)
+        means.decode(rows[row : row + 1], values)
         squares += float(torch.linalg.vector_norm(values)) ** 2
     longest = max(entry.parsed.claim.norm for entry in plan.contributors)
-    if not (math.isfinite(squares) and math.sqrt(squares) <= longest * NORM_SLACK):
+    if not (math.isfinite(squares) and math.sqrt(squares) <= longest * own.norm_slack * means.norm_slack):
         raise Malformed(f"a mean of norm {math.sqrt(squares):.3g}; the longest contribution has {longest:.3g}")

@@ -30,9 +30,8 @@ from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, w
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _ALIVE_SECONDS = 1.0
-NORM_SLACK = 1.25  # a codec's rounding error is far below this, a useful attack far above
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")  # torch releases the GIL: transfers go on meanwhile
 
 
@@ -50,14 +49,17 @@ class Transfer:
     def __init__(self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float) -> None:
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
         self._codec = codec(posted.codec)
+        self._means = self._codec.for_means
+        self._width = self._codec.part_bytes(posted.part_elements)
+        self._mean_width = self._means.part_bytes(posted.part_elements)
         self._ranges = plan.ranges(posted.num_parts)
         self._mine = self._ranges.get(transport.peer, range(0))
-        size = len(self._mine) * posted.part_bytes
+        size = len(self._mine) * self._width
         self._parts = {
             e.peer: memoryview(bytearray(0 if e.peer == transport.peer else size)) for e in plan.contributors
         }
         if transport.peer in self._parts:
-            self._parts[transport.peer] = self._rows(posted.contribution.view, self._mine)
+            self._parts[transport.peer] = self._contribution(self._mine)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._squares = dict.fromkeys(self._parts, 0.0)
         self._reduced = 0
@@ -69,12 +71,16 @@ class Transfer:
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
 
-    def _rows(self, memory: memoryview, rows: range) -> memoryview:
-        return memory[rows.start * self.posted.part_bytes : rows.stop * self.posted.part_bytes]
+    def _contribution(self, rows: range) -> memoryview:
+        return self.posted.contribution.view[rows.start * self._width : rows.stop * self._width]
+
+    def _mean(self, rows: range) -> memoryview:
+        return self.posted.mean.view[rows.start * self._mean_width : rows.stop * self._mean_width]
 
     @property
     def _chunk_rows(self) -> int:
-        return max(1, _CHUNK_BYTES // self.posted.part_bytes)
+        """Few enough that what they decode to is small as well."""
+        return max(1, min(_CHUNK_BYTES // self._width, _CHUNK_ELEMENTS // self.posted.part_elements))
 
     # As a contributor
 
@@ -104,7 +110,7 @@ class Transfer:
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
-                    both.create_task(self._send(stream, self._rows(self.posted.contribution.view, rows)))
+                    both.create_task(self._send(stream, self._contribution(rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
             self._close_stream(stream)
             self._verify_mean(reducer, fetched.result())
@@ -117,7 +123,7 @@ class Transfer:
 
     async def _fetch(self, stream: Stream, rows: range) -> float:
         """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
-        into, width = self._rows(self.posted.mean.view, rows), self.posted.part_bytes
+        into, width = self._mean(rows), self._mean_width
         loop = asyncio.get_running_loop()
         received = checked = 0  # bytes, rows
         norms: list[asyncio.Future[float]] = []
@@ -147,7 +153,7 @@ class Transfer:
             self._close_stream(stream)
 
     async def _receive(self, stream: Stream) -> None:
-        into, width = self._parts[stream.peer], self.posted.part_bytes
+        into, width = self._parts[stream.peer], self._width
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
             await stream.read_into(into[first * width : last * width], self._stall)
@@ -155,8 +161,8 @@ class Transfer:
             self._notify()
 
     async def _send_mean(self, stream: Stream) -> None:
-        sent, width = 0, self.posted.part_bytes
-        mean = self._rows(self.posted.mean.view, self._mine)
+        sent, width = 0, self._mean_width
+        mean = self._mean(self._mine)
         while sent < len(self._mine):
             await self._wait_until(partial(self._is_reduced, sent + 1), _ALIVE_SECONDS)
             last = min(self._reduced, sent + self._chunk_rows)
@@ -194,45 +200,43 @@ class Transfer:
 
     # Arithmetic, in the reducing thread
 
-    def _tensor(self, memory: memoryview, rows: range) -> Tensor:
-        """Rows of a memory of parts: [rows, part_bytes] uint8."""
-        return torch.frombuffer(self._rows(memory, rows), dtype=torch.uint8).view(len(rows), -1)
-
     @torch.no_grad()
     def _reduce_rows(self, rows: range) -> None:
         """Reduce these rows of this worker's range."""
         mean, scratch = (torch.empty(len(rows), self.posted.part_elements) for _ in range(2))
+        here = slice(rows.start * self._width, rows.stop * self._width)
 
         def decoded() -> Iterator[Tensor]:
             for index, entry in enumerate(self.plan.contributors):
                 into = scratch if index else mean
-                self._codec.decode(self._tensor(self._parts[entry.peer], rows), into)
+                self._codec.decode(_rows(self._parts[entry.peer][here], len(rows)), into)
                 self._check(entry, into)
                 yield into
 
         weighted_mean(decoded(), self.plan.decision.weights, mean)
         own = range(self._mine.start + rows.start, self._mine.start + rows.stop)
-        self._codec.encode(mean, self._tensor(self.posted.mean.view, own))
+        self._means.encode(mean, _rows(self._mean(own), len(own)))
 
     def _check(self, entry: Entry, values: Tensor) -> None:
         """The norm of the parts received so far is at most the norm that the header claims for all of them."""
         claimed = entry.parsed.claim.norm
         self._squares[entry.peer] += float(torch.linalg.vector_norm(values)) ** 2
         norm = math.sqrt(self._squares[entry.peer]) if math.isfinite(self._squares[entry.peer]) else math.inf
-        if not norm <= claimed * NORM_SLACK:
+        if not norm <= claimed * self._codec.norm_slack:
             raise TransferFailed(entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}", lie=True)
 
     @torch.no_grad()
     def _squared_norm(self, rows: range) -> float:
         """Of these rows of the mean."""
         values = torch.empty(len(rows), self.posted.part_elements)
-        self._codec.decode(self._tensor(self.posted.mean.view, rows), values)
+        self._means.decode(_rows(self._mean(rows), len(rows)), values)
         return float(torch.linalg.vector_norm(values)) ** 2
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:
         """A mean is finite, and never longer than the longest contribution in it."""
         longest = max(entry.parsed.claim.norm for entry in self.plan.contributors)
-        if not (math.isfinite(squares) and math.sqrt(squares) <= longest * NORM_SLACK):
+        slack = self._codec.norm_slack * self._means.norm_slack
+        if not (math.isfinite(squares) and math.sqrt(squares) <= longest * slack):
             raise TransferFailed(
                 reducer.peer, f"its part of the mean is longer than any contribution ({longest:.3g})", lie=True
             )
@@ -252,6 +256,11 @@ class Transfer:
             self._close_stream(stream)
         if not self._trouble.done():
             self._trouble.cancel()
+
+
+def _rows(memory: memoryview, count: int) -> Tensor:
+    """A memory of encoded parts as [count, part_bytes] uint8."""
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, -1)
 
 
 def _first(problem: Exception) -> Exception:
