@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ PARTIAL = ".partial"
 PRIVATE = 0o600
 """The mode of a file that only its owner may read."""
 _WRITE_BYTES = 1 << 24
+_WORTH_A_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,30 @@ class PartialFile:
     def __init__(self, path: Path, descriptor: int, durable: bool) -> None:
         self._path, self._descriptor, self._durable = path, descriptor, durable
         self._hash, self._bytes = hashlib.sha256(), 0
+        self._hashing = ThreadPoolExecutor(1, "diloco-hash")  # its thread starts with the first large piece
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _WRITE_BYTES):
             piece = view[start : start + _WRITE_BYTES]
-            with _naming(self._path):
-                _write_all(self._descriptor, piece)
-            self._hash.update(piece)
-            self._bytes += len(piece)
+            if len(piece) < _WORTH_A_THREAD:
+                self._write(piece)
+                self._hash.update(piece)
+                continue
+            hashed = self._hashing.submit(self._hash.update, piece)  # while it is written
+            try:
+                self._write(piece)
+            finally:
+                hashed.result()
+
+    def _write(self, piece: memoryview) -> None:
+        with _naming(self._path):
+            _write_all(self._descriptor, piece)
+        self._bytes += len(piece)
+
+    def close(self) -> None:
+        self._hashing.shutdown()
+        os.close(self._descriptor)
 
     def finish(self) -> FileDigest:
         """Size and SHA-256 of what was written, which is on the disk if the file is durable."""
@@ -69,13 +86,13 @@ def replace_file(
     partial = _partial(path)
     with _naming(path):
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    file = PartialFile(path, descriptor, durable)
     try:
         try:
-            file = PartialFile(path, descriptor, durable)
             yield file
             file.finish()
         finally:
-            os.close(descriptor)
+            file.close()
         if overwrite:
             partial.replace(path)
         else:

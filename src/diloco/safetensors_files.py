@@ -14,6 +14,8 @@ from torch import Tensor
 
 from diloco.errors import DiLoCoError
 
+_FETCH_BYTES = 1 << 24
+
 DTYPES = {
     torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -47,6 +49,45 @@ def file_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     """A whole file, to be written chunk by chunk; at most one tensor is copied at a time."""
     header, ordered = make_header(tensors, metadata)
     yield memoryview(header)
+    fetch = _Fetch()
     for tensor in ordered.values():
-        if tensor.numel():
-            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        if tensor.is_cuda:
+            yield from fetch.chunks(tensor.detach())
+        elif tensor.numel():
+            yield tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class _Fetch:
+    """Brings bytes from a GPU, on a stream beside that of training: while one piece is written, the next arrives."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """The tensor as it was when the first one was asked for. A chunk is valid until the next but one."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            self._buffers = [torch.empty(_FETCH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        with torch.cuda.stream(self._stream):
+            pieces = tensor.contiguous().view(-1).view(torch.uint8).split(_FETCH_BYTES) if tensor.numel() else ()
+        begun = []
+        for number, piece in enumerate(pieces):
+            begun.append(self._begin(piece, self._buffers[number % 2]))
+            if number:
+                yield _arrived(*begun.pop(0))
+        if begun:
+            yield _arrived(*begun.pop())
+
+    def _begin(self, piece: Tensor, buffer: Tensor) -> "tuple[Tensor, torch.cuda.Event]":
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            here = buffer[: piece.numel()].copy_(piece, non_blocking=True)
+            event.record()
+        return here, event
+
+
+def _arrived(here: Tensor, event: "torch.cuda.Event") -> memoryview:
+    event.synchronize()
+    return memoryview(here.numpy())

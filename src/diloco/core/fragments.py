@@ -93,13 +93,15 @@ class Fragment:
         self._swapped = False  # the anchor is in the tensors' place, and they in its
         self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
         self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
-        self._scratch = torch.empty(self._span_parts * self.layout.part_elements, device=device)
+        most = self._span_parts * self.layout.part_elements
+        # Kept on the CPU, where new memory is slow; a GPU's allocator has it at hand, and uses it meanwhile.
+        self._scratch = torch.empty(most) if device.type == "cpu" else None
         self._kernels: Kernels | None = None
         self._staging: offloading.Staging | None = None
         self.anchor = self._outer_memory()
         self.state = {name: self._outer_memory() for name in self.outer_opt.state_names}
         if self.offload:
-            self._staging = offloading.Staging(1 + len(self.state), self._scratch.numel(), device)
+            self._staging = offloading.Staging(1 + len(self.state), most, device)
         self.take_anchor()
 
     def _outer_memory(self) -> Tensor:
@@ -178,7 +180,8 @@ class Fragment:
 
     def scratch(self, span: Span) -> Tensor:
         """fp32 memory for a span, which the next `read` overwrites."""
-        return self._scratch[: span.stop - span.start]
+        count = span.stop - span.start
+        return torch.empty(count, device=self.device) if self._scratch is None else self._scratch[:count]
 
     @torch.no_grad()
     def take_anchor(self) -> None:

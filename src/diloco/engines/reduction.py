@@ -5,7 +5,7 @@ decide only which worker does the work and how many bytes travel, never a bit of
 and its mean is accumulated in worker order wherever that is done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
-from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.encoded import EncodedVector, scratch
 from diloco.core.fragments import span_elements
 from diloco.core.merging import Claim, admit, bounded_weights, diverged, weighted_mean
+from diloco.engines.row_threads import for_each
 
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
@@ -49,26 +50,40 @@ def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: floa
     )
 
 
-def reduce_parts(codec: Codec, encoded: Sequence[Tensor], weights: Sequence[float], part: int, out: Tensor) -> None:
+def reduce_parts(
+    codec: Codec,
+    encoded: Sequence[Tensor],
+    weights: Sequence[float],
+    part: int,
+    out: Tensor,
+    on_decoded: Callable[[int, Tensor], None] | None = None,
+) -> None:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
+    `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
     """
     batch = max(1, span_elements(out.device) // part)
-    mean = torch.empty(min(batch, out.shape[0]), part, device=out.device)
-    scratch = torch.empty_like(mean)
+    rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
 
-    def decoded(rows: slice, first_into: Tensor, others_into: Tensor) -> Iterator[Tensor]:
+    def decoded(some: slice, first_into: Tensor) -> Iterator[Tensor]:
         for index, data in enumerate(encoded):
-            into = others_into if index else first_into
-            codec.decode(data[rows], into)
+            into = scratch("term", first_into.shape, out.device) if index else first_into
+            codec.decode(data[some], into)
+            if on_decoded is not None:
+                on_decoded(index, into)
             yield into
 
-    for first in range(0, out.shape[0], batch):
-        rows = slice(first, min(first + batch, out.shape[0]))
-        here = mean[: rows.stop - first]
-        codec.for_means.encode(weighted_mean(decoded(rows, here, scratch[: len(here)]), weights, here), out[rows])
+    def reduce(some: slice) -> None:
+        mean = scratch("mean", (some.stop - some.start, part), out.device)
+        codec.for_means.encode(weighted_mean(decoded(some, mean), weights, mean), out[some])
+
+    if len(rows) > 1 and out.device.type == "cpu":
+        for_each(reduce, rows)
+    else:
+        for some in rows:
+            reduce(some)
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,11 @@ class Wave:
     @property
     def num_parts(self) -> int:
         return sum(self.counts)
+
+    def rows(self, worker: int) -> slice:
+        """The parts that a worker reduces."""
+        first = self.first + sum(self.counts[:worker])
+        return slice(first, first + self.counts[worker])
 
     def split(self, data: Tensor) -> list[Tensor]:
         """What each worker reduces, as views of all parts."""

@@ -15,44 +15,26 @@ import struct
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
-from diloco.engines.process_groups import end_group, new_group
-from diloco.engines.reduction import Decision, Wave, decide, reduce_parts, traffic, waves
+from diloco.engines.process_groups import end_group
+from diloco.engines.reduction import decide, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.wave_exchange import LaneGroups, WaveExchange, finish
 from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
-_CONTRIBUTIONS, _MEANS = 1, 2  # tags: a mean never takes the place of a contribution to a later wave
-
-
-@dataclass(frozen=True)
-class LaneGroups:
-    """Some global ranks, one of each worker and in the workers' order, and what they talk over."""
-
-    ranks: tuple[int, ...]
-    control: dist.ProcessGroup
-    payload: dist.ProcessGroup
-
-    @staticmethod
-    def new(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "LaneGroups | None":
-        """Collective over the whole world, in the same order everywhere; None where this rank is not among `ranks`."""
-        control = new_group(ranks, "gloo", timeout_seconds)
-        payload = control if backend == "gloo" else new_group(ranks, backend, timeout_seconds)
-        return None if control is None or payload is None else LaneGroups(tuple(ranks), control, payload)
 
 
 class TorchDistributedEngine(Engine):
@@ -77,7 +59,7 @@ class TorchDistributedEngine(Engine):
         self._ranks, self._groups = groups.ranks, groups
         self.worker = self._ranks.index(dist.get_rank())
         self.workers = len(self._ranks)
-        self.backend = backend
+        self._exchange = WaveExchange(groups, self.worker, backend)
         self._owns_world = owns_world
         self._hidden: dist.ProcessGroup | None = None
         self._timeout_seconds = timeout_seconds
@@ -122,12 +104,12 @@ class TorchDistributedEngine(Engine):
         self._jobs.put(None)
         if not self.broken:
             self._thread.join(_CLOSE_SECONDS)
-        for group in {self._groups.control, self._groups.payload, self._hidden}:
+        for group in {*self._groups.all(), self._hidden}:
             end_group(group, self.broken)
         self._thread.join(_CLOSE_SECONDS)  # it gets an error if it still waits for a peer
         if self._owns_world and self._hidden is None and dist.is_initialized():
             dist.destroy_process_group()
-        del self._groups, self._hidden
+        del self._groups, self._exchange, self._hidden
 
     def hide_world(self) -> None:
         """Others in this process then find no torch.distributed world; rounds go on in the groups held here."""
@@ -192,7 +174,7 @@ class TorchDistributedEngine(Engine):
         sent = received = 0
         if decision.total_weight > 0 and contribution.vector.num_bytes:
             with _own_stream(encoded):
-                self._average(contribution.vector, decision, deadline)
+                self._exchange.average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
         return RoundResult(
@@ -211,52 +193,8 @@ class TorchDistributedEngine(Engine):
         """The bytes of every worker, in worker order; all must give the same number."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
-        _finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)
+        finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)
         return [bytes(row.tolist()) for row in rows]
-
-    def _average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
-        """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution."""
-        device = "cpu" if self.backend == "gloo" else "cuda"  # what the backend can send from
-        staged = vector.data.to(device)
-        means = staged if vector.mean is vector else vector.mean.data.to(device)
-        plan = list(waves(vector, self.workers))
-        part = vector.layout.part_elements
-        inboxes = staged.new_empty(2, self.workers, plan[0].counts[self.worker], staged.shape[1])
-        scatter = self._scatter(staged, plan[0], inboxes[0])
-        gathers: list[dist.Work] = []
-        for number, wave in enumerate(plan):
-            contributions, arriving = scatter
-            if number + 1 < len(plan):  # the next wave travels while this one is reduced
-                scatter = self._scatter(staged, plan[number + 1], inboxes[(number + 1) % 2])
-            _finish_all(arriving, deadline)
-            pieces = wave.split(means)
-            mean = pieces[self.worker]
-            reduce_parts(vector.codec, [contributions[w] for w in decision.contributors], decision.weights, part, mean)
-            gathers += self._swap([mean] * self.workers, pieces, _MEANS)
-        _finish_all(gathers, deadline)
-        if means is not vector.mean.data:
-            vector.mean.data.copy_(means)
-
-    def _scatter(self, data: Tensor, wave: Wave, inbox: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
-        """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
-        pieces = wave.split(data)
-        own = pieces[self.worker]
-        contributions = [own if w == self.worker else inbox[w, : len(own)] for w in range(self.workers)]
-        return contributions, self._swap(pieces, contributions, _CONTRIBUTIONS)
-
-    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        """Begin to send outgoing[j] to every other worker j and to receive incoming[j] from it.
-
-        Point to point rather than all-to-all: straight from and into the vector, without copies, and several at once.
-        """
-        transfers = []
-        for distance in range(1, self.workers):  # so that not all begin with the same peer
-            there, back = (self.worker + distance) % self.workers, (self.worker - distance) % self.workers
-            if len(outgoing[there]):
-                transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], self._groups.payload, tag))
-            if len(incoming[back]):
-                transfers.append(dist.P2POp(dist.irecv, incoming[back], self._ranks[back], self._groups.payload, tag))
-        return dist.batch_isend_irecv(transfers) if transfers else []
 
     def _broadcast_state(self) -> GlobalState | None:
         assert self._provider is not None
@@ -271,7 +209,7 @@ class TorchDistributedEngine(Engine):
             )
         numbers = torch.tensor(list(state.numbers.values()), dtype=torch.int64)
         source = self._ranks[self._source]
-        _finish(dist.broadcast(numbers, source, group=self._groups.control, async_op=True), deadline)
+        finish(dist.broadcast(numbers, source, group=self._groups.control, async_op=True), deadline)
         for tensor in state.tensors.values():
             self._broadcast(tensor, deadline)
         if self.worker == self._source:
@@ -284,7 +222,7 @@ class TorchDistributedEngine(Engine):
         if staged.numel():
             data = staged.view(-1).view(torch.uint8)
             source = self._ranks[self._source]
-            _finish(dist.broadcast(data, source, group=self._groups.control, async_op=True), deadline)
+            finish(dist.broadcast(data, source, group=self._groups.control, async_op=True), deadline)
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -295,16 +233,6 @@ class _Pending(PendingRound):
 
     def wait(self) -> RoundResult:
         return self._future.result()  # bounded: every collective behind it has the round's deadline
-
-
-def _finish(work: "dist.Work | None", deadline: float) -> None:
-    assert work is not None
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-
-def _finish_all(works: Sequence["dist.Work"], deadline: float) -> None:
-    for work in works:
-        _finish(work, deadline)
 
 
 def _mark(data: Tensor) -> "torch.cuda.Event | None":

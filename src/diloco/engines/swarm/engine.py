@@ -11,8 +11,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import pack
@@ -58,7 +61,7 @@ class SwarmEngine(Engine):
         """
         if command is None:
             check_swarm()
-        self.settings = settings
+        self.settings = settings = replace(settings, threads=torch.get_num_threads())
         self.log = Path(settings.folder).parent / "logs" / f"{settings.name}-swarm.log"
         self._on_event = on_event
         self._status = RunStatus("", (), None, {}, {})
@@ -105,7 +108,7 @@ class SwarmEngine(Engine):
         if self._sidecar.times_lost > self._sidecar_losses_handled:  # rounds may have ended without this worker
             return FailedRound(RoundFailed(f"round {key.sequence}: the swarm's process was lost", resync=True))
         vector = contribution.vector
-        memory = self._memory.take(key.fragment, vector.num_bytes, vector.mean.num_bytes)
+        memory = self._memory.take(key.fragment, vector.num_bytes, vector.mean.num_bytes, pinned=vector.data.is_cuda)
         as_tensor(memory.contribution).copy_(vector.data.view(-1))
         posted = PostedRound(
             key=key,

@@ -27,6 +27,8 @@ class Settings:
     timeout_seconds: float = 600.0
     """The longest time that a round may take."""
     refusals_to_ban: int = 3
+    threads: int = 1
+    """How many threads may reduce parts at a time."""
     label: str = ""
     """The name of this worker's machine in `diloco status`."""
 

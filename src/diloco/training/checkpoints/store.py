@@ -1,6 +1,6 @@
 """One worker's checkpoints on disk: written beside training, complete or not there at all; old ones are removed.
 
-`save` copies the state to CPU memory and returns; a thread writes the tensors, then the manifest, each forced to the
+`save` copies the state (snapshot.py) and returns; a thread writes the tensors, then the manifest, each forced to the
 disk. Training does not depend on the disk: a write that fails (disk full) and a save that is due while the one before
 is still being written are logged, reported as an event and counted, and training goes on; the checkpoints before stay.
 The checkpoint that a start resumed from is never written again: nothing has been trained since.
@@ -33,6 +33,7 @@ from diloco.training.checkpoints.manifests import (
     worker_folder,
     worker_folders,
 )
+from diloco.training.checkpoints.snapshot import take_snapshot
 from diloco.training.checkpoints.tensor_files import SUFFIX, write_tensors
 from diloco.training.config.tables import CheckpointConfig
 
@@ -98,8 +99,11 @@ class CheckpointStore:
     ) -> None:
         """Returns once the state may change again; the writing goes on beside training.
 
-        A hanging disk delays training by NEXT_SECONDS a write at most; the `last` save of a run waits for END_SECONDS.
+        A hanging disk delays training by NEXT_SECONDS a write at most; the `last` save of a run waits for END_SECONDS
+        if another is being written.
         """
+        if self._write is not None and self._write.step == step and self._write.thread.is_alive():
+            return  # `close` waits for it
         if self._still_writing(END_SECONDS if last else None):
             self._skip(step)
             return
@@ -110,10 +114,13 @@ class CheckpointStore:
         if not self.config.asynchronous:
             self._try_to_write(step, moment, mine, state)
             return
-        copied = {name: tensor.copied() for name, tensor in mine.items()}
-        thread = threading.Thread(
-            target=self._try_to_write, args=(step, moment, copied, state), name="diloco-checkpoint", daemon=True
-        )
+        copied, wait = take_snapshot(mine)
+
+        def write() -> None:
+            wait()
+            self._try_to_write(step, moment, copied, state)
+
+        thread = threading.Thread(target=write, name="diloco-checkpoint", daemon=True)
         self._write = _Write(step, thread, NEXT_SECONDS)
         thread.start()
 
@@ -132,8 +139,6 @@ class CheckpointStore:
 
     def _skip(self, step: int) -> None:
         assert self._write is not None
-        if step == self._write.step:
-            return
         self.failed += 1
         reason = f"the disk is too slow: the checkpoint of step {self._write.step} is still being written"
         logger.warning("no checkpoint of step %d: %s; training goes on", step, reason)

@@ -133,7 +133,10 @@ class Participant:
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
         if plan.has_mean:
-            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, self.settings.stall_seconds)
+            settings = self.settings
+            round_.transfer = Transfer(
+                plan, round_.posted, self.calls.transport, settings.stall_seconds, settings.threads
+            )
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
         return Done()

@@ -3,7 +3,7 @@
 Each contributor reduces a range of parts. Between two workers there is one stream in each direction: the opener sends
 its parts of the other's range, and gets the mean of that range back, chunk by chunk as it is ready. A reducer
 accumulates in fp32 in worker order and encodes once, so that all decode the same bytes; all engines use
-`core.merging.weighted_mean`, so the bits are those of the local engine.
+`engines.reduction.reduce_parts`, so the bits are those of the local engine.
 
 Every worker checks what it receives: a contribution against the norm that its header claims, a mean against the
 largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows. All waits are
@@ -13,15 +13,17 @@ bounded, and a reducer that must wait for others sends an empty frame every seco
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
-from diloco.core.merging import weighted_mean
+from diloco.core.fragments import span_elements
+from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
@@ -32,7 +34,15 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _ALIVE_SECONDS = 1.0
-_reducer = ThreadPoolExecutor(1, "diloco-reduce")  # torch releases the GIL: transfers go on meanwhile
+
+
+@cache
+def _reducers(threads: int) -> ThreadPoolExecutor:
+    """torch releases the GIL: transfers go on meanwhile."""
+    return ThreadPoolExecutor(threads, "diloco-reduce")
+
+
+_Chunks = asyncio.Queue[tuple[range, "asyncio.Future[tuple[Tensor, list[float]]]"] | None]
 
 
 class TransferFailed(Exception):
@@ -46,8 +56,12 @@ class TransferFailed(Exception):
 class Transfer:
     """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
 
-    def __init__(self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float) -> None:
+    def __init__(
+        self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float, threads: int = 1
+    ) -> None:
+        """`threads`: how many may reduce and check parts at a time."""
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
+        self._threads, self._reducers = threads, _reducers(threads)
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
@@ -131,7 +145,7 @@ class Transfer:
             received += await read_frame_into(stream, into[received:], self._stall)
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
-                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part))
+                norms.append(loop.run_in_executor(self._reducers, self._squared_norm, part))
                 checked = received // width
         return sum(await asyncio.gather(*norms))
 
@@ -170,13 +184,34 @@ class Transfer:
             sent = last
 
     async def _reduce(self) -> None:
+        """Chunk by chunk, several at a time; they count as reduced in order."""
+        chunks: _Chunks = asyncio.Queue(self._threads)
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._begin_chunks(chunks))
+                both.create_task(self._end_chunks(chunks))
+        except ExceptionGroup as problem:
+            raise _first(problem) from None
+
+    async def _begin_chunks(self, chunks: _Chunks) -> None:
         loop = asyncio.get_running_loop()
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
             while not self._have_arrived(last):
                 await self._wait_until(partial(self._have_arrived, last), self._stall)
-            await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
-            self._reduced = last
+            rows = range(first, last)
+            await chunks.put((rows, loop.run_in_executor(self._reducers, self._reduce_rows, rows)))
+        await chunks.put(None)
+
+    async def _end_chunks(self, chunks: _Chunks) -> None:
+        """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
+        into, width = self._mean(self._mine), self._mean_width
+        while (chunk := await chunks.get()) is not None:
+            rows, reduced = chunk
+            mean, squares = await reduced
+            self._check(squares)
+            into[rows.start * width : rows.stop * width] = memoryview(mean.numpy()).cast("B")
+            self._reduced = rows.stop
             self._notify()
 
     def _is_reduced(self, rows: int) -> bool:
@@ -198,39 +233,43 @@ class Transfer:
         except TimeoutError:
             return
 
-    # Arithmetic, in the reducing thread
+    # Arithmetic, in the reducing threads
 
     @torch.no_grad()
-    def _reduce_rows(self, rows: range) -> None:
-        """Reduce these rows of this worker's range."""
-        mean, scratch = (torch.empty(len(rows), self.posted.part_elements) for _ in range(2))
+    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float]]:
+        """The encoded mean of these rows of this worker's range, and the squared norm of each contribution to them."""
+        squares = [0.0] * len(self.plan.contributors)
+
+        def add_square(index: int, values: Tensor) -> None:
+            squares[index] += float(torch.linalg.vector_norm(values)) ** 2
+
         here = slice(rows.start * self._width, rows.stop * self._width)
+        parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
+        mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
+        weights = self.plan.decision.weights
+        reduce_parts(self._codec, parts, weights, self.posted.part_elements, mean, add_square)
+        return mean, squares
 
-        def decoded() -> Iterator[Tensor]:
-            for index, entry in enumerate(self.plan.contributors):
-                into = scratch if index else mean
-                self._codec.decode(_rows(self._parts[entry.peer][here], len(rows)), into)
-                self._check(entry, into)
-                yield into
-
-        weighted_mean(decoded(), self.plan.decision.weights, mean)
-        own = range(self._mine.start + rows.start, self._mine.start + rows.stop)
-        self._means.encode(mean, _rows(self._mean(own), len(own)))
-
-    def _check(self, entry: Entry, values: Tensor) -> None:
+    def _check(self, squares: list[float]) -> None:
         """The norm of the parts received so far is at most the norm that the header claims for all of them."""
-        claimed = entry.parsed.claim.norm
-        self._squares[entry.peer] += float(torch.linalg.vector_norm(values)) ** 2
-        norm = math.sqrt(self._squares[entry.peer]) if math.isfinite(self._squares[entry.peer]) else math.inf
-        if not norm <= claimed * self._codec.norm_slack:
-            raise TransferFailed(entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}", lie=True)
+        for entry, square in zip(self.plan.contributors, squares, strict=True):
+            claimed = entry.parsed.claim.norm
+            total = self._squares[entry.peer] = self._squares[entry.peer] + square
+            norm = math.sqrt(total) if math.isfinite(total) else math.inf
+            if not norm <= claimed * self._codec.norm_slack:
+                reason = f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}"
+                raise TransferFailed(entry.peer, reason, lie=True)
 
     @torch.no_grad()
     def _squared_norm(self, rows: range) -> float:
         """Of these rows of the mean."""
-        values = torch.empty(len(rows), self.posted.part_elements)
-        self._means.decode(_rows(self._mean(rows), len(rows)), values)
-        return float(torch.linalg.vector_norm(values)) ** 2
+        data, part = _rows(self._mean(rows), len(rows)), self.posted.part_elements
+        batch, total = max(1, span_elements(data.device) // part), 0.0
+        for some in data.split(batch):
+            values = scratch("decoded", (len(some), part), data.device)
+            self._means.decode(some, values)
+            total += float(torch.linalg.vector_norm(values)) ** 2
+        return total
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:
         """A mean is finite, and never longer than the longest contribution in it."""

@@ -1,0 +1,187 @@
+"""What a round costs: seconds and memory of a worker alone, of two over gloo and of two in a swarm, on one device.
+
+    python benchmarks/rounds.py                         the paper's 150M model (151M parameters), on the GPU
+    python benchmarks/rounds.py --device cpu --model 60m --rounds 3
+    python benchmarks/rounds.py --cases alone gloo      without the swarm, which needs the extra 'swarm'
+
+All workers share this machine and its GPU. A round is timed on every worker from the moment when all have taken their
+inner step to updated parameters (`post`, then `merge`), and the slowest counts; the first two rounds are not counted.
+The inner optimizer is AdamW with gradients in place, so that memory is that of training: `copies` is the peak of a
+worker's memory in fp32 copies of the model, on a GPU as its allocator counts, on a CPU the resident memory (VmHWM).
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import diloco
+import search_path  # noqa: F401  `support` of the tests
+from diloco.engines.base import Connection as Engine
+from diloco.models.native.model import NativeModel
+from diloco.models.native.presets import preset
+from measuring import Spread, peak_memory, reset_peak_memory, write_results
+
+LIMIT_SECONDS = 300.0
+CASES = ("alone", "gloo", "swarm")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every worker is told."""
+
+    codec: str
+    model: str
+    device: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: list[float]
+    copies: float
+    digest: str
+
+
+def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measured:
+    """`together` returns when all workers have called it."""
+    device = torch.device(task.device)
+    torch.manual_seed(0)
+    before = reset_peak_memory()
+    with device:
+        model = NativeModel(preset(task.model))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    codec: Any = task.codec
+    optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=1, codec=codec))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    seconds = []
+    for _ in range(task.rounds + 2):
+        optimizer.inner_step()
+        _finish(device)
+        together()
+        started = time.perf_counter()
+        optimizer.post()
+        optimizer.merge()
+        _finish(device)
+        seconds.append(time.perf_counter() - started)
+    assert optimizer.loop.rounds == task.rounds + 2 and not optimizer.loop.rounds_failed
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory() - before
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return Measured(seconds[2:], peak / size, optimizer.anchor_digest())
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# The workers of each case
+
+
+def over_gloo(task: Task, rank: int, workers: int, port: int, barrier: Any, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    engine = diloco.connect(timeout_seconds=LIMIT_SECONDS)
+    pipe.send(measure(engine, task, lambda: barrier.wait(LIMIT_SECONDS)))
+    engine.close()
+
+
+def in_processes(workers: int, task: Task) -> list[Measured]:
+    context = multiprocessing.get_context("spawn")
+    barrier, port = context.Barrier(workers), _free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [
+        context.Process(target=over_gloo, args=(task, rank, workers, port, barrier, pipes[rank][1]))
+        for rank in range(workers)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    told = [receiver.recv() for receiver, _ in pipes]
+    for process in processes:
+        process.join(LIMIT_SECONDS)
+    return told
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def swarm_worker(settings: Any, pipe: Connection, task: Task, workers: int) -> None:
+    """Says its number; begins each round when told so."""
+    from diloco.engines.swarm.engine import SwarmEngine
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    engine = SwarmEngine(settings)
+    pipe.send((True, engine.worker))
+
+    def together() -> None:
+        pipe.send((True, "ready"))
+        pipe.recv()
+
+    measured = measure(engine, task, together)
+    pipe.send((True, measured))
+    pipe.recv()
+    engine.close()
+
+
+def in_a_swarm(workers: int, task: Task) -> list[Measured]:
+    from support.swarm.processes import Workers
+
+    with tempfile.TemporaryDirectory() as folder, Workers(Path(folder), patience=1000.0) as swarm:
+        all_ = swarm.start_all([f"machine{n}" for n in range(workers)], swarm_worker, task, workers)
+        for _ in range(task.rounds + 2):
+            for worker in all_:
+                assert worker.hear(LIMIT_SECONDS) == "ready"
+            for worker in all_:
+                worker.say("go")
+        told: list[Measured] = [worker.hear(LIMIT_SECONDS) for worker in all_]
+        for worker in all_:
+            worker.say("end")
+        return told
+
+
+def summarise(case: str, task: Task, told: list[Measured]) -> dict[str, Any]:
+    if len({one.digest for one in told}) > 1:
+        raise SystemExit(f"{case}, {task.codec}: the workers' anchors differ")
+    slowest = [max(pair) for pair in zip(*(one.seconds for one in told), strict=True)]
+    copies = statistics.median(one.copies for one in told)
+    row = {"case": case, **asdict(task), "workers": len(told), "seconds": vars(Spread.of(slowest)), "copies": copies}
+    print(f"{case:6} {task.codec:6} {row['seconds']['median'] * 1e3:9.2f} ms   {copies:.2f} copies", flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", default="150m")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--codecs", nargs="+", default=["fp16", "int8"])
+    parser.add_argument("--rounds", type=int, default=8)
+    given = parser.parse_args()
+    rows = []
+    for case in given.cases:
+        for name in given.codecs:
+            task = Task(name, given.model, given.device, given.rounds)
+            told = in_a_swarm(2, task) if case == "swarm" else in_processes(1 if case == "alone" else 2, task)
+            rows.append(summarise(case, task, told))
+    device = torch.cuda.get_device_name() if given.device == "cuda" else None
+    print(write_results("rounds", rows, device=device))
+
+
+if __name__ == "__main__":
+    main()
