@@ -71,7 +71,8 @@ class _Fetch:
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             self._buffers = [torch.empty(_FETCH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         with torch.cuda.stream(self._stream):
-            pieces = tensor.contiguous().view(-1).view(torch.uint8).split(_FETCH_BYTES) if tensor.numel() else ()
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            pieces = torch.split(flat, _FETCH_BYTES) if tensor.numel() else ()
         begun = []
         for number, piece in enumerate(pieces):
             begun.append(self._begin(piece, self._buffers[number % 2]))
@@ -90,4 +91,4 @@ class _Fetch:
 
 def _arrived(here: Tensor, event: "torch.cuda.Event") -> memoryview:
     event.synchronize()
-    return memoryview(here.numpy())
+    return here.numpy().data

@@ -9,6 +9,7 @@ worker that does not fit in (another model, another round) is told so alone: the
 """
 
 import functools
+import itertools
 import math
 import re
 import threading
@@ -23,6 +24,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
+from diloco.core.merging import cosines
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
@@ -108,6 +110,11 @@ def members(engine: Engine) -> list[tuple[int, str, int, float]]:
     return [(m.worker, m.anchor_digest, m.report.inner_steps, m.report.loss) for m in engine.members()]
 
 
+def alike(engine: Engine) -> list[tuple[int, int, float]]:
+    result = average(engine, name="int8", weight=1.0 + engine.worker)
+    return cosines(result.contributors, result.products)
+
+
 def traffic(engine: Engine) -> tuple[int, int]:
     result = average(engine, name="int8")
     return result.bytes_sent, result.bytes_received
@@ -138,6 +145,7 @@ SCENARIOS: dict[str, Scenario] = {
         other_anchor,
         tiny,
         members,
+        alike,
         traffic,
         other_layout,
         other_round,
@@ -348,6 +356,17 @@ def test_fewer_parts_than_workers_are_averaged_too(engine: str, workers: int) ->
 def test_members_are_what_the_workers_said_of_themselves(engine: str, workers: int) -> None:
     expected = [(worker, "same", 10 + worker, 0.5) for worker in range(workers)]
     assert equal(answers(engine, workers, "members")) == expected
+
+
+@over_engines
+@over_workers
+def test_every_worker_learns_the_cosine_of_every_pair_of_contributions(engine: str, workers: int) -> None:
+    told = equal(answers(engine, workers, "alike"))
+    assert [(a, b) for a, b, _ in told] == list(itertools.combinations(range(workers), 2))
+    for a, b, cosine in told:
+        expected = torch.cosine_similarity(values(a).double(), values(b).double(), dim=0)
+        assert cosine == pytest.approx(float(expected), abs=1e-3)  # int8 has changed the values a little
+    assert told == equal(answers("local", workers, "alike"))
 
 
 @pytest.mark.slow

@@ -43,6 +43,18 @@ def test_a_file_is_written_and_its_size_and_sha256_returned(
     assert digest == FileDigest(len(data), hashlib.sha256(data).hexdigest()) == digest_file(tmp_path / "file")
 
 
+def test_a_large_file_is_hashed_in_the_order_in_which_it_is_written(tmp_path: Path) -> None:
+    """Pieces of a MiB or more are hashed in a thread, others are not."""
+    pieces = [os.urandom(size) for size in ((1 << 20) + 3, 5, 40 << 20, 1 << 20, 0, 7)]
+    with replace_file(tmp_path / "file") as file:
+        for piece in pieces:
+            file.write(piece)
+        digest = file.finish()
+    data = b"".join(pieces)
+    assert digest == FileDigest(len(data), hashlib.sha256(data).hexdigest()) == digest_file(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == data
+
+
 def test_a_streamed_file_takes_the_place_of_the_old_one_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_file(path, "old")

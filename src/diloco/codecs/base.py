@@ -23,10 +23,9 @@ class Codec(ABC):
     norm_slack: ClassVar[float] = 1.1
     """The decoded values of any finite input have at most this many times its norm: a swarm refuses longer ones."""
 
-    @property
-    def for_means(self) -> "Codec":
+    def __init__(self, for_means: "Codec | None" = None) -> None:
+        self.for_means: Codec = for_means or self
         """The codec of the mean of such contributions. A mean of sparse vectors has more values than each of them."""
-        return self
 
     @abstractmethod
     def part_bytes(self, elements: int) -> int:

@@ -3,11 +3,16 @@
 `admit` is a pure decision: from the claims of all workers it tells which contributions are in the mean and why the
 others are not. All workers decide on the same claims and so get the same answer. The divisor is the total weight of the
 contributions that are in, never the number of workers that were expected.
+
+How alike the contributions are is told by the cosine of every pair (Figures 10 and 11 of arXiv 2311.08105). Where a
+part is reduced, all contributions to it are there in fp32, and their `inner_products` are taken; the sums over all
+parts give the `cosines`.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -108,17 +113,33 @@ def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tenso
             out.add_(value, alpha=factor)
         elif value is not out or factor != 1:
             torch.mul(value, factor, out=out)
-    return out.div_(sum(factors))
+    total = sum(factors)
+    # On a GPU, division by a number is multiplication by its reciprocal, which rounds otherwise than on the CPU.
+    return out.div_(torch.full((), total, device=out.device) if out.is_cuda else total)
 
 
-def mean_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
-    """The weighted mean cosine between contributions, from their norms and that of their mean alone.
+def num_products(contributors: int) -> int:
+    """All pairs, and each contributor with itself."""
+    return contributors * (contributors + 1) // 2
 
-    (Σ w_i)² |mean|² = Σ w_i² n_i² + Σ_{i≠j} w_i w_j n_i n_j cos_ij, hence the average of cos_ij. None without a pair.
+
+def inner_products(values: Sequence[Tensor]) -> Tensor:
+    """Of the same parts of all contributions, in the order of `combinations_with_replacement`."""
+    flat = [value.view(-1) for value in values]
+    return torch.stack([torch.dot(a, b) for a, b in combinations_with_replacement(flat, 2)])
+
+
+def cosines(workers: Sequence[int], products: Sequence[float]) -> list[tuple[int, int, float]]:
+    """(worker, worker, cosine) of every pair, from the inner products of their contributions; none without those.
+
+    Four decimals: engines add up in different orders.
     """
-    sizes = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
-    squares = sum(size * size for size in sizes)
-    pairs = sum(sizes) ** 2 - squares
-    if len(sizes) < 2 or not pairs > 0:
-        return None
-    return ((sum(weights) * mean_norm) ** 2 - squares) / pairs
+    if len(products) != num_products(len(workers)):
+        return []
+    found = dict(zip(combinations_with_replacement(range(len(workers)), 2), products, strict=True))
+    pairs = []
+    for (i, j), product in found.items():
+        size = math.sqrt(max(0.0, found[i, i])) * math.sqrt(max(0.0, found[j, j]))
+        if i != j and size > 0 and math.isfinite(product / size):
+            pairs.append((workers[i], workers[j], round(max(-1.0, min(1.0, product / size)), 4)))
+    return pairs

@@ -136,6 +136,7 @@ class _Round:
         self.started = time.monotonic()
         self.mean: EncodedVector | None = None
         self.decision: Decision | None = None
+        self.products: tuple[float, ...] = ()
         self.error: EngineError | None = None
         self.collected = 0
 
@@ -177,13 +178,14 @@ class _Round:
         vector = first.vector
         self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.data.device)
         if self.decision.total_weight > 0:
-            reduce_parts(
+            products = reduce_parts(
                 vector.codec,
                 [self.contributions[worker].vector.data for worker in self.decision.contributors],
                 self.decision.weights,
                 vector.layout.part_elements,
                 self.mean.data,
             )
+            self.products = tuple(products)
 
 
 class _LocalPending(PendingRound):
@@ -236,4 +238,5 @@ class _LocalPending(PendingRound):
             seconds=time.monotonic() - self.round.started,
             members=members,
             resync=has_diverged,
+            products=self.round.products,
         )

@@ -5,7 +5,7 @@ decide only which worker does the work and how many bytes travel, never a bit of
 and its mean is accumulated in worker order wherever that is done.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,11 +15,12 @@ from torch import Tensor
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
 from diloco.core.fragments import span_elements
-from diloco.core.merging import Claim, admit, bounded_weights, diverged, weighted_mean
+from diloco.core.merging import Claim, admit, bounded_weights, diverged, inner_products, weighted_mean
 from diloco.engines.row_threads import for_each
 
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
+_PRODUCTS_OF_FOUR = 10
 
 
 @dataclass(frozen=True)
@@ -56,34 +57,53 @@ def reduce_parts(
     weights: Sequence[float],
     part: int,
     out: Tensor,
+    *,
     on_decoded: Callable[[int, Tensor], None] | None = None,
-) -> None:
+    first_part: int = 0,
+) -> list[float]:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
     `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
+    Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
+    from `first_part`, are in them: it costs no more than with four.
     """
     batch = max(1, span_elements(out.device) // part)
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
+    num_products = len(encoded) * (len(encoded) + 1) // 2
+    every = -(-num_products // _PRODUCTS_OF_FOUR)
+    products: list[Tensor] = []
 
-    def decoded(some: slice, first_into: Tensor) -> Iterator[Tensor]:
+    def decode_one_by_one(some: slice, mean: Tensor) -> Iterator[Tensor]:
         for index, data in enumerate(encoded):
-            into = scratch("term", first_into.shape, out.device) if index else first_into
+            into = scratch("term 1", mean.shape, mean.device) if index else mean
             codec.decode(data[some], into)
             if on_decoded is not None:
                 on_decoded(index, into)
             yield into
 
     def reduce(some: slice) -> None:
-        mean = scratch("mean", (some.stop - some.start, part), out.device)
-        codec.for_means.encode(weighted_mean(decoded(some, mean), weights, mean), out[some])
+        shape, device = (some.stop - some.start, part), out.device
+        mean = scratch("mean", shape, device)
+        values: Iterable[Tensor]
+        if num_products > 1 and (first_part + some.start) % every == 0:
+            values = [mean, *(scratch(f"term {index}", shape, device) for index in range(1, len(encoded)))]
+            for index, (data, into) in enumerate(zip(encoded, values, strict=True)):
+                codec.decode(data[some], into)
+                if on_decoded is not None:
+                    on_decoded(index, into)
+            products.append(inner_products(values))
+        else:
+            values = decode_one_by_one(some, mean)
+        codec.for_means.encode(weighted_mean(values, weights, mean), out[some])
 
     if len(rows) > 1 and out.device.type == "cpu":
         for_each(reduce, rows)
     else:
         for some in rows:
             reduce(some)
+    return torch.stack(products).double().sum(0).tolist() if products else [0.0] * num_products
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class RoundResult:
     """A worker's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
     roster: tuple[int, ...] = ()
     """With an elastic engine: the numbers of all members, also of those that missed this round."""
+    products: tuple[float, ...] = ()
+    """The inner products of the contributions, in their order (core/merging.py); empty if they are not known."""
 
     @property
     def stopping(self) -> bool:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.core.merging import num_products
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
@@ -171,10 +172,11 @@ class TorchDistributedEngine(Engine):
                 stopping=any(member.report.stopping for member in self._members),
                 resync=decision.resync,
             )
-        sent = received = 0
+        sent, received = 0, 0
+        products = (0.0,) * num_products(len(decision.contributors))
         if decision.total_weight > 0 and contribution.vector.num_bytes:
             with _own_stream(encoded):
-                self._exchange.average(contribution.vector, decision, deadline)
+                products = self._exchange.average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
         return RoundResult(
@@ -187,10 +189,13 @@ class TorchDistributedEngine(Engine):
             seconds=time.monotonic() - started,
             members=self._members,
             resync=decision.resync,
+            products=products,
         )
 
     def _gather(self, mine: bytes, deadline: float) -> list[bytes]:
         """The bytes of every worker, in worker order; all must give the same number."""
+        if self.workers == 1:
+            return [mine]
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
         finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.core.merging import num_products
 from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import Decision, Wave, reduce_parts, waves
 from diloco.errors import EngineError
 
-_CONTRIBUTIONS, _MEANS = 1, 2  # tags: a mean never takes the place of a contribution to a later wave
+_CONTRIBUTIONS, _MEANS, _PRODUCTS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,34 @@ class WaveExchange:
         self._backend = backend
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> None:
-        """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution."""
+    def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> tuple[float, ...]:
+        """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution.
+
+        Returns the inner products of the contributions.
+        """
         part = vector.layout.part_elements
         if self._workers == 1:  # its mean is its own contribution, encoded once more: nothing leaves the device
             reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
-            return
+            return (0.0,)
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)
         scatter = self._scatter(memory, 0)
         gathers: list[dist.Work] = []
+        products = [0.0] * num_products(len(decision.contributors))
         for number, wave in enumerate(plan):
             contributions, arriving = scatter
             if number + 1 < len(plan):  # the next wave travels while this one is reduced
                 scatter = self._scatter(memory, number + 1)
             _finish_all(arriving, deadline)
             own = wave.rows(self._worker)
-            memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
+            more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
+            products = [a + b for a, b in zip(products, more, strict=True)]
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
+        sums = [torch.tensor(products, dtype=torch.float64) for _ in range(self._workers)]
+        gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _PRODUCTS)
         _finish_all(gathers, deadline)
         memory.finish()
+        return tuple(torch.stack(sums).sum(0).tolist())
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":
         shape = (2, self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
@@ -85,17 +94,19 @@ class WaveExchange:
             if self._backend == "nccl" and not vector.data.is_cuda:
                 raise EngineError("backend nccl sends from a GPU, but the model is on the CPU: use gloo")
             return _OwnMemory(vector, plan, vector.data.new_empty(shape))
-        return _PinnedMemory(vector, plan, *self._take_pinned(shape, vector), self._worker)
+        inboxes, data, means = self._take_pinned(shape, vector)
+        return _PinnedMemory(vector, plan, inboxes, data, means, self._worker)
 
-    def _take_pinned(self, inboxes: tuple[int, ...], vector: EncodedVector) -> list[Tensor]:
+    def _take_pinned(self, inboxes: tuple[int, ...], vector: EncodedVector) -> tuple[Tensor, Tensor, Tensor]:
         """Pinned memory for inboxes, a contribution and a mean; the latter two are one where the vector's are."""
         shapes = [inboxes, tuple(vector.data.shape)]
         shapes += [] if vector.mean is vector else [tuple(vector.mean.data.shape)]
         sizes = [math.prod(shape) for shape in shapes]
         if self._pinned.numel() < sum(sizes):
             self._pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-        taken = [flat.view(shape) for flat, shape in zip(self._pinned[: sum(sizes)].split(sizes), shapes, strict=True)]
-        return taken if len(taken) == 3 else [*taken, taken[1]]
+        flats = torch.split_with_sizes(self._pinned[: sum(sizes)], sizes)
+        taken = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
+        return taken[0], taken[1], taken[-1]
 
     def _scatter(self, memory: "_Memory", number: int) -> tuple[list[Tensor], list[dist.Work]]:
         """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
@@ -112,7 +123,7 @@ class WaveExchange:
 
         Point to point rather than all-to-all: straight from and into the vector, without copies, and several at once.
         """
-        group = self._groups.contributions if tag == _CONTRIBUTIONS else self._groups.means
+        group = {_CONTRIBUTIONS: self._groups.contributions, _MEANS: self._groups.means}.get(tag, self._groups.control)
         transfers = []
         for distance in range(1, self._workers):  # so that not all begin with the same peer
             there, back = (self._worker + distance) % self._workers, (self._worker - distance) % self._workers
@@ -139,8 +150,12 @@ class _Memory(ABC):
     def wait_until_sendable(self, wave: int) -> None: ...
 
     @abstractmethod
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> None:
-        """The mean of (worker, its parts) into `means[rows]`, which then may be sent."""
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
+        """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their inner products."""
+
+    def _reduce(self, rows: slice, parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> list[float]:
+        codec, part = self.vector.codec, self.vector.layout.part_elements
+        return reduce_parts(codec, parts, weights, part, out, first_part=rows.start)
 
     @abstractmethod
     def finish(self) -> None:
@@ -156,9 +171,9 @@ class _OwnMemory(_Memory):
 
     def wait_until_sendable(self, wave: int) -> None: ...
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> None:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
         parts = [data for _, data in contributions]
-        reduce_parts(self.vector.codec, parts, weights, self.vector.layout.part_elements, self.means[rows])
+        return self._reduce(rows, parts, weights, self.means[rows])
 
     def finish(self) -> None: ...
 
@@ -184,12 +199,13 @@ class _PinnedMemory(_Memory):
     def wait_until_sendable(self, wave: int) -> None:
         self._copied[wave].synchronize()
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> None:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
         own, device = self.vector.data[rows], self.vector.data.device
         parts = [own if w == self._worker else data.to(device, non_blocking=True) for w, data in contributions]
         mean = self.vector.mean.data[rows]
-        reduce_parts(self.vector.codec, parts, weights, self.vector.layout.part_elements, mean)
+        products = self._reduce(rows, parts, weights, mean)
         self._copy_down(mean, self.means[rows]).synchronize()
+        return products
 
     def finish(self) -> None:
         self.vector.mean.data.copy_(self.means, non_blocking=True)

@@ -25,7 +25,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import PartLayout
-from diloco.core.merging import diverged, mean_cosine
+from diloco.core.merging import diverged
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
@@ -224,10 +224,7 @@ class OuterLoop:
             mean_norm = self._take_in(posted, outcome)
         self.sync_seconds += time.monotonic() - started
         if self.on_round is not None:
-            cosine = _similarity(result, mean_norm) if result is not None and mean_norm is not None else None
-            self.on_round(
-                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, cosine, result, failure)
-            )
+            self.on_round(RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, result, failure))
 
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
@@ -302,12 +299,6 @@ class OuterLoop:
             self.policy.loaded()
 
         return self.state.saved_tensors() | means, loaded
-
-
-def _similarity(result: RoundResult, mean_norm: float) -> float | None:
-    """Mean cosine between the contributions of a round, from the norm of their mean."""
-    members = [member for member in result.members if member.worker in result.contributors]
-    return mean_cosine([member.weight for member in members], [member.norm for member in members], mean_norm)
 
 
 def _has_another_anchor(result: RoundResult, worker: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.core.merging import cosines
 from diloco.engines.rounds import RoundKey, RoundResult
 from diloco.errors import RoundFailed
 
@@ -79,7 +80,9 @@ class RoundEvent:
     norm: float
     """Of this worker's own outer gradient."""
     mean_norm: float | None
-    similarity: float | None
-    """Mean cosine between the workers' outer gradients (Figure 10 of the paper); None for a single contributor."""
     result: RoundResult | None
     failure: str | None
+
+    def cosines(self) -> list[tuple[int, int, float]]:
+        """(worker, worker, cosine of their outer gradients) of every pair of contributors."""
+        return [] if self.result is None else cosines(self.result.contributors, self.result.products)

@@ -80,6 +80,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
     result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
     result |= {"members": [member.as_json() for member in ended.members], "roster": list(ended.roster)}
+    result["products"] = list(ended.products)
     return numbers | {"result": result, "failure": None}
 
 
@@ -119,5 +120,6 @@ def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
         refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),
         roster=tuple(saved["roster"]),
+        products=tuple(saved.get("products", ())),  # an earlier version saved none
         **{name: saved[name] for name in _RESULT_NUMBERS},
     )

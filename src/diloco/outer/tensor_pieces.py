@@ -37,11 +37,6 @@ class TensorPieces:
     replicated: bool = False
     """All ranks of the worker hold the same: one of them writes it."""
 
-    def copied(self) -> "TensorPieces":
-        """The same values in memory of their own, on the CPU: training may go on while they are written."""
-        pieces = tuple(Piece(p.offsets, p.tensor.detach().to("cpu", copy=True)) for p in self.pieces)
-        return TensorPieces(self.shape, self.dtype, pieces, self.replicated)
-
 
 def pieces_of(tensor: Tensor) -> TensorPieces:
     """All of an ordinary tensor, or this rank's shard of a DTensor."""

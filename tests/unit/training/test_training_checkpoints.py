@@ -136,6 +136,20 @@ def test_at_the_end_a_disk_that_hangs_is_waited_for_within_a_bound_and_what_is_m
     disk.released.set()
 
 
+def test_the_last_save_does_not_wait_for_a_write_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of a run would wait for the disk before its last rounds, with nothing more to save."""
+    disk = BlockingDisk(monkeypatch)
+    checkpoints = made(tmp_path, config=CheckpointConfig(asynchronous=True))
+    save(checkpoints, 10)
+    checkpoints.save(10, 1, TENSORS, {}, last=True)  # would wait for minutes
+    assert steps(tmp_path) == []
+    disk.released.set()
+    checkpoints.close()
+    assert steps(tmp_path) == [10] and checkpoints.failed == 0
+
+
 def test_the_last_save_waits_longer_than_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = BlockingDisk(monkeypatch)
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.0)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from diloco.atomic_files import FileDigest, digest_file, replace_file
 from diloco.errors import CheckpointError
 from diloco.outer.tensor_pieces import Piece, TensorPieces, pieces_of
+from diloco.training.checkpoints.snapshot import take_snapshot
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors, write_tensors
 
 TENSORS = {
@@ -158,8 +159,9 @@ def test_dtensors_of_so_many_ranks_are_loaded_by_another_number_of_ranks(
 
 def test_a_copy_to_write_from_does_not_follow_the_training(tmp_path: Path) -> None:
     tensor = torch.ones(3)
-    staged = {"t": pieces_of(tensor).copied()}
+    staged, wait = take_snapshot({"t": pieces_of(tensor)})
     tensor.zero_()
+    wait()
     write(tmp_path / "rank-0.safetensors", staged)
     assert load_file(tmp_path / "rank-0.safetensors")["t"].tolist() == [1, 1, 1]
 

@@ -187,6 +187,7 @@ class SwarmRound(PendingRound):
             members=members,
             resync=outcome.resync,
             roster=outcome.roster,
+            products=outcome.products,
         )
 
 

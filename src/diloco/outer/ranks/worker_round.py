@@ -50,14 +50,14 @@ class WorkerRound:
             self._error = self._error or error
         self._ranks.agree(self._error)
         self._agree_on(failures, results)
-        sent, received = self._ranks.sums(
-            sum(result.bytes_sent for result in results), sum(result.bytes_received for result in results)
-        )
+        here = [[float(result.bytes_sent), float(result.bytes_received), *result.products] for result in results]
+        sent, received, *products = self._ranks.sums(*(sum(column) for column in zip(*here, strict=True)))
         whole = replace(
             results[0],
             bytes_sent=int(sent),
             bytes_received=int(received),
             seconds=max(result.seconds for result in results),
+            products=tuple(products),
         )
         return Outcome(whole, [result.mean for result in results])
 

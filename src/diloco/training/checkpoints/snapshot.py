@@ -34,8 +34,9 @@ def _copy_all(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     if not on_gpu:
         return [tensor.to("cpu", copy=True) for tensor in tensors], lambda: None
+    room = _has_room(on_gpu)
     try:
-        copies = [_copy(tensor, within_gpu=_has_room(on_gpu)) for tensor in tensors]
+        copies = [_copy(tensor, within_gpu=room) for tensor in tensors]
     except torch.OutOfMemoryError:
         logger.info("no room on the GPU for a copy of the state: it is copied to the CPU")
         copies = [_copy(tensor, within_gpu=False) for tensor in tensors]

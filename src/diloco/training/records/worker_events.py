@@ -1,5 +1,6 @@
 """The fields of the events of one worker's start, rounds and end."""
 
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,14 +27,15 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
 
 def round_fields(event: RoundEvent) -> dict[str, Any]:
     """Of `round`."""
-    result = event.result
+    result, cosines = event.result, event.cosines()
     return {
         "sequence": event.key.sequence,
         "fragment": event.key.fragment,
         "step": event.inner_step,
         "norm": event.norm,
         "mean_norm": event.mean_norm,
-        "similarity": event.similarity,
+        "similarity": fmean(cosine for _, _, cosine in cosines) if cosines else None,
+        "cosines": cosines,
         "waited_seconds": event.waited_seconds,
         "failure": event.failure,
         "seconds": None if result is None else result.seconds,

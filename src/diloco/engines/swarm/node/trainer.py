@@ -60,6 +60,8 @@ class RoundOutcome(Struct, frozen=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
+    products: tuple[float, ...] = ()
+    """As RoundResult.products."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):

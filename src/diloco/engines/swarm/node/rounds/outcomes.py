@@ -91,6 +91,7 @@ class Outcomes:
         if not plan.has_mean or round_.complete == plan.authority:
             return
         round_.stop_transfer()
+        round_.products = ()
         data = await self.fetch_mean(round_.sequence, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")

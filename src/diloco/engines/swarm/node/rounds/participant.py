@@ -132,6 +132,7 @@ class Participant:
         self._check_plan(round_, sender, plan)
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
+        round_.products = ()
         if plan.has_mean:
             settings = self.settings
             round_.transfer = Transfer(
@@ -194,6 +195,7 @@ class Participant:
         try:
             if round_.transfer is not None:
                 await round_.transfer.run()
+                round_.products = round_.transfer.products
             round_.complete = plan.authority
             message = Complete(round_.sequence, plan.authority)
         except TransferFailed as problem:

@@ -26,6 +26,8 @@ class Round:
     plan: Plan | None = None
     complete: Authority | None = None
     """The authority of the plan whose whole mean is in the posted memory."""
+    products: tuple[float, ...] = ()
+    """The inner products of the contributions to that mean, where this worker took part in its transfer."""
     transfer: Transfer | None = None
     task: "asyncio.Task[None] | None" = None
     bytes_sent: int = 0
@@ -72,6 +74,7 @@ class Round:
                 total_weight=decision.total_weight,
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,
+                products=self.products,
             )
         )
 

@@ -13,7 +13,8 @@ bounded, and a reducer that must wait for others sends an empty frame every seco
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -23,12 +24,13 @@ from torch import Tensor
 from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
 from diloco.core.fragments import span_elements
+from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.trainer import PostedRound
-from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
+from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_frame_into, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def _reducers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "diloco-reduce")
 
 
-_Chunks = asyncio.Queue[tuple[range, "asyncio.Future[tuple[Tensor, list[float]]]"] | None]
+_Chunks = asyncio.Queue[tuple[range, "asyncio.Future[tuple[Tensor, list[float], list[float]]]"] | None]
 
 
 class TransferFailed(Exception):
@@ -76,6 +78,8 @@ class Transfer:
             self._parts[transport.peer] = self._contribution(self._mine)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._squares = dict.fromkeys(self._parts, 0.0)
+        self._own_products = [0.0] * num_products(len(plan.contributors))
+        self._products = list(self._own_products)
         self._reduced = 0
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -147,7 +151,15 @@ class Transfer:
                 part = range(rows.start + checked, rows.start + received // width)
                 norms.append(loop.run_in_executor(self._reducers, self._squared_norm, part))
                 checked = received // width
+        if rows:
+            data = await read_frame(stream, 8 * len(self._products), self._stall)
+            self._products = _add(self._products, _unpack(data, len(self._products)))
         return sum(await asyncio.gather(*norms))
+
+    @property
+    def products(self) -> tuple[float, ...]:
+        """The inner products of the contributions, once `run` has returned; the reducers may lie about them."""
+        return tuple(_add(self._products, self._own_products))
 
     # As a reducer
 
@@ -182,6 +194,8 @@ class Transfer:
             last = min(self._reduced, sent + self._chunk_rows)
             await write_frame(stream, mean[sent * width : last * width], self._stall)
             sent = last
+        if len(self._mine):
+            await write_frame(stream, struct.pack(f"<{len(self._own_products)}d", *self._own_products), self._stall)
 
     async def _reduce(self) -> None:
         """Chunk by chunk, several at a time; they count as reduced in order."""
@@ -208,9 +222,10 @@ class Transfer:
         into, width = self._mean(self._mine), self._mean_width
         while (chunk := await chunks.get()) is not None:
             rows, reduced = chunk
-            mean, squares = await reduced
+            mean, squares, products = await reduced
             self._check(squares)
-            into[rows.start * width : rows.stop * width] = memoryview(mean.numpy()).cast("B")
+            self._own_products = _add(self._own_products, products)
+            into[rows.start * width : rows.stop * width] = mean.view(-1).numpy().data
             self._reduced = rows.stop
             self._notify()
 
@@ -236,8 +251,8 @@ class Transfer:
     # Arithmetic, in the reducing threads
 
     @torch.no_grad()
-    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float]]:
-        """The encoded mean of these rows of this worker's range, and the squared norm of each contribution to them."""
+    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], list[float]]:
+        """The mean of these rows of this worker's range, the squared norm of each contribution, and their products."""
         squares = [0.0] * len(self.plan.contributors)
 
         def add_square(index: int, values: Tensor) -> None:
@@ -247,8 +262,9 @@ class Transfer:
         parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
-        reduce_parts(self._codec, parts, weights, self.posted.part_elements, mean, add_square)
-        return mean, squares
+        part, first = self.posted.part_elements, self._mine.start + rows.start
+        products = reduce_parts(self._codec, parts, weights, part, mean, on_decoded=add_square, first_part=first)
+        return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:
         """The norm of the parts received so far is at most the norm that the header claims for all of them."""
@@ -265,7 +281,7 @@ class Transfer:
         """Of these rows of the mean."""
         data, part = _rows(self._mean(rows), len(rows)), self.posted.part_elements
         batch, total = max(1, span_elements(data.device) // part), 0.0
-        for some in data.split(batch):
+        for some in torch.split(data, batch):
             values = scratch("decoded", (len(some), part), data.device)
             self._means.decode(some, values)
             total += float(torch.linalg.vector_norm(values)) ** 2
@@ -295,6 +311,16 @@ class Transfer:
             self._close_stream(stream)
         if not self._trouble.done():
             self._trouble.cancel()
+
+
+def _unpack(data: bytes, count: int) -> Sequence[float]:
+    if len(data) != 8 * count:
+        raise Malformed(f"inner products of {len(data)} bytes instead of {8 * count}")
+    return struct.unpack(f"<{count}d", data)
+
+
+def _add(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(some, others, strict=True)]
 
 
 def _rows(memory: memoryview, count: int) -> Tensor:
