@@ -107,7 +107,7 @@ class CheckpointConfig:
     keep: int = option(2, unused_with=("checkpoint.interval", 0))
     """So many of the newest stay; more, while not all workers are known to have them."""
     asynchronous: bool = option(True, unused_with=("checkpoint.interval", 0))
-    """Write beside training, from a copy in CPU memory; false: training waits, and needs no copy."""
+    """Write beside training, from a copy; false: training waits, and needs no copy."""
 
     def __post_init__(self) -> None:
         if self.interval is not None:
