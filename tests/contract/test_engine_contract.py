@@ -120,6 +120,11 @@ def traffic(engine: Engine) -> tuple[int, int]:
     return result.bytes_sent, result.bytes_received
 
 
+def sparse_traffic(engine: Engine) -> tuple[int, int]:
+    result = average(engine, name="topk")
+    return result.bytes_sent, result.bytes_received
+
+
 def other_layout(engine: Engine) -> str:
     layout = "odd" if engine.worker == 1 else "same"
     return message(lambda: average(engine, layout=layout), EngineError)
@@ -147,6 +152,7 @@ SCENARIOS: dict[str, Scenario] = {
         members,
         alike,
         traffic,
+        sparse_traffic,
         other_layout,
         other_round,
     )
@@ -192,7 +198,7 @@ class Told:
 
 CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(4, "int8", fragments=2, overlap_steps=1), 14, {}),  # they join, and start from worker 0's parameters
-    (SyncConfig(3, "fp32"), 8, {"seed": 0}),  # they hold a state already
+    (SyncConfig(3, "topk"), 8, {"seed": 0}),  # they hold a state already
 ]
 
 
@@ -261,7 +267,7 @@ def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "fp32"])
+@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "topk"])
 def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())
@@ -376,6 +382,19 @@ def test_both_engines_report_the_same_bytes(workers: int) -> None:
     assert local == answers("torch_distributed", workers, "traffic")
     total = EncodedVector(codec("int8"), PartLayout(NUMEL)).num_bytes + HEADER_BYTES * workers / 2
     assert sum(sent for sent, _ in local) == sum(got for _, got in local) == 2 * (workers - 1) * total
+
+
+@pytest.mark.slow
+@over_workers
+def test_contributions_and_means_of_different_sizes_are_counted_as_they_are(workers: int) -> None:
+    local = answers("local", workers, "sparse_traffic")
+    assert local == answers("torch_distributed", workers, "sparse_traffic")
+    vector = EncodedVector(codec("topk"), PartLayout(NUMEL))
+    total = (workers - 1) * (vector.num_bytes + vector.mean.num_bytes)
+    headers = workers * (workers - 1) * HEADER_BYTES
+    assert sum(sent for sent, _ in local) == sum(got for _, got in local) == total + headers
+    swarm_sent = sum(sent for sent, _ in answers("swarm", workers, "sparse_traffic"))
+    assert total <= swarm_sent <= 1.05 * total + 200 * workers**2
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ RESUMED = {
     "H 1": (SyncConfig(1, "fp32"), Nesterov()),
     "in flight": (SyncConfig(4, "fp16", overlap_steps=2), Nesterov()),
     "in flight, int8": (SyncConfig(5, "int8", fragments=2, overlap_steps=4, mixing=0.5), Adam()),
+    "error feedback": (SyncConfig(3, "topk"), Nesterov()),
+    "error feedback, in flight": (SyncConfig(5, "2bit", fragments=2, overlap_steps=4, mixing=0.5), Nesterov()),
 }
 
 

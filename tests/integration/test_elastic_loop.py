@@ -58,7 +58,7 @@ def test_a_calm_elastic_run_is_the_local_engines_bit_for_bit(sync: SyncConfig) -
 def test_an_elastic_worker_that_is_alone_at_the_moment_sends_what_a_joiner_could_average_with() -> None:
     """A fixed world of one keeps no encoded vector for a lossless codec."""
     world = ElasticWorld(1, PLAIN)
-    assert world.workers[0].loop.state.lanes[0].vectors[0].num_bytes > 0
+    assert world.workers[0].loop.state.lanes[0].sending[0].vector.num_bytes > 0
     world.step(times=6)
     assert world.workers[0].loop.rounds == 1
 

@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, object]] = {
     "int8": {"sync": replace(PLAIN, codec="int8")},
     "streamed fp16": {"sync": STREAMED},
     "streamed int8": {"sync": replace(STREAMED, codec="int8")},
+    "topk": {"sync": replace(PLAIN, codec="topk")},
+    "streamed 2bit, pruned": {"sync": replace(STREAMED, codec="2bit", prune=0.25)},
     "fp16 autocast, a loss scale": {"sync": PLAIN, "compute": ComputeConfig(precision="fp16")},
     "warm start": {"sync": replace(PLAIN, warm_start=H + 3)},
     "data-parallel": {"sync": replace(PLAIN, codec="fp32"), "mode": "data-parallel"},

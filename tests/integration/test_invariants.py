@@ -22,6 +22,7 @@ VARIANTS = {
     "fragments": SyncConfig(num_inner_steps=4, codec="bf16", fragments=2),
     "overlap": SyncConfig(num_inner_steps=4, overlap_steps=3),
     "streaming": SyncConfig(num_inner_steps=5, codec="int8", fragments=4, overlap_steps=2, mixing=0.5),
+    "sparse": SyncConfig(num_inner_steps=3, codec="topk", fragments=2, overlap_steps=1),
 }
 over_variants = pytest.mark.parametrize("sync", VARIANTS.values(), ids=VARIANTS.keys())
 over_workers = pytest.mark.parametrize("workers", [1, 2, 3])

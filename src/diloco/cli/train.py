@@ -32,7 +32,7 @@ and average from time to time.
                         or one number for each worker: 1,2
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
-  --codec C             how outer gradients travel: fp32, fp16, bf16, int8
+  --codec C             fp32, fp16 (default), bf16, int8, int4, e3m0, 2bit, topk
   --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
   --engine E            torch_distributed (default); swarm: others can join

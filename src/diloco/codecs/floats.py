@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import scratch
-from diloco.core.gpu import has_triton
+from diloco.core.gpu import takes_kernels
 
 _FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
 _FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
@@ -67,7 +67,7 @@ class Float16(Codec):
         return 2 * elements + 4
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        if _on_gpu(values, out):
+        if values.is_cuda and takes_kernels(values, out):
             from diloco.codecs.kernels import encode_scaled_fp16
 
             encode_scaled_fp16(values, out, _FP16_TOP)
@@ -82,7 +82,7 @@ class Float16(Codec):
         out[:, -4:].view(torch.float32).copy_(torch.ldexp(torch.ones_like(largest), -exponent))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        if _on_gpu(data, out):
+        if data.is_cuda and takes_kernels(data, out):
             from diloco.codecs.kernels import decode_scaled_fp16
 
             decode_scaled_fp16(data, out)
@@ -91,7 +91,3 @@ class Float16(Codec):
 
     def error_bound(self, values: Tensor) -> Tensor:
         return values.abs() * 2.0**-11 + values.abs().amax(dim=1, keepdim=True) * 2.0**-39 + 4 * _FP32_TINY
-
-
-def _on_gpu(*tensors: Tensor) -> bool:
-    return all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors) and has_triton()

@@ -1,40 +1,58 @@
-"""The fp16 codec on a GPU (Triton): a part is read once from memory to encode it, written once to decode it.
+"""fp16, int8, int4 and e3m0 on a GPU (Triton): a part is read once from memory to encode it, written once to decode it.
 
-The bytes are those of floats.Float16's tensor operations. Imported only where there is a GPU, since Triton may be
-absent elsewhere.
+The bytes are those of the tensor operations in floats.py, integers.py and e3m0.py: divisions are exactly rounded, and
+no multiplication is fused with an addition. Imported only where there is a GPU, since Triton may be absent elsewhere.
 """
 
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from diloco.codecs.blocks import INT4_BLOCK, INT4_LARGEST_SCALE, INT8_BLOCK, INT8_LARGEST_SCALE, SMALLEST_SCALE
+
 _BLOCK = 4096
+_FP16_BLOCK, _FP16_WARPS = 8192, 32
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _encode_kernel(values, out, elements, row_bytes, top, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    source = values + row * elements
+def _round_to_even(x):
+    """For |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+# fp16: one scale for a part, so a part is read twice, the second time from the GPU's cache
+
+
+@triton.jit
+def _encode_fp16(values, out, rows, elements, row_bytes, top, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, elements, BLOCK):
-        largest = tl.maximum(largest, tl.abs(tl.load(source + start + at, start + at < elements, 0.0)))
-    most = tl.max(largest)
-    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most < 2^exponent
-    exponent = tl.where(most == 0.0, 0, exponent)
-    shift = tl.minimum(tl.maximum(15 - exponent, -126), 126)
-    scale = ((shift + 127) << 23).to(tl.float32, bitcast=True)
-    target = (out + row * row_bytes).to(tl.pointer_type(tl.float16))
-    for start in range(0, elements, BLOCK):  # from the cache, mostly
-        scaled = tl.load(source + start + at, start + at < elements, 0.0) * scale
-        limited = tl.minimum(tl.maximum(scaled, -top), top)
-        tl.store(target + start + at, limited.to(tl.float16), start + at < elements)
-    back = (out + row * row_bytes + 2 * elements).to(tl.pointer_type(tl.float32))
-    tl.store(back, ((127 - shift) << 23).to(tl.float32, bitcast=True))
+    for number in range(tl.program_id(0), rows, tl.num_programs(0)):  # few rows at a time: they stay in the cache
+        row = tl.cast(number, tl.int64)
+        source = values + row * elements
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, elements, BLOCK):
+            largest = tl.maximum(largest, tl.abs(tl.load(source + start + at, start + at < elements, 0.0)))
+        most = tl.max(largest)
+        exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most < 2^exponent
+        exponent = tl.where(most == 0.0, 0, exponent)
+        shift = tl.minimum(tl.maximum(15 - exponent, -126), 126)
+        scale = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+        target = (out + row * row_bytes).to(tl.pointer_type(tl.float16))
+        for start in range(0, elements, BLOCK):
+            scaled = tl.load(source + start + at, start + at < elements, 0.0) * scale
+            limited = tl.minimum(tl.maximum(scaled, -top), top)
+            tl.store(target + start + at, limited.to(tl.float16), start + at < elements)
+        back = (out + row * row_bytes + 2 * elements).to(tl.pointer_type(tl.float32))
+        tl.store(back, ((127 - shift) << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def _decode_kernel(data, out, elements, row_bytes, BLOCK: tl.constexpr):
+def _decode_fp16(data, out, elements, row_bytes, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = data + row * row_bytes
@@ -43,12 +61,185 @@ def _decode_kernel(data, out, elements, row_bytes, BLOCK: tl.constexpr):
     tl.store(out + row * elements + at, x * scale, at < elements)
 
 
+@cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def encode_scaled_fp16(values: Tensor, out: Tensor, top: float) -> None:
     """values [rows, elements] fp32 to out [rows, 2 · elements + 4] uint8, both contiguous."""
     rows, elements = values.shape
-    _encode_kernel[(rows,)](values, out, elements, out.shape[1], top, BLOCK=_BLOCK, num_warps=8)
+    grid = (min(rows, _processors(values.device.index)),)
+    _encode_fp16[grid](
+        values, out, rows, elements, out.shape[1], top, BLOCK=_FP16_BLOCK, num_warps=_FP16_WARPS, **_EXACT
+    )
 
 
 def decode_scaled_fp16(data: Tensor, out: Tensor) -> None:
     rows, elements = out.shape
-    _decode_kernel[(rows, triton.cdiv(elements, _BLOCK))](data, out, elements, data.shape[1], BLOCK=_BLOCK)
+    _decode_fp16[(rows, triton.cdiv(elements, _BLOCK))](data, out, elements, data.shape[1], BLOCK=_BLOCK, **_EXACT)
+
+
+# int8: a program has several blocks, each with its own scale
+
+
+@triton.jit
+def _encode_int8(values, out, elements, row_bytes, top_scale, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    here = at < elements
+    x = tl.load(values + row * elements + at, here, 0.0)
+    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), top_scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    code = _round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, divisor[:, None]), -127.0), 127.0))
+    base = out + row * row_bytes
+    tl.store(base.to(tl.pointer_type(tl.int8)) + at, code.to(tl.int8), here)
+    scales = (base + elements).to(tl.pointer_type(tl.float32))
+    tl.store(scales + block, scale, block * SIZE < elements)
+
+
+@triton.jit
+def _decode_int8(data, out, elements, row_bytes, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    here = at < elements
+    base = data + row * row_bytes
+    scale = tl.load((base + elements).to(tl.pointer_type(tl.float32)) + block, block * SIZE < elements, 0.0)
+    code = tl.load(base.to(tl.pointer_type(tl.int8)) + at, here, 0)
+    tl.store(out + row * elements + at, code.to(tl.float32) * scale[:, None], here)
+
+
+def encode_int8(values: Tensor, out: Tensor) -> None:
+    rows, elements = values.shape
+    _encode_int8[_grid(rows, elements)](
+        values, out, elements, out.shape[1], INT8_LARGEST_SCALE, BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **_EXACT
+    )
+
+
+def decode_int8(data: Tensor, out: Tensor) -> None:
+    rows, elements = out.shape
+    _decode_int8[_grid(rows, elements)](
+        data, out, elements, data.shape[1], BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **_EXACT
+    )
+
+
+def _grid(rows: int, elements: int) -> tuple[int, int]:
+    return rows, triton.cdiv(elements, _BLOCK)
+
+
+# int4 and e3m0: a byte has two codes, of elements that are half a part apart
+
+
+@triton.jit
+def _int4_code(x, least_scale, top_scale):
+    """Codes and scales of blocks [blocks, size]."""
+    scale = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.0), least_scale), top_scale)
+    code = _round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, scale[:, None]), -7.0), 7.0))
+    return code.to(tl.int32), scale
+
+
+@triton.jit
+def _e3m0_code(x, least_scale):
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), least_scale)
+    bits = tl.div_rn(x, scale[:, None]).to(tl.int32, bitcast=True)
+    rounded = (bits + 4194304) >> 23
+    code = tl.maximum((rounded & 255) - 120, 0) | ((rounded >> 8) & 8)
+    return code, scale
+
+
+@triton.jit
+def _encode_4_bits(
+    values,
+    out,
+    elements,
+    row_bytes,
+    least_scale,
+    top_scale,
+    E3M0: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    half = elements // 2
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    here = at < half
+    source = values + row * elements + at
+    low, high = tl.load(source, here, 0.0), tl.load(source + half, here, 0.0)
+    if E3M0:
+        low_code, low_scale = _e3m0_code(low, least_scale)
+        high_code, high_scale = _e3m0_code(high, least_scale)
+    else:
+        low_code, low_scale = _int4_code(low, least_scale, top_scale)
+        high_code, high_scale = _int4_code(high, least_scale, top_scale)
+        low_code += 8
+    base = out + row * row_bytes
+    tl.store(base + at, (low_code | (high_code << 4)).to(tl.uint8), here)
+    scales = (base + half).to(tl.pointer_type(tl.float32)) + block
+    tl.store(scales, low_scale, block * SIZE < half)
+    tl.store(scales + half // SIZE, high_scale, block * SIZE < half)
+
+
+@triton.jit
+def _int4_value(code, scale):
+    return code.to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _e3m0_value(code, scale):
+    power = (((code & 7) << 23) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return (power * 1329227995784915872903807060280344576.0) * scale[:, None]  # 2^120, as in e3m0.py
+
+
+@triton.jit
+def _decode_4_bits(data, out, elements, row_bytes, E3M0: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    half = elements // 2
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    here = at < half
+    base = data + row * row_bytes
+    packed = tl.load(base + at, here, 0).to(tl.int32)
+    scales = (base + half).to(tl.pointer_type(tl.float32)) + block
+    low_scale = tl.load(scales, block * SIZE < half, 0.0)
+    high_scale = tl.load(scales + half // SIZE, block * SIZE < half, 0.0)
+    target = out + row * elements + at
+    if E3M0:
+        tl.store(target, _e3m0_value(packed & 15, low_scale), here)
+        tl.store(target + half, _e3m0_value(packed >> 4, high_scale), here)
+    else:
+        tl.store(target, _int4_value((packed & 15) - 8, low_scale), here)
+        tl.store(target + half, _int4_value((packed << 24) >> 28, high_scale), here)
+
+
+def _encode_halves(values: Tensor, out: Tensor, *, e3m0: bool) -> None:
+    rows, elements = values.shape
+    _encode_4_bits[_grid(rows, elements // 2)](
+        values, out, elements, out.shape[1], SMALLEST_SCALE, INT4_LARGEST_SCALE,
+        E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **_EXACT,
+    )  # fmt: skip
+
+
+def _decode_halves(data: Tensor, out: Tensor, *, e3m0: bool) -> None:
+    rows, elements = out.shape
+    _decode_4_bits[_grid(rows, elements // 2)](
+        data, out, elements, data.shape[1], E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **_EXACT
+    )
+
+
+def encode_int4(values: Tensor, out: Tensor) -> None:
+    _encode_halves(values, out, e3m0=False)
+
+
+def decode_int4(data: Tensor, out: Tensor) -> None:
+    _decode_halves(data, out, e3m0=False)
+
+
+def encode_e3m0(values: Tensor, out: Tensor) -> None:
+    _encode_halves(values, out, e3m0=True)
+
+
+def decode_e3m0(data: Tensor, out: Tensor) -> None:
+    _decode_halves(data, out, e3m0=True)

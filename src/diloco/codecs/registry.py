@@ -5,8 +5,11 @@ docs/configuration.md.
 """
 
 from diloco.codecs.base import Codec
+from diloco.codecs.e3m0 import E3M0
 from diloco.codecs.floats import BFloat16, Float16, Float32
-from diloco.codecs.integers import Int8
+from diloco.codecs.integers import Int4, Int8
+from diloco.codecs.top_k import TopK
+from diloco.codecs.two_bits import TwoBits
 from diloco.errors import ConfigError
 
 CODECS: dict[str, type[Codec]] = {
@@ -14,6 +17,10 @@ CODECS: dict[str, type[Codec]] = {
     "fp16": Float16,
     "bf16": BFloat16,
     "int8": Int8,
+    "int4": Int4,
+    "e3m0": E3M0,
+    "2bit": TwoBits,
+    "topk": TopK,
 }
 
 

@@ -9,6 +9,8 @@ from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
 _DATA_PARALLEL = ("mode", "data-parallel")
+COARSE_CODECS = ("2bit", "topk")
+"""They leave out so much of a vector that they are made for error feedback."""
 OUTER_NUMBERS: dict[str, dict[str, float]] = {
     "nesterov": {"lr": 0.7, "momentum": 0.9},
     "sgd": {"lr": 1.0},
@@ -66,7 +68,7 @@ class SyncConfig:
 
     num_inner_steps: int = option(500, unused_with=_DATA_PARALLEL)
     """H: inner steps between two rounds of a fragment."""
-    codec: Literal["fp32", "fp16", "bf16", "int8"] = "fp16"
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "e3m0", "2bit", "topk"] = "fp16"
     """How outer gradients are encoded on the wire."""
     fragments: int = option(1, unused_with=_DATA_PARALLEL)
     """Number of fragments of the model's blocks, averaged in turn; the other parameters are one more fragment."""
@@ -74,6 +76,12 @@ class SyncConfig:
     """Inner steps between posting and merging a round, while training continues."""
     mixing: float = option(0.0, unused_with=_DATA_PARALLEL)
     """Keep this share of the worker's own parameters at a merge (0: replace them; with overlap try 0.5)."""
+    error_feedback: bool | None = option(None, unused_with=_DATA_PARALLEL)
+    """Send what the codec left out of one round with the next ones (by default with 2bit and topk)."""
+    error_decay: float | None = option(None, unused_with=_DATA_PARALLEL)
+    """The share of that error which is kept from round to round (0.95)."""
+    prune: float | None = option(None, unused_with=_DATA_PARALLEL)
+    """Set this share of each neuron's outer gradient, its smallest values, to zero before it is encoded."""
     offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 5.0
@@ -110,9 +118,32 @@ class SyncConfig:
             )
         if not 0 <= self.mixing < 1:
             raise ConfigError(f"sync.mixing = {self.mixing} must be at least 0 and below 1")
+        self._check_codec()
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
             raise ConfigError(f"sync.max_norm_ratio = {self.max_norm_ratio} must be above 1")
         if not 0 < self.timeout_seconds <= _LONGEST_SECONDS:
             raise ConfigError(
                 f"sync.timeout_seconds = {self.timeout_seconds} must be above 0 and at most {_LONGEST_SECONDS:g}, a day"
             )
+
+    def _check_codec(self) -> None:
+        if self.error_feedback and self.codec == "fp32":
+            raise ConfigError(
+                "sync.error_feedback = true has no effect with codec fp32, which has no error: leave it out"
+            )
+        if self.error_decay is not None:
+            if self.feedback_decay is None:
+                raise ConfigError(
+                    f"sync.error_decay = {self.error_decay} has no effect with codec {self.codec} unless "
+                    "sync.error_feedback = true: add that, or leave it out"
+                )
+            if not 0 < self.error_decay <= 1:
+                raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
+        if self.prune is not None and not 0 < self.prune < 1:
+            raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
+
+    @property
+    def feedback_decay(self) -> float | None:
+        """β of the error feedback; None: without it."""
+        wanted = self.codec in COARSE_CODECS if self.error_feedback is None else self.error_feedback
+        return (0.95 if self.error_decay is None else self.error_decay) if wanted else None

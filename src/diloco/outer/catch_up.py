@@ -63,9 +63,7 @@ class CatchUp:
     def leave(self, indices: Collection[int]) -> None:
         """The parameters of these fragments become the anchor; nothing in them is this worker's work."""
         for index in indices:
-            for _, fragment in self._state.fragments_of(index):
-                fragment.adopt_anchor()
-            self._state.merged_at[index] = self._state.steps_taken
+            self._state.drop_work(index)
 
     def _absences(self, sequence: int, following: Collection[int]) -> dict[int, float]:
         """Per fragment: 1 − own steps / schedule steps since the last merged round, up to before that round.
@@ -97,7 +95,7 @@ class CatchUp:
     def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
         """The others' outer step in a round that this worker was not in; its parameters stay as they are."""
         for lane, mean in zip(self._replica.lanes, encoded, strict=True):
-            into = lane.vectors[index].mean
+            into = lane.sending[index].vector.mean
             into.data.copy_(mean.view(into.data.shape))
             lane.merge(index, into, mixing=1.0)
         self._state.merged_rounds[index] += 1
@@ -136,8 +134,9 @@ def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
         if state.numbers.get(name, -1) < 0:
             return f"its number '{name}' is missing or below 0"
     for key, mean in state.means:
-        if not 0 <= key.fragment < len(lane.vectors) or mean.numel() != lane.vectors[key.fragment].mean.num_bytes:
+        known = 0 <= key.fragment < len(lane.sending)
+        if not known or mean.numel() != lane.sending[key.fragment].vector.mean.num_bytes:
             return f"the mean of round {key.sequence} (fragment {key.fragment}) has another size"
-        if not lane.vectors[key.fragment].mean.is_finite(mean):
+        if not lane.sending[key.fragment].vector.mean.is_finite(mean):
             return f"the mean of round {key.sequence} (fragment {key.fragment}) is not finite"
     return None

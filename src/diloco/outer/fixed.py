@@ -108,9 +108,7 @@ class FixedMembership(Policy):
         if states is not None:
             self.state.take_over_fragment(index, states)
             if index in self._diverged:
-                for _, fragment in self.state.fragments_of(index):
-                    fragment.adopt_anchor()
-                self.state.merged_at[index] = self.state.steps_taken
+                self.state.drop_work(index)
                 self._diverged.remove(index)
             self.replica.changed()
             worker = self.loop.engine.worker

@@ -37,7 +37,7 @@ from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Group, Replica
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, settle
+from diloco.outer.rounds import Outcome, Posted, RoundEvent, settle, settled_result
 from diloco.outer.saving import restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
@@ -100,7 +100,7 @@ class OuterLoop:
         groups = [Group(tuple(names), outer, ratio) for names in assign(list(tensors.averaged), sync)]
         offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
         if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None))
+            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
             offsets = (*offsets, offsets[-1])
         self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start)
         common = (self.schedule, outer, common_values(sync), identity)
@@ -175,7 +175,7 @@ class OuterLoop:
         self.report = replace(self.report, stopping=stopping)
         taken = self.state.steps_taken
         weight = self.weight * (taken - self.state.merged_at[index])
-        vectors = [lane.vectors[index] for lane in self.replica.lanes]
+        vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         self._start(index, vectors, weight, norm, self.replica.digests[index], taken)
         if self.on_post is not None:
             self.on_post(self.in_flight[-1].key)
@@ -218,6 +218,7 @@ class OuterLoop:
             failure, waited = error.reason, time.monotonic() - started
             self.rounds_failed += 1
             self.policy.failed(posted, error)
+            self.state.end_feedback(posted.key.fragment, taken=False)
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
             result, waited = outcome.result, time.monotonic() - started
@@ -230,6 +231,7 @@ class OuterLoop:
         """Merge a round's mean, if it has one; its norm."""
         result, key = outcome.result, posted.key
         self.policy.heard(posted, result)
+        self.state.end_feedback(key.fragment, taken=self.engine.worker in result.contributors)
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
@@ -279,9 +281,11 @@ class OuterLoop:
         """Everything but the model and the inner optimizer; call `settle` first."""
         self.refuse_while_evaluating()
         means, in_flight = saved_rounds(self.in_flight, self.state)
+        ended = [(posted.key.fragment, settled_result(posted)) for posted in self.in_flight]
+        taken = [i for i, one in ended if isinstance(one, RoundResult) and self.engine.worker in one.contributors]
         counters = {name: getattr(self, name) for name in _COUNTERS}
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
-        return self.state.saved_tensors() | means, numbers
+        return self.state.saved_tensors(taken) | means, numbers
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
         """The memory to load a saved state into, and what to call then."""

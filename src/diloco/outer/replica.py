@@ -4,13 +4,14 @@ A `Lane` is what one engine averages. A worker of one rank has a single lane wit
 this file. Workers of several ranks have several lanes, and agree on what a round did: ranks/replica.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
@@ -18,6 +19,7 @@ from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, l
 from diloco.core.lanes import Piece
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.core.pruning import pruned_gradient
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
 from diloco.errors import ConfigError
@@ -27,6 +29,7 @@ from diloco.outer.rounds import Outcome, PendingOutcome
 from diloco.outer.tensor_pieces import Piece as TensorPiece
 from diloco.outer.tensor_pieces import TensorPieces
 
+_FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
 
 
@@ -38,11 +41,35 @@ class Group:
     outer: OuterOptimizer
     max_norm_ratio: float | None
     """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
+    buffers: bool = False
+    """Counted buffers, which are few: they travel whole, with 16 bits at least."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How one fragment's outer gradients are sent."""
+
+    vector: EncodedVector
+    feedback: ErrorFeedback | None = None
+    prune: float | None = None
+
+    @classmethod
+    def of(cls, fragment: Fragment | None, group: Group, sync: SyncConfig, *, alone: bool) -> "Sending":
+        """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
+        how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
+        prune = None if group.buffers else sync.prune
+        if fragment is None or (how.lossless and alone and not sync.overlap_steps and prune is None):
+            return cls(EncodedVector(how, PartLayout(0)))
+        device = torch.device("cpu") if sync.offload else fragment.device
+        vector = EncodedVector(how, fragment.layout, device, pinned=sync.offload)
+        if group.buffers or sync.feedback_decay is None:
+            return cls(vector, None, prune)
+        return cls(vector, ErrorFeedback(fragment.numel, sync.feedback_decay, device), prune)
 
 
 @dataclass(eq=False)
 class Lane:
-    """`fragments`, `pieces`, `vectors` and `digests` are in the order of the groups."""
+    """`fragments`, `pieces`, `sending` and `digests` are in the order of the groups."""
 
     number: int
     """In the order of all lanes of the run, of which this rank may have some only."""
@@ -50,7 +77,7 @@ class Lane:
     fragments: list[Fragment | None]
     """None where the lane holds nothing of a group: it takes part in those rounds with a header alone."""
     pieces: list[list[Piece]]
-    vectors: list[EncodedVector]
+    sending: list[Sending]
     start: dict[str, Tensor]
     """What is not averaged, but the same on all workers before the first step."""
     layout_digest: str
@@ -67,16 +94,23 @@ class Lane:
                 self.digests[index] = digest(fragment.anchor)
 
     def encode(self, index: int) -> float:
-        """Put the outer gradient of a fragment into its vector; its norm."""
-        fragment, vector = self.fragments[index], self.vectors[index]
+        """Put the outer gradient of a fragment into its vector; its norm, with error feedback that of what is sent."""
+        fragment, sending = self.fragments[index], self.sending[index]
         norms = []
         if fragment is not None:
-            for span, delta in outer_gradient(fragment):
+            for span, delta in self._gradient(index, fragment):
+                if sending.feedback is not None:
+                    norms.append(sending.feedback.encode(sending.vector, span, delta))
+                    continue
                 norms.append(torch.linalg.vector_norm(delta))
-                if vector.num_bytes:
-                    vector.encode(span.first_part, delta)
+                if sending.vector.num_bytes:
+                    sending.vector.encode(span.first_part, delta)
         self._norms[index] = _total(norms)
         return self._norms[index]
+
+    def _gradient(self, index: int, fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
+        prune = self.sending[index].prune
+        return outer_gradient(fragment) if prune is None else pruned_gradient(fragment, self.pieces[index], prune)
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
@@ -161,12 +195,12 @@ class Replica:
         inside = {name for group in groups for name in group.names}
         start = {name: tensor for name, tensor in memory.items() if name not in inside}
         alone = engine.workers == 1 and not engine.elastic
-        vectors = [new_vector(fragment, sync, alone=alone) for fragment in fragments]
+        sending = [Sending.of(f, group, sync, alone=alone) for f, group in zip(fragments, groups, strict=True)]
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         layout = layout_digest([fragment for fragment in fragments if fragment], shapes, *common)
         [lane_engine] = engine.lanes([(0,) * len(engine.sizes)])
         assert lane_engine is not None
-        self.lane = Lane(0, lane_engine, fragments, grouped, vectors, start, layout)
+        self.lane = Lane(0, lane_engine, fragments, grouped, sending, start, layout)
         self.lanes = [self.lane]
         self.digests = self.lane.digests
         """Of the worker's anchors, one for each fragment."""
@@ -250,16 +284,6 @@ def cut_fragments(
         for i, fragment in zip(mine, built, strict=True):
             fragments[i] = fragment
     return fragments
-
-
-def new_vector(fragment: Fragment | None, sync: SyncConfig, *, alone: bool) -> EncodedVector:
-    """The memory in which a fragment's outer gradient travels; none for a worker alone, whose mean is its own."""
-    how = codec(sync.codec)
-    if fragment is None or (how.lossless and alone and not sync.overlap_steps):
-        return EncodedVector(how, PartLayout(0))
-    if sync.offload:
-        return EncodedVector(how, fragment.layout, pinned=True)
-    return EncodedVector(how, fragment.layout, fragment.device)
 
 
 def _total(norms: Sequence[Tensor]) -> float:

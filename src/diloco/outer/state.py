@@ -7,11 +7,12 @@ alone. Tensors are in the replica's lanes; numbers and digests are the whole wor
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError
@@ -130,19 +131,45 @@ class OuterState:
 
     def start_from_anchor(self) -> None:
         """The parameters are the anchors, and carry no work of this worker's."""
-        self.adopt_anchors()
-        self.merged_at = [self.steps_taken] * self.num_fragments
+        for index in range(self.num_fragments):
+            self.drop_work(index)
+        self._replica.changed()
+
+    def drop_work(self, index: int) -> None:
+        """θ_i ← anchor of one fragment: nothing of this worker's work is in it, or in the error that it would send."""
+        for _, fragment in self.fragments_of(index):
+            fragment.adopt_anchor()
+        for feedback in self._feedbacks(index):
+            feedback.clear()
+        self.merged_at[index] = self.steps_taken
+
+    # Error feedback
+
+    def _feedbacks(self, index: int) -> list[ErrorFeedback]:
+        """What this rank has of one fragment, by lane; none without error feedback."""
+        found = [lane.sending[index].feedback for lane in self._replica.lanes if lane.fragments[index] is not None]
+        return [feedback for feedback in found if feedback is not None]
+
+    def end_feedback(self, index: int, taken: bool) -> None:
+        """A round of this fragment is over; `taken`: this worker's contribution is in its mean."""
+        for feedback in self._feedbacks(index):
+            feedback.end_round(taken)
 
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
-    def saved_tensors(self) -> dict[str, TensorPieces]:
-        """Views of anchors and outer momentum; after writing into them call `loaded`."""
+    def saved_tensors(self, taken: Collection[int] = ()) -> dict[str, TensorPieces]:
+        """Views of anchors, outer momentum and errors; after writing into them call `loaded`.
+
+        `taken`: fragments whose round in flight will have this worker's contribution in its mean.
+        """
         saved: dict[str, TensorPieces] = {}
         for index, group in enumerate(self._replica.groups):
             mine = [fragment for _, fragment in self.fragments_of(index)]
             saved |= self.tensor_pieces(index, "outer.anchor", [fragment.anchor for fragment in mine])
             for kind in group.outer.state_names:
                 saved |= self.tensor_pieces(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
+            if errors := [feedback.error_after(index in taken) for feedback in self._feedbacks(index)]:
+                saved |= self.tensor_pieces(index, "outer.error", errors)
         return saved
 
     def tensor_pieces(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, TensorPieces]:
@@ -168,4 +195,6 @@ class OuterState:
         with self.lock:
             for lane in self._replica.lanes:
                 lane.take_digests()
+        for index in range(self.num_fragments):
+            self.end_feedback(index, taken=False)
         self.set_position(numbers)

@@ -55,7 +55,7 @@ def test_a_worker_alone_that_sends_nothing_reports_the_norm_of_its_outer_gradien
         optimizer.zero_grad()
     assert len(events) == 2
     assert all(event.mean_norm == pytest.approx(event.norm, rel=1e-3) and event.norm > 0 for event in events)
-    assert optimizer.loop.state.lanes[0].vectors[0].num_bytes == (0 if codec == "fp32" else 2 * 2 * 1024 + 8)
+    assert optimizer.loop.state.lanes[0].sending[0].vector.num_bytes == (0 if codec == "fp32" else 2 * 2 * 1024 + 8)
 
 
 def test_offloading_from_a_cpu_is_refused() -> None:

@@ -21,7 +21,7 @@ from diloco.errors import EngineError
 from diloco.outer.local_tensors import local_tensors, share, take_first
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.ranks.worker_round import WorkerRound
-from diloco.outer.replica import NO_DIGEST, Group, Lane, cut_fragments, new_vector, refuse_new_parameters
+from diloco.outer.replica import NO_DIGEST, Group, Lane, Sending, cut_fragments, refuse_new_parameters
 from diloco.outer.rounds import PendingOutcome
 
 
@@ -56,12 +56,14 @@ class RankedReplica:
         grouped = [[piece for name in group.names for piece in pieces.pop(name)] for group in self.groups]
         views = [[(str(piece), self._view(piece)) for piece in group] for group in grouped]
         fragments = cut_fragments(self.groups, views, self._sync)
-        vectors = [new_vector(fragment, self._sync, alone=len(self.engine.sizes) == 1) for fragment in fragments]
+        alone = len(self.engine.sizes) == 1
+        cut_groups = zip(fragments, self.groups, strict=True)
+        sending = [Sending.of(fragment, group, self._sync, alone=alone) for fragment, group in cut_groups]
         start = {str(piece): self._view(piece) for rest in pieces.values() for piece in rest}
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         cut = (self.engine.sizes, [list(map(str, group)) for group in grouped])
         digest = layout_digest([fragment for fragment in fragments if fragment], shapes, *self._common, *cut)
-        return Lane(number, engine, fragments, grouped, vectors, start, digest)
+        return Lane(number, engine, fragments, grouped, sending, start, digest)
 
     def _view(self, piece: Piece) -> Tensor:
         return self._local[piece.name].view(piece, self.engine.ranks.rank)

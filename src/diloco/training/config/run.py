@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from diloco.core.config import OuterConfig, SyncConfig
+from diloco.core.config import COARSE_CODECS, OuterConfig, SyncConfig
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
@@ -92,6 +92,11 @@ class RunConfig:
         return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
 
     def _check_compute(self) -> None:
+        if self.mode == "data-parallel" and self.sync.codec in COARSE_CODECS:
+            raise ConfigError(
+                f"sync.codec = {self.sync.codec} leaves most of a vector to later rounds and needs error feedback, "
+                "which mode data-parallel does not have: use int4, e3m0 or a finer one"
+            )
         if self.compute.precision == "fp16" and self.mode == "data-parallel":
             raise ConfigError(
                 "compute.precision = fp16 has a loss scale for each worker, whose gradients cannot be averaged as they "

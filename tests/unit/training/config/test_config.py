@@ -168,7 +168,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(
         (["--device", "tpu"], ["--device", "tpu", "cpu"]),
         (["--engine", "hivemind"], ["--engine", "hivemind", "torch_distributed"]),
         (["--mode", "ddp"], ["--mode", "ddp", "data-parallel"]),
-        (["--codec", "int4"], ["codec", "int4", "int8"]),
+        (["--codec", "int5"], ["codec", "int5", "int8"]),
         (["--H", "0"], ["sync.num_inner_steps", "0", "at least 1"]),
         (["--H", "-3"], ["sync.num_inner_steps", "-3", "at least 1"]),
         (["--sync.fragments", "0"], ["sync.fragments", "0", "at least 1"]),

@@ -66,7 +66,7 @@ def sync_configs(draw: st.DrawFn) -> SyncConfig:
     H = draw(POSITIVE)
     return SyncConfig(
         num_inner_steps=H,
-        codec=draw(st.sampled_from(["fp32", "fp16", "bf16", "int8"])),
+        codec=draw(st.sampled_from(["fp32", "fp16", "bf16", "int8", "int4", "e3m0"])),
         fragments=draw(st.integers(1, 100)),
         overlap_steps=draw(st.integers(0, H - 1)),
         mixing=draw(numbers(0, 0.99)),

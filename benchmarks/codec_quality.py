@@ -1,0 +1,351 @@
+"""What codecs cost in quality: small runs after a shared beginning, several seeds, on one device.
+
+A model of 1M parameters (the preset `tiny`) is first trained data-parallel, then by k workers with H = 20: for each
+seed all cases begin with the same weights and see the same batches. The figure is the validation loss of the outer
+parameters at the end; differences are taken seed by seed against fp32 with the same outer optimizer.
+
+    diloco data …                                          prepare a corpus (any text)
+    python benchmarks/codec_quality.py --corpus FOLDER [--device cuda] [--processes 8]
+
+Three groups of cases: `codecs` (Nesterov, as DiLoCo has it, and outer SGD(1.0), as SparseLoCo has it), `means` (how the
+mean of sparse contributions travels), `prune` (readings of the paper's per-neuron sign pruning, Table 6).
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.codecs.base import Codec
+from diloco.codecs.integers import Int4
+from diloco.codecs.registry import CODECS
+from diloco.codecs.top_k import TopK, TopKMean
+from diloco.core import pruning
+from diloco.core.config import SyncConfig
+from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
+from diloco.models.native.presets import preset
+from measuring import write_results
+from stacked_replicas import Replicas, batches, start_of
+
+CONFIG = preset("tiny")
+LENGTH = CONFIG.max_sequence_length
+INNER_LR, WARMUP, CLIP = 3e-3, 100, 1.0
+NESTEROV, AVERAGING = "nesterov 0.7/0.8", "sgd 1.0"
+OUTER: dict[str, Callable[[], OuterOptimizer]] = {
+    NESTEROV: lambda: Nesterov(lr=0.7, momentum=0.8),
+    AVERAGING: lambda: SGD(lr=1.0),
+}
+
+
+# Variants that are no options of the product
+
+
+class DenseMean(TopK):
+    """The mean of sparse contributions as int4 of all values."""
+
+    name = "topk, dense mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.for_means = Int4()
+
+
+class RememberingMean(TopKMean):
+    """Error feedback at the reducer: what a mean has left out is added to the next one. For one span of parts."""
+
+    name = "topk mean, remembered"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_out: Tensor | None = None
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        if self._left_out is None or self._left_out.shape != values.shape:
+            self._left_out = torch.zeros_like(values)
+        whole = values + 0.95 * self._left_out
+        super().encode(whole, out)
+        decoded = torch.empty_like(values)
+        self.decode(out, decoded)
+        self._left_out = whole - decoded
+
+
+class RememberedTopK(TopK):
+    name = "topk, remembered mean"
+    reducer: ClassVar[Codec] = RememberingMean()
+    """The same for all workers of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.for_means = self.reducer
+
+
+CODECS.update({made.name: made for made in (DenseMean, RememberedTopK)})
+
+
+def by_magnitude(rows: Tensor, fraction: float) -> None:
+    """The smallest |values| of each neuron (TIES' trimming, by neuron)."""
+    count = int(fraction * rows.shape[1])
+    sizes = rows.abs()
+    if count:
+        rows.masked_fill_(sizes <= sizes.kthvalue(count, dim=1, keepdim=True).values, 0.0)
+
+
+def by_sign(rows: Tensor, fraction: float) -> None:
+    """First the values whose sign is not the neuron's (that of its sum), smallest first; then the smallest others."""
+    count = int(fraction * rows.shape[1])
+    elected = rows.sum(dim=1, keepdim=True).sign()
+    sizes = rows.abs()
+    order = torch.where(rows.sign() == elected, sizes + sizes.amax(dim=1, keepdim=True), sizes)
+    if count:
+        rows.masked_fill_(order <= order.kthvalue(count, dim=1, keepdim=True).values, 0.0)
+
+
+def by_sign_largest(rows: Tensor, fraction: float) -> None:
+    """As by_sign, but of the values with the other sign the largest go first."""
+    count = int(fraction * rows.shape[1])
+    elected = rows.sum(dim=1, keepdim=True).sign()
+    sizes = rows.abs()
+    most = sizes.amax(dim=1, keepdim=True)
+    order = torch.where(rows.sign() == elected, sizes + 2 * most, most - sizes)
+    if count:
+        rows.masked_fill_(order <= order.kthvalue(count, dim=1, keepdim=True).values, 0.0)
+
+
+READINGS = {"magnitude": by_magnitude, "other sign first": by_sign, "other sign first, largest": by_sign_largest}
+
+
+# One run
+
+
+@dataclass(frozen=True)
+class Case:
+    group: str
+    name: str
+    workers: int
+    outer: str
+    sync: dict[str, Any] = field(default_factory=dict)
+    reading: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    seed: int
+    loss: float
+    first_loss: float
+    norm_ratio: float
+    """The largest of the rounds' largest norm over lower median norm, as the swarm judges contributions."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    corpus: str
+    device: str
+    pretraining: int
+    steps: int
+    inner_steps: int
+    batch_size: int
+
+
+def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
+    for k in workers:
+        if "codecs" in groups:
+            for outer in OUTER:
+                yield Case("codecs", "fp32", k, outer, {"codec": "fp32"})
+            for codec in ("int8", "int4", "e3m0"):
+                yield Case("codecs", codec, k, NESTEROV, {"codec": codec})
+            for outer in OUTER:
+                for codec in ("2bit", "topk"):
+                    yield Case("codecs", codec, k, outer, {"codec": codec})
+                    without = {"codec": codec, "error_feedback": False}
+                    yield Case("codecs", f"{codec}, no feedback", k, outer, without)
+        if "means" in groups:
+            for codec in (DenseMean.name, RememberedTopK.name):
+                yield Case("means", codec, k, AVERAGING, {"codec": codec, "error_feedback": True})
+        if "prune" in groups:
+            for reading in READINGS:
+                for fraction in (0.25, 0.5, 0.75):
+                    yield Case("prune", f"{fraction:.0%}", k, NESTEROV, {"codec": "fp32", "prune": fraction}, reading)
+
+
+def rate(step: int, total: int) -> float:
+    """Warm-up, then a cosine to a tenth."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, total - WARMUP))
+
+
+class Run:
+    """The shared beginning of a seed, and one case after another from there."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting, self.seed, self.device = setting, seed, torch.device(setting.device)
+        folder = Path(setting.corpus)
+        shards = [np.fromfile(path, "<u2") for path in sorted(folder.glob("train-*.bin"))]
+        self.tokens = torch.from_numpy(np.concatenate(shards).astype(np.int64)).to(self.device)
+        validation = torch.from_numpy(np.fromfile(folder / "validation.bin", "<u2").astype(np.int64))
+        rows = min(256, (len(validation) - 1) // LENGTH)
+        cut = torch.arange(rows)[:, None] * LENGTH + torch.arange(LENGTH + 1)
+        self.validation = validation[cut].to(self.device)
+        self.total = setting.pretraining + setting.steps
+        self._begin()
+
+    def _begin(self) -> None:
+        """Data-parallel: one replica with eight workers' batch."""
+        setting = self.setting
+        replicas = Replicas(CONFIG, 1, start_of(CONFIG, self.seed), self.device)
+        inner = self._inner(replicas)
+        feed = batches(self.tokens, 1, 8 * setting.batch_size, LENGTH, 1000 + self.seed)
+        for step in range(setting.pretraining):
+            self._step(replicas, inner, next(feed), step)
+        self.start = {name: one.detach()[0].clone() for name, one in replicas.stacked.items()}
+        self.first_loss = self._evaluate(replicas)
+
+    def _inner(self, replicas: Replicas) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(replicas.stacked.values(), lr=INNER_LR, weight_decay=0.1, fused=True)
+
+    def _step(self, replicas: Replicas, inner: torch.optim.Optimizer, tokens: Tensor, step: int) -> None:
+        for group in inner.param_groups:
+            group["lr"] = INNER_LR * rate(step, self.total)
+        inner.zero_grad()
+        replicas.losses(tokens).sum().backward()  # type: ignore[no-untyped-call]
+        replicas.clip(CLIP)
+        inner.step()
+
+    @torch.no_grad()
+    def _evaluate(self, replicas: Replicas) -> float:
+        """Of the first replica."""
+        pieces = self.validation.chunk(max(1, 4 * replicas.k))
+        losses = [replicas.losses(piece.expand(replicas.k, *piece.shape))[0] * len(piece) for piece in pieces]
+        return float(torch.stack(losses).sum() / len(self.validation))
+
+    def __call__(self, case: Case) -> Result:
+        started = time.monotonic()
+        RememberedTopK.reducer = RememberingMean()
+        pruning.prune_ = READINGS.get(case.reading, pruning.prune_)
+        setting, k = self.setting, case.workers
+        sync = SyncConfig(setting.inner_steps, max_norm_ratio=None, **case.sync)
+        replicas = Replicas(CONFIG, k, self.start, self.device)
+        inner, optimizers = self._inner(replicas), replicas.optimizers(sync, OUTER[case.outer]())
+        feed = batches(self.tokens, k, setting.batch_size, LENGTH, self.seed)
+        ratios = []
+        for step in range(setting.pretraining, self.total):
+            self._step(replicas, inner, next(feed), step)
+            for optimizer in optimizers:
+                optimizer.inner_step()
+                optimizer.post()
+            if (step - setting.pretraining + 1) % setting.inner_steps == 0:
+                norms = sorted(optimizer.loop.in_flight[0].norm for optimizer in optimizers)
+                ratios.append(norms[-1] / max(norms[(k - 1) // 2], 1e-30))
+            for optimizer in optimizers:
+                optimizer.merge()
+        for optimizer in optimizers:
+            optimizer.loop.state.adopt_anchors()
+        seconds = time.monotonic() - started
+        return Result(case, self.seed, self._evaluate(replicas), self.first_loss, max(ratios), seconds)
+
+
+def work(setting: Setting, seed: int, todo: list[Case], results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    run = Run(setting, seed)
+    for case in todo:
+        results.put(run(case))
+    results.put(None)
+
+
+# All runs
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    losses: list[float]
+    against_fp32: list[float]
+    """Difference of the loss, seed by seed, with the same workers and outer optimizer."""
+    perplexity_change: float
+    """Of the mean difference: exp(difference) − 1."""
+    norm_ratio: float
+
+
+def summarise(results: list[Result]) -> list[Row]:
+    by_case: dict[str, dict[int, Result]] = {}
+    for one in results:
+        by_case.setdefault(json.dumps(asdict(one.case)), {})[one.seed] = one
+    exact = {
+        (one.case.workers, one.case.outer, one.seed): one.loss for one in results if one.case.sync == {"codec": "fp32"}
+    }
+    rows = []
+    for runs in by_case.values():
+        ordered = [runs[seed] for seed in sorted(runs)]
+        case = ordered[0].case
+        apart = [one.loss - exact[case.workers, case.outer, one.seed] for one in ordered]
+        change = math.expm1(statistics.mean(apart))
+        rows.append(Row(case, [one.loss for one in ordered], apart, change, max(one.norm_ratio for one in ordered)))
+    return sorted(rows, key=lambda row: (row.case.workers, row.case.group, row.case.outer, row.case.reading))
+
+
+def show(rows: list[Row]) -> None:
+    for row in rows:
+        case = row.case
+        name = f"{case.reading} {case.name}".strip()
+        apart = " ".join(f"{one:+.4f}" for one in row.against_fp32)
+        print(
+            f"k={case.workers} {case.group:7} {case.outer:17} {name:34} loss {statistics.mean(row.losses):.4f}  "
+            f"vs fp32 {apart}  ppl {row.perplexity_change:+.2%}  norm ratio {row.norm_ratio:.2f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--corpus", required=True, help="a prepared corpus with a vocabulary of 2048")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--groups", nargs="+", default=["codecs", "means", "prune"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pretraining", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--H", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=3, help="at least one for each seed")
+    given = parser.parse_args()
+    setting = Setting(given.corpus, given.device, given.pretraining, given.steps, given.H, given.batch_size)
+    todo = list(cases(given.groups, given.workers))
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    shares = max(1, given.processes // given.seeds)
+    tasks = [(seed, todo[part::shares]) for seed in range(given.seeds) for part in range(shares)]
+    processes = [context.Process(target=work, args=(setting, seed, part, queue)) for seed, part in tasks]
+    for process in processes:
+        process.start()
+    results: list[Result] = []
+    running = len(processes)
+    while running:
+        one = queue.get(timeout=900)
+        running -= one is None
+        if one is not None:
+            results.append(one)
+            print(f"{len(results)}/{len(todo) * given.seeds} {one.case.name} k={one.case.workers} {one.seconds:.0f} s")
+    rows = summarise(results)
+    show(rows)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else None
+    described = asdict(setting) | {"corpus": Path(given.corpus).name, "seeds": given.seeds, "model": "tiny"}
+    report = {"setting": described, "rows": [asdict(row) for row in rows]}
+    print(f"written: {write_results('codec-quality', report, device=name).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

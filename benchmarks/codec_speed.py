@@ -1,0 +1,115 @@
+"""How fast outer gradients are encoded and decoded: on one core, and on a GPU against its memory.
+
+    CPU   GB of fp32 input a second, encoding and decoding it once, on one core; in spans as the outer loop has them
+    GPU   the same, and the share of the memory's bandwidth: bytes that must be read and written, at the rate at which
+          the same run copies memory
+
+    python benchmarks/codec_speed.py [--device cuda]
+
+Targets: int8 and both 4-bit codecs at least 1.5 GB/s on one core, and with fp16 60 % of a GPU's bandwidth.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from diloco.codecs.base import Codec
+from diloco.codecs.registry import CODECS, codec
+from diloco.core.fragments import PartLayout, span_elements
+from measuring import Spread, write_results
+
+LEAST_CPU_GB, LEAST_GPU_SHARE = 1.5, 0.6
+ON_CPU, ON_GPU = ("int8", "int4", "e3m0"), ("fp16", "int8", "int4", "e3m0")
+
+
+@dataclass(frozen=True)
+class Row:
+    codec: str
+    bytes_per_value: float
+    encode_seconds: Spread
+    decode_seconds: Spread
+    gb_per_second: float
+    """fp32 input encoded and decoded, in the median."""
+    bandwidth_share: float | None = None
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Spread:
+    """On the CPU the seconds that this thread had the core for: others may use it too."""
+    on_gpu = device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.thread_time
+    work()
+    seconds = []
+    for _ in range(repeats):
+        if on_gpu:
+            torch.cuda.synchronize()
+        started = clock()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(clock() - started)
+    return Spread.of(seconds)
+
+
+def measure(made: Codec, numel: int, device: torch.device, repeats: int, copied: float | None) -> Row:
+    """`copied`: bytes a second that this device reads and writes when it copies."""
+    part = PartLayout(numel).part_elements
+    values = torch.randn(numel // part, part, device=device) * 1e-3
+    data = torch.empty(len(values), made.part_bytes(part), dtype=torch.uint8, device=device)
+    out = torch.empty_like(values)
+    step = max(1, span_elements(device) // part)
+    spans = [slice(first, first + step) for first in range(0, len(values), step)]
+    encode = timed(lambda: [made.encode(values[span], data[span]) for span in spans], device, repeats)
+    decode = timed(lambda: [made.decode(data[span], out[span]) for span in spans], device, repeats)
+    seconds = encode.median + decode.median
+    needed = 2 * (values.nbytes + data.nbytes)
+    share = None if copied is None else needed / seconds / copied
+    return Row(made.name, data.nbytes / values.numel(), encode, decode, values.nbytes / seconds / 1e9, share)
+
+
+def copy_rate(device: torch.device) -> float:
+    a, b = (torch.empty(1 << 29, device=device) for _ in range(2))
+    return 2 * a.nbytes / timed(lambda: a.copy_(b), device, 20).median
+
+
+def missed_targets(rows: list[Row], device: torch.device) -> list[str]:
+    missed = []
+    for row in rows:
+        if device.type == "cpu" and row.codec in ON_CPU and row.gb_per_second < LEAST_CPU_GB:
+            missed.append(f"{row.codec}: {row.gb_per_second:.2f} GB/s, below {LEAST_CPU_GB}")
+        if row.bandwidth_share is not None and row.codec in ON_GPU and row.bandwidth_share < LEAST_GPU_SHARE:
+            missed.append(f"{row.codec}: {row.bandwidth_share:.0%} of the bandwidth, below {LEAST_GPU_SHARE:.0%}")
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    torch.set_num_threads(1)
+    numel, copied = (1 << 24, None) if device.type == "cpu" else (1 << 28, copy_rate(device))
+    every = {made.name: made for name in given.codecs for made in (codec(name), codec(name).for_means)}
+    rows = [measure(made, numel, device, given.repeats, copied) for made in every.values()]
+    for row in rows:
+        share = "" if row.bandwidth_share is None else f"  {row.bandwidth_share:5.0%} of the bandwidth"
+        print(
+            f"{row.codec:10} {row.bytes_per_value:6.3f} B/value  encode {row.encode_seconds.median * 1e3:8.2f} ms  "
+            f"decode {row.decode_seconds.median * 1e3:8.2f} ms  {row.gb_per_second:8.2f} GB/s{share}"
+        )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    results = {"values": numel, "copy_bytes_per_second": copied, "codecs": [asdict(row) for row in rows]}
+    print(f"written: {write_results('codec-speed', results, device=name).name}")
+    missed = missed_targets(rows, device)
+    for target in missed:
+        print(f"target missed: {target}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Per-neuron pruning of outer gradients (DiLoCo, arXiv 2311.08105, Table 6, after TIES, arXiv 2306.01708)."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.core.fragments import Fragment, Span
+from diloco.core.lanes import Piece
+from diloco.core.outer_step import outer_gradient
+
+
+def prune_(rows: Tensor, fraction: float) -> None:
+    """Set ⌊fraction · n⌋ values of each row [neurons, n] to zero, in place."""
+    count = int(fraction * rows.shape[1])
+    if not count:
+        return
+    sizes = rows.abs()
+    smallest = sizes.kthvalue(count, dim=1, keepdim=True).values
+    rows.masked_fill_(sizes <= smallest, 0.0)
+
+
+@torch.no_grad()
+def pruned_gradient(fragment: Fragment, pieces: Sequence[Piece], fraction: float) -> Iterator[tuple[Span, Tensor]]:
+    """As outer_step.outer_gradient, with each neuron pruned: a row of a matrix, or all of a vector.
+
+    Needs a copy of the fragment, since spans and rows have different ends.
+    """
+    flat = torch.empty(fragment.numel, device=fragment.device)
+    for span, delta in outer_gradient(fragment):
+        flat[span.slice].copy_(delta)
+    for piece, view in zip(pieces, fragment.views(flat).values(), strict=True):
+        whole = view if view.shape == torch.Size(piece.shape) else view.view(piece.shape)
+        rows = whole.reshape(len(whole) if whole.dim() > 1 else 1, -1)
+        prune_(rows, fraction)
+        if rows.data_ptr() != whole.data_ptr():  # not in row-major order: `rows` is a copy
+            whole.copy_(rows.view(whole.shape))
+    for span in fragment.spans():
+        yield span, flat[span.slice]
