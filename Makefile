@@ -7,14 +7,18 @@ ARGS   ?=
 # Both cores, file by file; in this order the long tests come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train swarm test check lint format bench clean
+.PHONY: help train swarm test check lint format bench clean
 .DELETE_ON_ERROR:
+
+help:                         ## this list
+	@echo "make TARGET [ARGS='--option value ...']"
+	@sed -n 's/^\([a-z]*\):[^#]*## */\1#/p' $(firstword $(MAKEFILE_LIST)) | awk -F'#' '{printf "  %-8s %s\n", $$1, $$2}'
 
 train: $(VENV)/.base          ## train a small model with two workers (about two minutes on two cores)
 	$(BIN)/diloco train $(ARGS)
 
-swarm: $(VENV)/.swarm         ## begin a run that others can join: it prints how
-	$(BIN)/diloco train --engine swarm $(ARGS)
+swarm: $(VENV)/.swarm         ## begin a run that others can join, of half an hour or more: it prints how
+	$(BIN)/diloco train --engine swarm $(if $(findstring --steps,$(ARGS)),,--steps 20000) $(ARGS)
 
 test: $(VENV)/.dev            ## the whole suite, real processes and kills included (about six minutes on two cores)
 	$(PYTEST) $(ARGS)
@@ -28,7 +32,7 @@ lint: $(VENV)/.dev            ## formatting, lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(VENV)/.dev
+format: $(VENV)/.dev          ## format and fix with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -58,5 +62,5 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'
 	@touch $@
 
-clean:
+clean:                        ## remove .venv and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,5 +1,6 @@
 """What all tests share: one CPU thread, reproducible property tests, `support` importable, golden files by a flag."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support`, also in the processes that tests spawn
+
+os.environ["DILOCO_COMMAND"] = "diloco"  # commands that are printed do not depend on where the tests run
 
 hypothesis.settings.register_profile("diloco", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("diloco")

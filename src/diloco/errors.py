@@ -5,8 +5,9 @@
     │   └── DataError        a corpus, tokenizer or shard cannot be used as asked
     │       └── SourceUnavailable  a source that may answer later: what was prepared of it is kept
     ├── EngineError          averaging with the other workers is impossible from now on
-    │   └── RendezvousError  the workers did not find each other
-    │       └── Excluded     the swarm refuses this worker: banned, revoked, or training another model
+    │   ├── RendezvousError  the workers did not find each other
+    │   │   └── Excluded     the swarm refuses this worker: banned, revoked, or training another model
+    │   └── RunComplete      the run has come to its end: there is nothing left to join
     ├── CheckpointError      there is no checkpoint to resume from, or it is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
     ├── SinkFailed           `diloco sink` could not write all events to W&B, TensorBoard or trackio
@@ -47,6 +48,10 @@ class RendezvousError(EngineError):
 
 class Excluded(RendezvousError):
     """The swarm refuses this worker for good; asking again would give the same answer."""
+
+
+class RunComplete(EngineError):
+    """The workers of this run have taken all its steps."""
 
 
 class CheckpointError(DiLoCoError):

@@ -1,32 +1,21 @@
 """Whole training runs of workers that come and go, in threads over an elastic engine without a network."""
 
 import math
-import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from diloco.core.config import SyncConfig
-from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation.corpus_cache import prepare
-from diloco.engines.swarm.node.status import RunStatus
 from diloco.errors import EngineError
-from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import Event, EventLog, read_events
-from diloco.training.records.summary import summarize
-from support.elastic import ElasticEngine, ElasticSwarm
-from support.saved_runs import quick_runs, small_config
-
-STEPS, H = 24, 4
+from diloco.training.records.events import read_events
+from diloco.training.records.summary import data_parallel_bytes, summarize
+from support.elastic_training import STEPS, Swarm, joins_at, make_run
+from support.saved_runs import quick_runs
 
 
 @pytest.fixture(autouse=True)
@@ -37,100 +26,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Corpus]:
-    folder = tmp_path_factory.mktemp("corpus")
-    letters = random.Random(1)  # no two windows are the same
-    lines = ["".join(letters.choice("abcdefghijklmnop") for _ in range(60)) for _ in range(800)]
-    (folder / "text.txt").write_text("\n".join(lines))
-    data = DataConfig(
-        source=str(folder / "text.txt"), cache_dir=str(folder / "cache"), vocab_size=280, sequence_length=8, shards=6
-    )
-    corpus = prepare(data)
-    return small_config(data, SyncConfig(num_inner_steps=H), engine="swarm", workers=1, steps=STEPS), corpus
-
-
-class Member(ElasticEngine):
-    """With what a swarm's engine offers besides averaging."""
-
-    @property
-    def roster(self) -> tuple[int, ...]:
-        return tuple(sorted(self.swarm.live))
-
-    def progress(self, **told: float) -> None:
-        assert told.keys() == {"inner_steps", "tokens", "loss", "step_seconds"}
-
-    def fetch_file(self, name: str, path: Path) -> None:
-        raise EngineError(f"{name} is at {path} already")
-
-    def status(self) -> RunStatus:
-        return RunStatus("", (), None, {}, {})
-
-
-class Swarm:
-    """Trainings in threads; each can be told what to do after a step."""
-
-    def __init__(self, made: tuple[RunConfig, Corpus], folder: Path) -> None:
-        self.config, self.corpus = made
-        self.folder, self.meeting = folder, ElasticSwarm()
-        self.threads: list[threading.Thread] = []
-        self.errors: list[BaseException] = []
-        self.read: dict[int, list[bytes]] = {}
-
-    def worker(self, number: int, *, resume: bool = False, **after: Callable[[Training], None]) -> Training:
-        """`after`: step7=… is called after the worker's step at position 7."""
-        self.meeting.engine(number)
-        engine = Member(self.meeting, number)
-        folder = self.folder / f"machine-{number}"
-        folder.mkdir(exist_ok=True)
-        log = EventLog(folder, number)
-        training = Training(self.config, self.corpus, engine, log, torch.device("cpu"), folder, leader=True)
-        training.joined = number > 0
-        if resume:
-            training.resume(newest_start(folder))
-        self._watch(training, after)
-        return training
-
-    def _watch(self, training: Training, after: dict[str, Callable[[Training], None]]) -> None:
-        step, take = training._step, training.reader.next
-
-        def watched(position: int) -> None:
-            step(position)
-            if f"step{position}" in after:
-                after[f"step{position}"](training)
-
-        def noted() -> Any:
-            batch = take()
-            self.read.setdefault(training.engine.worker, []).extend(row.tobytes() for row in batch)
-            return batch
-
-        training._step, training.reader.next = watched, noted  # type: ignore[method-assign]
-
-    def start(self, training: Training) -> None:
-        def run() -> None:
-            try:
-                training.run()
-            except BaseException as error:  # noqa: BLE001 - told in the main thread
-                self.errors.append(error)
-            finally:
-                training.engine.close()
-
-        thread = threading.Thread(target=run, daemon=True)
-        self.threads.append(thread)
-        thread.start()
-
-    def end(self) -> None:
-        for thread in self.threads:
-            thread.join(200)
-            assert not thread.is_alive(), "a worker waits for another"
-        if self.errors:
-            raise self.errors[0]
-
-    def events(self, number: int, type_: str) -> list[Event]:
-        return [event for event in read_events(self.folder / f"machine-{number}") if event["type"] == type_]
-
-
-def joins_at(swarm: Swarm, step: int, number: int = 1, **after: Callable[[Training], None]) -> dict[str, Any]:
-    """Worker `number` joins after worker 0's step there; built in that thread, it is in the next round."""
-    return {f"step{step}": lambda _: swarm.start(swarm.worker(number, **after))}
+    return make_run(tmp_path_factory.mktemp("corpus"))
 
 
 def test_a_joiner_begins_where_the_others_are_and_reads_its_share(
@@ -173,16 +69,6 @@ def test_whoever_stops_leaves_alone_and_its_shards_go_on_elsewhere(
     assert swarm.events(0, "shards")[-1]["shards"] == [0, 1, 2, 3, 4, 5]
     assert len(set(swarm.read[0])) == len(swarm.read[0])
     assert swarm.events(1, "checkpoint")[-1]["step"] == 14
-
-
-def test_validation_is_of_all_windows_however_many_share_them(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
-    swarm = Swarm(made, tmp_path)
-    swarm.start(swarm.worker(0, **joins_at(swarm, 5)))
-    swarm.end()
-    told = {event["step"]: event["tokens"] for event in swarm.events(0, "validation")}
-    assert set(told) == {0, 6, 12, 18, STEPS}
-    windows = made[0].training.eval_windows * made[0].data.sequence_length
-    assert told[0] == told[18] == told[STEPS] == windows
 
 
 def test_a_called_worker_jumps_and_its_learning_rate_with_it(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
@@ -239,7 +125,21 @@ def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], t
         assert summary["status"] == "complete"
         assert (summary["workers"], summary["members_seen"]) == (2, 2)
         assert summary["tokens"] == (STEPS + STEPS - 10) * swarm.config.tokens_per_step
-        assert len(set(summary["anchor_digests"])) == 1
+        assert len(set(summary["anchor_digests"])) == 1 and len(summary["anchor_digests"]) == 2
+        assert summary["local_steps"] == (STEPS - 10 if number else STEPS)
+        baseline = data_parallel_bytes(summary["parameters"], summary["local_steps"], 2)
+        assert summary["data_parallel_bytes_per_worker"] == baseline
+        assert summary["training_seconds"] <= summary["seconds"] + 0.01
+
+
+def test_steps_are_logged_though_a_worker_jumps_over_every_multiple_of_the_interval(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    config = replace(made[0], training=replace(made[0].training, log_interval=12))
+    swarm = Swarm((config, made[1]), tmp_path)
+    swarm.start(swarm.worker(0, step5=lambda _: swarm.meeting.call(2)))  # from step 6 to the round of step 12
+    swarm.end()
+    assert [event["step"] for event in swarm.events(0, "step")] == [13, 24]
 
 
 def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(

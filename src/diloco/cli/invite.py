@@ -1,5 +1,6 @@
 """`diloco invite RUN` and `diloco revoke RUN PEER`: let a machine into a swarm, and exclude one."""
 
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,9 @@ from rich.text import Text
 
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
+from diloco.own_command import command
 from diloco.training.processes.run_lock import is_training
+from diloco.training.records.run_folder import resume_command
 
 
 def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -47,7 +50,7 @@ def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Pa
         _say(f"the invitation that this machine came with, to the run {made.run_id}, valid until {made.until}")
     if not is_training(run):
         _say("no worker of this run is running here: the invitation has the addresses last known")
-    _say("on another machine:  diloco join INVITATION")
+    _say(f"on another machine:  {command('join', 'INVITATION')}")
     print(made.text())
 
 
@@ -77,13 +80,13 @@ def revoke(run: Path, peer: str, /) -> None:
         others = {0: "no other peer uses it", 1: "the other peer that came with it stays"}
         several = f"the {done.staying} other peers that came with it stay"
         _say(f"so is the invitation {record.invitation}; {others.get(done.staying, several)}")
-        _say(f"for new workers:  diloco invite {run}")
+        _say(f"for new workers:  {command('invite', shlex.quote(str(run)))}")
     if done.renewed is not None:
         _say("this machine's own workers came with it too: those that start later use a new one")
     if is_training(run):
         _say("the worker that runs here passes it on to the others")
     else:
-        _say("no worker runs here: start one to tell the others (diloco train --resume)")
+        _say(f"no worker runs here: start one to tell the others ({resume_command(run)})")
 
 
 def _say(line: str) -> None:

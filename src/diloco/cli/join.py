@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -11,11 +12,13 @@ from rich.text import Text
 from diloco.cli.config_parser import parse_config
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.run_display import RunDisplay, print_end
+from diloco.cli.ended_run import folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, Excluded, RendezvousError, RunComplete
+from diloco.own_command import command
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig, is_shared
-from diloco.training.config.run_file import known_keys, options
+from diloco.training.config.run_file import did_you_mean, known_keys, options
 from diloco.training.processes.join import describe_run, join_run
 from diloco.training.processes.swarm_run import SWARM_TEXT
 from diloco.training.records.run_description import RunDescription
@@ -78,7 +81,16 @@ def join(
         bandwidth, as_json = asked.get("bandwidth"), "json" in asked
         print_estimate(console, config, bandwidth=bandwidth, as_json=as_json, vocab_size=vocab_size, members=members)
         return
-    print_end(console, join_run(parsed, configure, observe))
+    try:
+        ended = join_run(parsed, configure, observe)
+    except RunComplete as complete:
+        console.print(Text(str(complete)), soft_wrap=True)
+    except Excluded:
+        raise
+    except RendezvousError as error:
+        _print_known_end(console, folder_of(parsed), error)
+    else:
+        print_end(console, ended)
 
 
 def estimate_options(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -100,12 +112,24 @@ def estimate_options(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, .
     return asked, tuple(rest)
 
 
+def _print_known_end(console: Console, folder: Path | None, error: RendezvousError) -> None:
+    """No worker answers: if a folder of the run is here and says that it is complete, that is the answer."""
+    summary = summary_of(folder)
+    if folder is None or summary is None or summary["status"] != "complete":
+        raise error
+    steps = summary["inner_steps"]
+    console.print(
+        Text(f"the run is complete after {steps:,} steps ({folder}): there is nothing left to join"), soft_wrap=True
+    )
+
+
 def check_own_options(given: Sequence[str]) -> list[str]:
     """The options of this machine, as the parser takes them; refuses those that the swarm decides."""
     tokens, named = options(given)
     for name in named:
         if name not in known_keys():
-            raise ConfigError(f"--{name} is not an option of diloco join: see diloco join --help")
+            more = did_you_mean(name) or f": see {command('join', '--help')}"
+            raise ConfigError(f"--{name} is not an option of diloco join{more}")
         if is_shared(name):
             raise ConfigError(f"--{name} is the same for all members of a swarm, and comes from it: leave it out")
     return tokens

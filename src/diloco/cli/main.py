@@ -4,13 +4,14 @@ import sys
 from typing import NoReturn
 
 from cyclopts import App
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, UnknownOptionError
 from rich.console import Console
 from rich.text import Text
 
+from diloco import own_command
 from diloco.cli.config_parser import PARAMETER
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed
-from diloco.training.config.run_file import merge
+from diloco.training.config.run_file import did_you_mean, merge
 from diloco.version import __version__
 
 app = App(
@@ -27,7 +28,7 @@ app.command(
     "diloco.cli.status:status",
     name="status",
     help="Show the workers of a swarm, and how far each is.",
-    help_epilogue="Example:  diloco status runs/mine",
+    help_epilogue="Example:  diloco status runs/mine --watch",
 )
 app.command(
     "diloco.cli.compare:compare",
@@ -95,6 +96,7 @@ app.command(data)
 
 def main() -> NoReturn:
     """Exit code 0: done, 1: failed, 2: bad usage or configuration."""
+    own_command.remember(sys.argv[0])
     sys.exit(run(sys.argv[1:]))
 
 
@@ -108,6 +110,9 @@ def run(tokens: list[str]) -> int:
         elif tokens[:2] in (["data", "prepare"], ["data", "tokenizer"]):
             tokens = _data_tokens(tokens[1], tokens[2:], console)
         app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownOptionError as error:
+        _complain(console, _unknown_option(tokens, error))
+        return 2
     except (CycloptsError, ConfigError) as error:
         _complain(console, str(error))
         return 2
@@ -142,6 +147,13 @@ def _merged(tokens: list[str], console: Console) -> list[str]:
     for note in notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
     return merged
+
+
+def _unknown_option(tokens: list[str], error: UnknownOptionError) -> str:
+    """For verbs with the options of a run: which of them may be meant."""
+    name = (error.token.keyword or error.token.value).partition("=")[0]
+    meant = did_you_mean(name.lstrip("-")) if tokens[:1] in (["train"], ["data"]) else ""
+    return f"unknown option {name}{meant}" if meant else str(error)
 
 
 def _complain(console: Console, message: str) -> None:

@@ -1,75 +1,121 @@
-"""`diloco status RUN|INVITATION`: the workers of a swarm, their progress and speed, asked for over the network."""
+"""`diloco status RUN|INVITATION`: the workers of a swarm, their progress and speed, asked for over the network.
+
+If no worker answers: how the run ended on this machine, as far as its run folder says.
+"""
 
 import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.notes import printable
+from diloco.cli.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
-from diloco.errors import ConfigError, RendezvousError
+from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.training.processes.run_lock import is_training
+from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 
 if TYPE_CHECKING:
+    from diloco.engines.swarm.node.guest import Guest
     from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 
-_COLUMNS = (
-    "worker",
-    "where",
-    "step",
-    "behind",
-    "steps/s",
-    "loss",
-    "tokens",
-    "last contribution",
-    "heard",
-    "latency",
-    "",
-)
+_COLUMNS = ("worker", "where", "step", "behind", "steps/s", "loss", "tokens", "gave", "heard", "latency", "")
 _LEFT = ("worker", "where", "")
+_WIDE_ONLY = ("tokens", "latency")
+"""Left out in a terminal of less than _WIDE columns."""
+_WIDE = 100
+_WHERE = 16
+_WATCH_SECONDS = 2.0
 
 
-def status(run: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
+def status(
+    run: str,
+    /,
+    *,
+    watch: Annotated[bool, Parameter(name="--watch", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
     """Show the workers of a swarm: round, speed, lag, last contribution.
 
-    Example:  diloco status runs/mine
+    Example:  diloco status runs/mine --watch
 
     Parameters
     ----------
     run
         A run folder of a swarm, or an invitation.
+    watch
+        Show it again every two seconds, until Ctrl-C or the end of the run.
     as_json
         Print everything that is known, as JSON.
     """
+    if watch and as_json:
+        raise ConfigError("--watch with --json: leave out one of the two")
     check_swarm()
-    from msgspec import to_builtins
-
     from diloco.engines.swarm.node.guest import Guest
 
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
-    try:
-        with Guest(_invitation(run, folder)) as guest:
-            swarm = guest.status()
-    except RendezvousError as error:
-        if folder is None:
-            raise
-        here = "its workers here do not answer" if is_training(folder) else "none of its workers runs on this machine"
-        raise RendezvousError(f"{here}, and {error}") from error
-    if as_json:
-        print(json.dumps(to_builtins(swarm), indent=1))
-        return
+    invitation = _invitation(run, folder)
     console = Console()
-    console.print(Text(printable(headline(swarm))), soft_wrap=True)
-    if console.is_terminal:
-        console.print(_table(swarm))
-    else:
-        for line in lines(swarm):
-            console.print(Text(line), soft_wrap=True)
+    try:
+        with Guest(invitation) as guest:
+            steps = _steps(guest)
+            if as_json:
+                from msgspec import to_builtins
+
+                print(json.dumps(to_builtins(guest.status()), indent=1))
+            elif watch:
+                _watch(console, guest, steps)
+            else:
+                console.print(_shown(guest.status(), steps, console), soft_wrap=not console.is_terminal)
+    except Excluded:
+        raise
+    except RendezvousError as error:
+        _print_end(folder or folder_of(invitation), error, as_json=as_json)
+
+
+def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
+    """Until Ctrl-C, or until no member answers any more."""
+    swarm = guest.status()
+    try:
+        with Live(_shown(swarm, steps, console), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(_WATCH_SECONDS)
+                swarm = guest.status()
+                live.update(_shown(swarm, steps, console), refresh=True)
+    except KeyboardInterrupt:
+        return
+    except EngineError as error:
+        furthest = max((one.position for one in live_workers(swarm)), default=0)
+        if steps is not None and furthest >= steps:
+            console.print(Text(f"complete after {steps:,} steps"))
+            return
+        raise RendezvousError(str(error)) from error
+
+
+def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) -> None:
+    """How the run ended here; raises the error if that is not known."""
+    summary = summary_of(folder)
+    if folder is None or summary is None:
+        here = "" if folder is None else _here(folder)
+        raise RendezvousError(f"{here}{error}; if the run has ended, its end is in the run folder of each member")
+    if as_json:
+        print(json.dumps({"folder": str(folder), "summary": summary}, indent=1))
+        return
+    for line in describe_end(folder, summary):
+        Console().print(Text(printable(line)), soft_wrap=True)
+
+
+def _here(folder: Path) -> str:
+    return (
+        f"{'its workers here do not answer' if is_training(folder) else 'no worker of it runs on this machine'}, and "
+    )
 
 
 def _invitation(run: str, folder: Path | None) -> Any:
@@ -84,7 +130,28 @@ def _invitation(run: str, folder: Path | None) -> Any:
     return run_owner.own_invitation(run_owner.swarm_folder(folder), time.time())
 
 
-def headline(swarm: "RunStatus") -> str:
+def _steps(guest: "Guest") -> int | None:
+    """Of the whole run, as the members describe it; None if they do not."""
+    with TemporaryDirectory(prefix="diloco-") as temporary:
+        path = Path(temporary) / RUN_JSON
+        try:
+            guest.fetch(RUN_JSON, path, MAX_BYTES)
+            return int(RunDescription.read(path).values["steps"])
+        except (DiLoCoError, OSError):
+            return None
+
+
+# The picture
+
+
+def _shown(swarm: "RunStatus", steps: int | None, console: Console) -> RenderableType:
+    head = [Text(printable(line)) for line in headlines(swarm, steps)]
+    if console.is_terminal:
+        return Group(*head, table(swarm, wide=console.width >= _WIDE))
+    return Group(*head, *(Text(line) for line in lines(swarm)))
+
+
+def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     live = live_workers(swarm)
     leader = next((str(one.number) for one in live if one.peer == swarm.leader), "none")
     rounds = sorted(map(int, swarm.leading))
@@ -92,7 +159,13 @@ def headline(swarm: "RunStatus") -> str:
     ended = max((one.ended_round + 1 for one in live), default=0)
     speed = sum(1 / one.step_seconds for one in live if one.step_seconds > 0)
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
-    return f"run {swarm.run} · {workers} · {ended} rounds · {now} · {speed:.2f} steps/s in all · led by worker {leader}"
+    furthest = max((one.position for one in live), default=0)
+    of = "" if steps is None else f" of {steps:,}"
+    done = "complete after" if steps is not None and furthest >= steps else "step"
+    return [
+        f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {ended} rounds",
+        f"{now} · {speed:.2f} steps/s in all · led by worker {leader}",
+    ]
 
 
 def live_workers(swarm: "RunStatus") -> "list[MemberStatus]":
@@ -106,19 +179,30 @@ def rows(swarm: "RunStatus") -> list[tuple[str, ...]]:
     return [
         (
             str(one.number),
-            printable(f"{one.label or '-'} ({one.peer[-6:]})"),
+            _where(one),
             str(one.position),
             str(first - one.position) if one.live else "-",
             f"{1 / one.step_seconds:.2f}" if one.step_seconds > 0 else "-",
             f"{one.loss:.3f}" if one.loss >= 0 else "-",
             f"{one.tokens:,}",
             f"round {one.contributed_round + 1}" if one.contributed_round >= 0 else "none yet",
-            f"{one.silent_seconds:.1f} s ago" if _was_heard(one) else "never",
+            _ago(one.silent_seconds) if _was_heard(one) else "never",
             f"{1000 * one.latency_seconds:.0f} ms" if one.latency_seconds else "-",
             _state(one),
         )
         for one in shown
     ]
+
+
+def _where(one: "MemberStatus") -> str:
+    """The machine's name, as much of it as fits, and the end of the peer's id, by which it can be revoked."""
+    label = printable(one.label or "-")
+    label = label if len(label) <= _WHERE - 7 else label[: _WHERE - 8] + "…"
+    return f"{label} {one.peer[-6:]}"
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else "hours"
 
 
 def _was_heard(one: "MemberStatus") -> bool:
@@ -133,7 +217,7 @@ def _state(one: "MemberStatus") -> str:
         return "not met"
     if not one.live:
         return "lost"
-    return "training" if one.has_state else "receiving the state"
+    return "training" if one.has_state else "joining"
 
 
 def lines(swarm: "RunStatus") -> list[str]:
@@ -142,10 +226,12 @@ def lines(swarm: "RunStatus") -> list[str]:
     ]
 
 
-def _table(swarm: "RunStatus") -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _LEFT else "right")
+def table(swarm: "RunStatus", *, wide: bool) -> Table:
+    """Fits 80 columns if it is not `wide`."""
+    shown = [name for name in _COLUMNS if wide or name not in _WIDE_ONLY]
+    made = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="dim")
+    for name in shown:
+        made.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     for row in rows(swarm):
-        table.add_row(*row)
-    return table
+        made.add_row(*(cell for name, cell in zip(_COLUMNS, row, strict=True) if name in shown))
+    return made

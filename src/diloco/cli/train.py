@@ -12,6 +12,7 @@ from rich.text import Text
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.run_display import RunDisplay, print_end
 from diloco.errors import ConfigError
+from diloco.own_command import command
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import dotted, sections, to_toml
@@ -70,7 +71,7 @@ def train(
     if help_train:
         console.print(_HELP, highlight=False)
     elif file is not None:
-        raise ConfigError(f"the run file {file} must come first: diloco train {file} OPTIONS")
+        raise ConfigError(f"the run file {file} must come first: {command('train', str(file), 'OPTIONS')}")
     elif print_config:
         console.print(Text(to_toml(config, _comments(config))), soft_wrap=True, end="")
     elif estimate:

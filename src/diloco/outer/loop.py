@@ -30,7 +30,7 @@ from diloco.core.options import common_values
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.evaluation import Evaluation
 from diloco.outer.model_tensors import ModelTensors
@@ -79,6 +79,8 @@ class OuterLoop:
         """What else elastic workers are told with every post, and joiners with the state, in another thread."""
         self.arrived_note = b""
         """The note that came with the latest state that this worker took over."""
+        self.confirmed: tuple[Member, ...] = ()
+        """The workers that have confirmed the last parameters, this one included; none before the end."""
         self.ends_at: int | None = None
         self.report = Report()
         self.rounds_failed = self.resyncs = self.contributions_refused = self.bytes_sent = 0
@@ -253,7 +255,9 @@ class OuterLoop:
         """A last round without payload: every worker learns every other's final digest and report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
         self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0.0, 0.0, self.state.anchor_digest(), 0)
-        self.bytes_sent += self.in_flight.pop().pending.wait().result.bytes_sent
+        result = self.in_flight.pop().pending.wait().result
+        self.bytes_sent += result.bytes_sent
+        self.confirmed = result.members
 
     # Evaluation
 

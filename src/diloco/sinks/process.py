@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from diloco.own_command import command
 from diloco.sinks.follower import open_follower, read_state
 from diloco.sinks.registry import SINKS
 
@@ -83,7 +85,7 @@ class SinkProcesses:
                 _kill(process)
 
     def _end(self, name: str, process: "subprocess.Popen[bytes]", deadline: float) -> None:
-        rest = f"`diloco sink {self.run} {name}` writes the rest"
+        rest = f"`{command('sink', shlex.quote(str(self.run)), name)}` writes the rest"
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -29,8 +29,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
 
 
-def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *, sharded: bool = False) -> None:
-    """Change how `model` computes, in place; `sharded`: FSDP gathers each block when it is called."""
+def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *, sharded: bool = False) -> bool:
+    """Change how `model` computes, in place; `sharded`: FSDP gathers each block when it is called.
+
+    Returns whether the model is compiled, which its first step waits for.
+    """
     if device.type == "cuda" and not has_triton():
         logger.warning("Triton is not installed: outer steps and the loss take more passes over the GPU's memory")
     if config.checkpoint_activations:
@@ -48,6 +51,7 @@ def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *
     if wanted:
         for part in _compiled_parts(model, sharded):
             _in_training(part, torch.compile(part.forward, dynamic=False))
+    return wanted
 
 
 def _compiled_parts(model: LanguageModel, sharded: bool) -> Iterator[nn.Module]:

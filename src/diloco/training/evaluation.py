@@ -1,7 +1,10 @@
 """Validation loss of a model on its worker's share of the fixed validation windows; with a loss mask, over the tokens
 that are learnt only."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp, nan
 
 import torch
@@ -11,7 +14,11 @@ from diloco.data.order import validation_batches
 from diloco.engines.rounds import Member
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
 from diloco.models.base import LanguageModel
+from diloco.training.config.run import RunConfig
 from diloco.training.micro_batches import MicroBatch
+from diloco.training.precision import Precision
+
+_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,35 @@ class Evaluation:
         return exp(min(self.loss, 700.0))
 
 
+class Evaluator:
+    """Measures a model as a run's configuration says."""
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, model: LanguageModel, precision: Precision, ranks: WorkerRanks
+    ) -> None:
+        self._config, self._corpus, self._model, self._precision, self._ranks = config, corpus, model, precision, ranks
+        self.seconds = 0.0
+        """Spent on evaluations since it was last set to 0."""
+
+    @cached_property
+    def all_tokens(self) -> int:
+        """Of all shares together."""
+        length, limit, batch = self._config.data.sequence_length, self._config.training.eval_windows, _BATCH
+        masked, cpu = self._corpus.meta.masked, torch.device("cpu")
+        windows = validation_batches(self._corpus, length, batch, limit=limit)
+        return int(sum(MicroBatch.of(torch.from_numpy(rows), cpu, masked=masked).tokens for rows in windows))
+
+    def measure(self, index: int, shares: int, stopped: Callable[[], bool] | None = None) -> Evaluation:
+        """The share of the validation windows with this index, of so many shares."""
+        started, config = time.monotonic(), self._config
+        share = (index, shares, config.training.eval_windows)
+        batch, length = max(1, config.training.batch_size // config.training.accumulation), config.data.sequence_length
+        with self._precision.autocast():
+            result = evaluate(self._model, self._corpus, length, batch, share, self._ranks, stopped)
+        self.seconds += time.monotonic() - started
+        return result
+
+
 @torch.no_grad()
 def evaluate(
     model: LanguageModel,
@@ -34,8 +70,11 @@ def evaluate(
     batch_size: int,
     share: tuple[int, int, int],
     ranks: WorkerRanks = ALONE,
+    stopped: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """`share` is (worker, workers, windows of all workers together). The model's train/eval mode stays as it was.
+
+    `stopped`: asked before every batch; once it is true, the rest is left out.
 
     The ranks of a worker share out the rows of each batch. All ranks run every batch, since a sharded model needs them
     all; a rank without a row runs the first row and does not count it.
@@ -46,6 +85,8 @@ def evaluate(
     model.eval()
     total = tokens = 0.0
     for batch in validation_batches(corpus, sequence_length, batch_size, worker, workers, windows):
+        if stopped is not None and stopped():
+            break
         rows = batch[ranks.rank :: ranks.count]
         window = torch.from_numpy(rows if len(rows) else batch[:1])
         part = MicroBatch.of(window, device, masked=corpus.meta.masked)

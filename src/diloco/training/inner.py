@@ -19,6 +19,9 @@ from diloco.training.config.tables import InnerConfig
 
 Group = dict[str, Any]
 
+MUON_MOMENTUM = 0.95
+"""The default of inner.momentum."""
+
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
     """The configured optimizer; weight decay for matrices and embeddings, none for norms."""
@@ -43,7 +46,7 @@ def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimi
         list(hidden.values()),
         lr=config.lr,
         weight_decay=config.weight_decay,
-        momentum=0.95 if config.momentum is None else config.momentum,
+        momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
     return BothOptimizers(muon, _adamw(groups, config)) if groups else muon

@@ -7,7 +7,7 @@ Inputs are a pure function of (seed, shards, how far they were read).
 
 import logging
 import math
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.checkpoints.worker_state import HasState, WorkerState
 from diloco.training.compute import prepare
 from diloco.training.config.run import RunConfig
+from diloco.training.evaluation import Evaluator
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
@@ -37,9 +38,12 @@ from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import sample, write_model
+from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields
-from diloco.training.sharding import norm_value, place_model
+from diloco.training.sharding import place_model
+from diloco.training.step_log import StepLog
 from diloco.training.swarm_peers import SwarmPeers, starting_shards
+from diloco.training.swarm_validation import SwarmValidation
 from diloco.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ class Training:
         self.precision = Precision(config.compute.precision, device, engine.ranks)
         self.placed = place_model(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
         self.model = self.placed.model
-        prepare(self.model, config.compute, device, sharded=self.placed.sharded)
+        self.compiled = prepare(self.model, config.compute, device, sharded=self.placed.sharded)
         # Dropout, where a model has it, differs between workers and ranks.
         torch.manual_seed(config.seed + engine.worker + engine.workers * engine.ranks.rank)
         self.inner = inner_optimizer(self.model, config.inner)
@@ -85,9 +89,13 @@ class Training:
         self.joined = False
         """In a swarm: this worker has received the state of a run in progress."""
         self.stop_requested = False
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after every inner step, in the training thread."""
         self._open_step = False  # the last inner step is taken, its rounds are not
         self._saved_before_cut = False
-        self.validation = Validation(config, corpus, self.model, self.precision, engine, events)
+        self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks)
+        self.validation = self._validation()
+        self.log = StepLog(config, self.mode, self.evaluator, self.precision, engine.ranks, events)
         self.peers = self._peers(texts)
         also: dict[str, HasState] = {
             "training": self, "reading": self.reader, "mode": self.mode, "precision": self.precision,
@@ -100,11 +108,7 @@ class Training:
         self.checkpoints = CheckpointStore(folder, owner, config.checkpoint, lasting, events.emit)
         self.checkpointer = Checkpointer(config, state, self.checkpoints, events.emit)
         self._resumed: dict[str, Any] | None = None
-        self._joined_at = 0
-        self._elapsed_before = 0.0
         self._failures: list[str] = []  # of the latest rounds, in a row
-        self._loss: float | None = None  # of the last inner step that was logged
-        self._started = time.monotonic()
 
     def _mode(self, identity: str, *, restoring: bool) -> Mode:
         weight = self._weight()
@@ -118,11 +122,18 @@ class Training:
         loop.on_post, loop.on_round, loop.on_cut = self._on_post, self._on_round, self._on_cut
         return mode
 
+    def _validation(self) -> Validation:
+        if not self.engine.elastic:
+            return Validation(self.config, self.evaluator, self.engine, self.events, leader=self.leader)
+        outer, stopped = self.mode.averager, lambda: self.stop_requested
+        assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
+        return SwarmValidation(self.config, self.evaluator, outer, self.events, leader=self.leader, stopped=stopped)
+
     def _peers(self, texts: Texts) -> Peers:
         if not self.engine.elastic:
             return FixedPeers(self.config, self.engine)
         outer = self.mode.averager
-        assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
+        assert isinstance(outer, OuterLoop) and isinstance(self.validation, SwarmValidation)
         return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
 
     def _weight(self) -> float:
@@ -134,8 +145,7 @@ class Training:
     def run(self) -> None:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
         config, state = self.config, self.mode.averager
-        fields = started_fields(config, self.engine, self.model, self.corpus)
-        self.events.emit("worker_started", **fields, device=str(self.device), precision=self.precision.name)
+        self._tell_start()
         if self.leader:
             self.events.emit("corpus", **self.corpus.meta.event())
         if self._resumed is not None:
@@ -143,8 +153,9 @@ class Training:
         self.peers.begin(joined=self.joined, stopped=lambda: self.stop_requested)
         self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
-            self.validation.measure(self.mode)
-        self._started, self.validation.seconds = time.monotonic(), 0.0
+            self.events.emit("starting", doing="validation")
+            self.validation.measure_start(self.mode, joined=self.joined)
+        self.log.begin(compiled=self.compiled)
         while state.inner_steps < config.steps or self._open_step:
             if self.engine.ranks.any(self.stop_requested):  # a rank that stopped alone would block the others
                 self.mode.request_stop()
@@ -156,12 +167,22 @@ class Training:
                 self._end_step()
             else:
                 self._step(state.inner_steps)
-            self.peers.check_progress(self._failures, self._loss)
+            self.peers.check_progress(self._failures, self.log.loss)
             if self.validation.due(state.inner_steps):
                 self.validation.measure(self.mode)
             if not self._saved_before_cut:
                 self.checkpointer.after_step()
         self._finish()
+
+    def _tell_start(self) -> None:
+        fields = started_fields(self.config, self.engine, self.model, self.corpus)
+        how = {"device": str(self.device), "precision": self.precision.name}
+        resolved = resolved_values(
+            self.config, mode=self.mode, model=self.model, corpus=self.corpus, compiled=self.compiled, **how
+        )
+        self.events.emit("worker_started", **fields, **how, resolved=resolved)
+        if self.leader:
+            write_resolved(self.folder, self.config, resolved)
 
     def request_stop(self) -> None:
         """End after this step; may be called from a signal handler."""
@@ -180,25 +201,23 @@ class Training:
                     f"{self.engine.worker} reads them from their beginning, so text may repeat within its epoch"
                 )
         if self._resumed["new"]:
-            self._joined_at, self._elapsed_before = self.mode.steps_taken, 0.0
+            self.log.restart()
             torch.manual_seed(self.config.seed + self.engine.worker)
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself saves."""
         return {
             "steps": self.config.steps,
-            "elapsed_seconds": self._elapsed(),
-            "announced_step": self.validation.announced_step,
             "failures": self._failures,
-            "loss": self._loss,
-            "joined_at": self._joined_at,
             "open_step": self._open_step,
+            **self.log.state_dict(),
+            **self.validation.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._elapsed_before = state["elapsed_seconds"]
-        self.validation.announced_step, self._failures = state["announced_step"], list(state["failures"])
-        self._loss, self._joined_at, self._open_step = state["loss"], state["joined_at"], state["open_step"]
+        self._failures, self._open_step = list(state["failures"]), state["open_step"]
+        self.log.load_state_dict(state)
+        self.validation.load_state_dict(state)
 
     # One inner step
 
@@ -219,8 +238,8 @@ class Training:
         self.mode.before_clipping(self.precision, learnt)
         norm = self._clip()
         rate = self.inner.param_groups[0]["lr"]
-        if (position + 1) % self.config.training.log_interval == 0:
-            self._log_step(position + 1, loss, norm, rate)
+        if self.log.due(position + 1):
+            self.log.log(position + 1, loss, norm, rate)
         self._update_report()
         self.mode.step(self.precision)
         self.schedule.step()
@@ -228,9 +247,11 @@ class Training:
 
     def _end_step(self) -> None:
         """After the rounds of the step."""
+        self.log.step_taken()
         self.checkpoints.note_reports(self.engine.members())
-        self._announce_validation()
-        self.peers.after_step(self._loss, self._tokens())
+        self.validation.announce()
+        self.peers.after_step(self.log.loss, self.log.tokens())
+        self.after_step()
         if self.leader:
             self.peers.list_members()
 
@@ -238,38 +259,13 @@ class Training:
         limit = self.config.inner.clip_norm
         return None if limit is None else torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
-    def _log_step(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
-        ranks = self.engine.ranks
-        self._loss = ranks.sums(loss.item())[0] / ranks.count
-        state = self.mode.averager
-        self.events.emit(
-            "step",
-            step=step,
-            loss=self._loss,
-            learning_rate=rate,
-            gradient_norm=None if norm is None else norm_value(norm),
-            loss_scale=self.precision.loss_scale,
-            tokens=self._tokens(1),
-            elapsed_seconds=self._elapsed(),
-            sync_seconds=state.sync_seconds,
-            bytes_sent=state.bytes_sent,
-            rounds=state.rounds,
-        )
-
-    def _tokens(self, more_steps: int = 0) -> int:
-        """Tokens that this worker itself has trained on, and those of `more_steps` more."""
-        return (self.mode.steps_taken + more_steps - self._joined_at) * self.config.tokens_per_step
-
-    def _elapsed(self) -> float:
-        return self._elapsed_before + time.monotonic() - self._started - self.validation.seconds
-
     def _update_report(self) -> None:
         state = self.mode.averager
         state.report = replace(
             state.report,
-            tokens=self._tokens(1),
-            elapsed_seconds=self._elapsed(),
-            loss=math.nan if self._loss is None else self._loss,
+            tokens=self.log.tokens(1),
+            elapsed_seconds=self.log.seconds(),
+            loss=math.nan if self.log.loss is None else self.log.loss,
             checkpoint_step=self.checkpoints.latest,
         )
 
@@ -296,8 +292,8 @@ class Training:
         if not self._saved_before_cut:
             self.checkpointer.at_end(open_step=self._open_step)
         self.mode.finish(before_confirming=self._last_evaluation)
-        self._announce_validation()
-        self.peers.check_progress(self._failures, self._loss)  # rounds in flight have ended only now
+        self.validation.announce_end()
+        self.peers.check_progress(self._failures, self.log.loss)  # rounds in flight have ended only now
         self._emit_end("worker_finished")
         self.peers.check_end()
         if self._saves:
@@ -307,13 +303,9 @@ class Training:
         self.checkpoints.close()
 
     def _last_evaluation(self) -> None:
-        self._announce_validation()  # the one before, which the last rounds have reported
-        self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self._elapsed())
+        self.validation.announce()  # the one before, which the last rounds have reported
+        self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self.log.seconds())
         self.validation.measure_end(self.mode)
-
-    def _announce_validation(self) -> None:
-        if self.leader:
-            self.validation.announce()
 
     def _emit_end(self, type_: str, **more: object) -> None:
         self.events.emit(
@@ -321,7 +313,8 @@ class Training:
             **end_fields(self.mode, self.config.steps),
             resyncs=self.peers.resyncs,
             checkpoints_failed=self.checkpoints.failed,
-            elapsed_seconds=self._elapsed(),
+            tokens=self.log.tokens(),
+            elapsed_seconds=self.log.seconds(),
             members=[member.as_json() for member in self.engine.members()],
             **more,
         )

@@ -54,17 +54,21 @@ class ShardClaims:
 
     # Notes
 
-    def note(self, reader: ShardReader) -> bytes:
-        """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner."""
+    def note(self, reader: ShardReader, more: Mapping[str, object] | None = None) -> bytes:
+        """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner.
+
+        `more`: what else the note says.
+        """
         mine = {} if self.own_text else reader.progress()
         self.learn(mine)
         listed = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
         read = {str(shard): list(self.known[shard]) for shard in listed}
-        return json.dumps({"read": read, "apart": sorted(self._apart)[:_MOST_APART]}, separators=(",", ":")).encode()
+        values = {"read": read, "apart": sorted(self._apart)[:_MOST_APART], **(more or {})}
+        return json.dumps(values, separators=(",", ":")).encode()
 
     def read_note(self, worker: int, note: bytes) -> None:
         """Of another worker, with a round. It can say that it has its own text, but not that others have."""
-        values = _unpacked(note)
+        values = unpacked(note)
         self.learn(_progress(values.get("read")))
         apart = values.get("apart")
         if isinstance(apart, list) and worker in apart:
@@ -72,7 +76,7 @@ class ShardClaims:
 
     def read_state_note(self, note: bytes) -> None:
         """Of the member that sent this worker its state."""
-        values = _unpacked(note)
+        values = unpacked(note)
         self.learn(_progress(values.get("read")))
         apart = values.get("apart")
         if isinstance(apart, list):
@@ -170,7 +174,8 @@ class ShardFetcher:
             logger.error("the event '%s' was not written: %s", type_, error)
 
 
-def _unpacked(note: bytes) -> Mapping[str, object]:
+def unpacked(note: bytes) -> Mapping[str, object]:
+    """What a note says; nothing if it is malformed."""
     try:
         values = json.loads(note) if note else {}
     except (ValueError, RecursionError):

@@ -16,15 +16,16 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
 from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
-from diloco.errors import EngineError
+from diloco.errors import EngineError, Excluded
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
+from diloco.own_command import command
 from diloco.training.batches import ShardReader, Texts, as_json
 from diloco.training.config.run import RunConfig
 from diloco.training.peers import FAILURES_IN_A_ROW, Peers
 from diloco.training.records.events import EventLog
 from diloco.training.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
-from diloco.training.validation import Validation
+from diloco.training.swarm_validation import SwarmValidation
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.status import MemberStatus, RunStatus
@@ -45,6 +46,10 @@ class Swarm(Protocol):
     @property
     def roster(self) -> tuple[int, ...]:
         """The numbers of all live members."""
+
+    @property
+    def excluded(self) -> str | None:
+        """Why the swarm has excluded this worker, if it has."""
 
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None: ...
 
@@ -99,7 +104,7 @@ class SwarmPeers(Peers):
         texts: Texts,
         engine: Connection,
         reader: ShardReader,
-        validation: Validation,
+        validation: SwarmValidation,
         outer: OuterLoop,
         events: EventLog,
     ) -> None:
@@ -129,11 +134,11 @@ class SwarmPeers(Peers):
         if outer.inner_steps == 0:
             self._wait_for_others(stopped)
         if joined:
-            self.claims.read_state_note(outer.arrived_note)
+            self._read_state_note()
             self.claims.begin(present(self._engine), self._reader)
             self._events.emit("shards", shards=self._reader.shards)
         self._follow(present(self._engine))
-        self._note = self.claims.note(self._reader)
+        self._note = self.claims.note(self._reader, self._validation.note())
         self._last_step = time.monotonic()
 
     def _wait_for_others(self, stopped: Callable[[], bool]) -> None:
@@ -204,6 +209,7 @@ class SwarmPeers(Peers):
         for member in result.members:
             if member.worker != self._engine.worker:
                 self.claims.read_note(member.worker, member.note)
+        self._validation.after_round(event.key.sequence, result.members)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 
@@ -211,7 +217,6 @@ class SwarmPeers(Peers):
         before = list(self._reader.shards)
         if self.claims.follow(roster, self._reader) or self._reader.shards != before:
             self._events.emit("shards", shards=self._reader.shards)
-        self._validation.share = index_among(self.claims.roster, self._engine.worker)
         self._missing = self.claims.missing()
         self._fetcher.start(self._missing)
 
@@ -223,11 +228,16 @@ class SwarmPeers(Peers):
     def _write_note(self) -> bytes:
         """The note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
-            self._note = self.claims.note(self._reader)
+            self._note = self.claims.note(self._reader, self._validation.note())
         return self._note
 
-    def _on_resync(self, reason: str, sequence: int) -> None:
+    def _read_state_note(self) -> None:
+        """The note of the member that sent this worker its state."""
         self.claims.read_state_note(self._outer.arrived_note)
+        self._validation.read_note(self._outer.arrived_note)
+
+    def _on_resync(self, reason: str, sequence: int) -> None:
+        self._read_state_note()
         self._events.emit("resync", reason=reason, sequence=sequence, step=self._outer.inner_steps)
 
     @property
@@ -237,8 +247,10 @@ class SwarmPeers(Peers):
     # Giving up
 
     def check_progress(self, failures: list[str], loss: float | None) -> None:
-        """Raise EngineError if the loss is not finite and the last rounds were without this worker's contribution, or
-        if no round has succeeded for CUT_OFF_SECONDS."""
+        """Raise Excluded if the swarm has excluded this worker, and EngineError if the loss is not finite and the last
+        rounds were without this worker's contribution, or if no round has succeeded for CUT_OFF_SECONDS."""
+        if self._swarm is not None and self._swarm.excluded is not None:
+            raise Excluded(f"the swarm has excluded this worker: {self._swarm.excluded}")
         without = len(failures) or self._refusals
         if without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
             raise EngineError(
@@ -253,5 +265,6 @@ class SwarmPeers(Peers):
         if len(failures) >= FAILURES_IN_A_ROW and seconds > CUT_OFF_SECONDS:
             raise EngineError(
                 f"no round has succeeded for {seconds / 60:.0f} minutes ({len(failures)} have failed, the last "
-                f"because: {failures[-1]}). Check the network (diloco doctor) and continue with diloco train --resume"
+                f"because: {failures[-1]}). Check the network ({command('doctor')}) and continue with "
+                f"{command('train', '--resume')}"
             )

@@ -1,91 +1,80 @@
-"""Validation: each worker measures its share, reports it with the next round, and the leader adds the shares up."""
+"""Validation: each worker measures its share, reports it with the next round, and the leader adds the shares up.
 
-import time
+This is the validation of a fixed set of workers, which all measure at the same steps; swarm_validation.py is that of
+workers that come and go.
+"""
+
 from dataclasses import replace
+from typing import Any
 
-from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
-from diloco.models.base import LanguageModel
 from diloco.training.config.run import RunConfig
-from diloco.training.evaluation import Evaluation, combine, evaluate
+from diloco.training.evaluation import Evaluation, Evaluator, combine
 from diloco.training.modes import Mode
-from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
 
 
 class Validation:
-    """One worker's part. Its share follows from its index among the present members."""
+    """One worker's part; of a machine's workers only the leader writes the loss over all shares."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        corpus: Corpus,
-        model: LanguageModel,
-        precision: Precision,
-        engine: Connection,
-        events: EventLog,
+        self, config: RunConfig, evaluator: Evaluator, engine: Connection, events: EventLog, *, leader: bool
     ) -> None:
-        self._config, self._corpus, self._model, self._precision = config, corpus, model, precision
-        self._engine, self._events = engine, events
-        self.share = (engine.worker, engine.workers)
-        """This worker's index, and of how many."""
-        self.seconds = 0.0
-        """Spent on evaluations since it was last set to 0."""
+        self._config, self._evaluator, self._engine, self._events = config, evaluator, engine, events
+        self._leader = leader
         self.announced_step = -1
-        self.measured_step = -1
+
+    def measure_start(self, mode: Mode, *, joined: bool) -> None:
+        """Before the first inner step of a run. `joined`: this worker has the state of a run in progress."""
+        del joined
+        self.measure(mode)
 
     def due(self, step: int) -> bool:
-        """Whether a multiple of the interval has been reached, or jumped over, since the last evaluation."""
-        interval = self._config.eval_interval
-        if self._engine.elastic:
-            return step // interval > max(0, self.measured_step) // interval and step < self._config.steps
+        """Whether the outer parameters are measured after this step."""
         return self._config.evaluation_due(step) and step < self._config.steps
 
     def measure(self, mode: Mode) -> None:
         """On the outer parameters; the next round carries the result to the other workers."""
-        started = time.monotonic()
-        state = mode.averager
-        step = state.inner_steps
-        if self._engine.elastic:  # some may have jumped a little further; all must report the same step
-            step -= step % self._config.eval_interval
+        step = mode.averager.inner_steps
         with mode.outer_parameters():
-            result = self._here()
+            result = self._evaluator.measure(self._engine.worker, self._engine.workers)
         self._events.emit("evaluation", step=step, loss=result.loss, tokens=result.tokens)
         self._tell(mode, result, step)
-        self.seconds += time.monotonic() - started
 
     def measure_end(self, mode: Mode) -> None:
         """On the final parameters, which are in the model already."""
-        started = time.monotonic()
-        result = self._here()
-        self.seconds += time.monotonic() - started
+        result = self._evaluator.measure(self._engine.worker, self._engine.workers)
         # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
         step = max([mode.averager.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
         self._tell(mode, result, step)
 
+    def announce(self) -> None:
+        """Write the loss over all shares, once every worker has reported its own."""
+        members = self._engine.members()
+        step = max((member.report.validation_step for member in members), default=-1)
+        whole = combine(members) if self._leader and step > self.announced_step else None
+        if whole is not None:
+            self._announce(step, whole)
+
+    def announce_end(self) -> None:
+        """After the last round."""
+        self.announce()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"announced_step": self.announced_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.announced_step = state["announced_step"]
+
     def _tell(self, mode: Mode, result: Evaluation, step: int) -> None:
-        self.measured_step = step
+        """With the next round."""
         mode.averager.report = replace(
             mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )
 
-    def _here(self) -> Evaluation:
-        config = self._config
-        share = (*self.share, config.training.eval_windows)
-        batch = max(1, config.training.batch_size // config.training.accumulation)
-        with self._precision.autocast():
-            return evaluate(self._model, self._corpus, config.data.sequence_length, batch, share, self._engine.ranks)
-
-    def announce(self) -> None:
-        """Write the loss over all shares, once every worker has reported its own; in a swarm, over the shares reported
-        by the time of the next round."""
-        members = self._engine.members()
-        step = max((member.report.validation_step for member in members), default=-1)
-        if self._engine.elastic:
-            members = tuple(member for member in members if member.report.validation_step == step)
-        whole = combine(members) if step > self.announced_step else None
-        if whole is not None:
-            self.announced_step = step
+    def _announce(self, step: int, whole: Evaluation) -> None:
+        self.announced_step = step
+        if self._leader:
             self._events.emit(
                 "validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens
             )

@@ -156,17 +156,9 @@ def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
     assert view.rounds == 10
 
 
-@pytest.mark.parametrize("events", [[], [started(0)], [started(0), step(0, 1, None)]])
-def test_there_is_a_picture_and_a_line_before_anything_has_happened(events: list[Event]) -> None:
-    view = view_of(events)
-    assert "/40" in text_of(render(view))
-    assert "loss -" in plain_line(view)
-
-
-def test_workers_are_being_started_until_all_have_told_so() -> None:
-    assert "starting the workers" in text_of(render(view_of([started(0)])))
-    shown = text_of(render(view_of([started(0), started(1)])))
-    assert "starting the workers" not in shown and "in the first steps" in shown
+def test_the_picture_fits_80_columns() -> None:
+    shown = text_of(render(view_of([*BEGINNING, *FIRST_ROUND])), width=80)
+    assert "step 10/40" in shown and "left 0:03" in shown
 
 
 def test_the_picture_shows_the_run_folder() -> None:

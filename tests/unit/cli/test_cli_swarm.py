@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
 from rich.console import Console
 
 from diloco.cli.config_parser import parse_config
@@ -20,16 +19,22 @@ from diloco.cli.display.joining_hint import joining_hint
 from diloco.cli.display.live import plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.cli.main import run
-from diloco.cli.status import headline, lines, rows
 from diloco.data.preparation.received_corpus import corpus_files
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus
-from diloco.errors import ConfigError, DataError
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
 from diloco.training.config.tables import TrainingConfig
-from diloco.training.processes.join import agreed_description, check_clock, check_space, receive_text
+from diloco.training.processes.join import (
+    agreed_description,
+    check_clock,
+    check_space,
+    check_unfinished,
+    receive_text,
+)
 from diloco.training.processes.run_setup import check_out
-from diloco.training.records.events import Event
+from diloco.training.records.events import Event, EventLog
 from diloco.training.records.history import current
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
@@ -40,19 +45,6 @@ CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig
 
 def event(type_: str, worker: int = 3, **fields: Any) -> Event:
     return {"v": 1, "time": 0.0, "worker": worker, "type": type_, **fields}
-
-
-def member(number: int, **changes: Any) -> MemberStatus:
-    status = MemberStatus(
-        number=number, has_state=True, next_round=8, ended_round=7, position=80 - number, tokens=5000, loss=3.5,
-        step_seconds=0.5, contributed_round=6, label=f"host-{number}", peer=f"12D3{number:06d}", silent_seconds=0.2,
-        latency_seconds=0.02,
-    )  # fmt: skip
-    return structs.replace(status, **changes)
-
-
-JOINING = member(4, has_state=False, loss=-1.0, contributed_round=-1, step_seconds=0.0)
-TOLD = RunStatus("abcd", (member(0), member(1, live=False), JOINING), "12D3000000", {"8": "gathering"}, {})
 
 
 def shown(view: RunView) -> str:
@@ -119,12 +111,6 @@ def test_one_member_is_a_member() -> None:
     assert "· 1 member\n" in shown(view).replace(" \n", "\n")
 
 
-def test_who_was_never_heard_is_shown_as_such() -> None:
-    told = member(2, live=False, label="", position=0, silent_seconds=28552.1)
-    (row,) = rows(structs.replace(TOLD, members=(told,)))
-    assert row[-3] == "never" and row[-1] == "not met"
-
-
 def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (tmp_path / "events").mkdir()
@@ -137,6 +123,36 @@ def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypa
     assert console.file.getvalue().count("not in the swarm yet") == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("founded", [True, False])
+def test_only_the_worker_that_starts_the_swarm_prints_an_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, founded: bool
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    key = RunKey.create()
+    word = invite(
+        key, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"], 60.0, time.time()
+    )
+    (tmp_path / "swarm").mkdir()
+    (tmp_path / "swarm" / "invitation.txt").write_text(word.text())
+    poll = joining_hint(console, tmp_path)
+    log = EventLog(tmp_path, 0)
+    for _ in range(2):
+        log.emit("swarm", founded=founded, going_on=False)
+        poll()
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert told.count("diloco join diloco2") == founded
+    assert told.count(f"diloco invite {tmp_path}") == (not founded)
+
+
+def test_a_run_at_its_end_cannot_be_joined_and_says_that_it_is_complete() -> None:
+    description = RunDescription.of(CONFIG, "ab" * 32)
+    at = SimpleNamespace(live=True, number=0, position=399)
+    assert check_unfinished(description, SimpleNamespace(members=[at])) == 1  # type: ignore[arg-type]
+    at.position = 400
+    with pytest.raises(RunComplete, match="the run is complete after 400 steps: there is nothing left to join"):
+        check_unfinished(description, SimpleNamespace(members=[at]))  # type: ignore[arg-type]
+
+
 def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
     per_step = CONFIG.tokens_per_step
     joined = event("joined", step=300, rounds=30)
@@ -146,17 +162,6 @@ def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
     view = view_of(joined, step)
     assert view.step == 350 and view.seconds_left == pytest.approx(25.0)
     assert "step 350/400" in plain_line(view)
-
-
-def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
-    assert headline(TOLD) == (
-        "run abcd · 2 workers · 8 rounds · round 9 in progress (gathering) · 2.00 steps/s in all · led by worker 0"
-    )
-    first, lost, joining = rows(TOLD)
-    assert first[2:8] == ("80", "0", "2.00", "3.500", "5,000", "round 7") and first[-1] == "training"
-    assert lost[3] == "-" and lost[-1] == "lost"
-    assert joining[3] == "4" and joining[7] == "none yet" and joining[-1] == "receiving the state"
-    assert lines(TOLD)[0].startswith("worker 0  where host-0 (000000)  step 80  behind 0")
 
 
 @pytest.mark.parametrize(

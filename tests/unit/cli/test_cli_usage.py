@@ -11,6 +11,7 @@ import pytest
 from diloco.cli.main import run
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
+from diloco.training.processes.run_setup import device_note
 from diloco.training.records.summary import write_summary
 from support.train_runs import tiny_options, write_text
 
@@ -168,3 +169,50 @@ def test_under_torchrun_only_the_first_says_that_a_run_is_complete(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "complete", "inner_steps": 30}))
     assert run(["train", "--resume", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("is complete with 30 steps") == lines
+
+
+def test_a_gpu_that_is_not_there_is_told_before_there_is_a_folder(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = tmp_path / "run"
+    options = [*tiny_options(text), f"--out={out}"]
+    options.remove("--device=cpu")
+    for engine in ("torch_distributed", "swarm"):
+        said = refused(capsys, "train", *options, "--device=cuda", f"--engine={engine}")
+        assert "device = cuda, but this machine has no CUDA device" in said and "--device cpu" in said
+    assert not out.exists()
+
+
+def test_an_apple_gpu_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('device = "mps"')
+    for tokens in (["--device", "mps"], ["--device=mps"], [str(tmp_path / "run.toml")]):
+        assert "Apple GPUs are not supported, since" in refused(capsys, "train", *tokens)
+
+
+def test_an_apple_gpu_that_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert "the CPU" in (device_note(RunConfig()) or "")
+    assert device_note(RunConfig(device="cpu")) is None
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    assert device_note(RunConfig()) is None
+
+
+def test_make_alone_lists_the_targets_and_starts_nothing() -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(["make"], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for target in ("train", "swarm", "test", "check"):
+        assert f"  {target} " in done.stdout
+
+
+def test_make_swarm_runs_for_long_unless_it_is_told_otherwise() -> None:
+    root = Path(__file__).parents[3]
+
+    def planned(*arguments: str) -> str:
+        command = ["make", "-n", "-o", ".venv/.swarm", "swarm", *arguments]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60).stdout
+
+    assert "--engine swarm --steps 20000" in planned()
+    assert "20000" not in planned("ARGS=--steps 50") and "--steps 50" in planned("ARGS=--steps 50")

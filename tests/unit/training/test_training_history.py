@@ -15,6 +15,7 @@ from diloco.training.processes.run_lock import hold_as_worker, run_lock
 from diloco.training.records import history
 from diloco.training.records.events import Event
 from diloco.training.records.summary import summarize
+from diloco.training.records.swarm_summary import OwnWork, own_work
 
 
 def event(type_: str, time: float, worker: int = 0, **fields: Any) -> Event:
@@ -34,6 +35,20 @@ def step(time: float, worker: int, number: int) -> Event:
 def resumed(time: float, worker: int, at: int, **more: Any) -> Event:
     told = {"rounds": at // 10, "new": False, "workers": 2, "workers_before": 2, "steps_before": 40, "notes": []}
     return event("resumed", time, worker, step=at, **told | more)
+
+
+def test_a_pause_before_a_worker_of_a_swarm_starts_again_does_not_count() -> None:
+    swarm = {"founded": True, "going_on": False}
+    first = [event("swarm", 0.0, **swarm), started(1.0, 0), step(9.0, 0, 10)]
+    again = [event("swarm", 1000.0, **swarm), event("threads", 1001.0), started(1002.0, 0), step(1004.0, 0, 20)]
+    assert [len(start) for start in history.starts([*first, *again])] == [3, 4]
+    assert history.seconds([*first, *again]) == 9.0 + 4.0
+
+
+def test_the_work_of_a_worker_that_joined_again_adds_up_and_a_resumed_count_goes_on() -> None:
+    again = [event("joined", 20.0, step=30), step(21.0, 0, 1), step(22.0, 0, 2)]
+    assert own_work([step(9.0, 0, 10), *again])[0] == OwnWork(120, 9.0 + 22.0, 0.0, 12)
+    assert own_work([step(9.0, 0, 10), resumed(20.0, 0, 5), step(21.0, 0, 6)])[0].tokens == 60
 
 
 INTERRUPTED = [

@@ -1,6 +1,7 @@
 """Prints how others can join a swarm's run, and what a worker waits for until it is in the swarm."""
 
 import math
+import shlex
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError
+from diloco.own_command import command
 from diloco.training.records.events import EventReader
 
 _PATIENT_SECONDS = 20.0
@@ -43,13 +45,15 @@ def joining_hint(console: Console, folder: Path) -> Callable[[], None]:
 
 
 def _print_hint(console: Console, folder: Path, founded: bool, going_on: bool) -> None:
+    """The worker that starts the swarm prints the invitation; the others say how to print theirs."""
+    if not founded:
+        console.print(Text("joined the swarm: continuing from its state"), soft_wrap=True)
+        console.print(Text(f"to invite others: {command('invite', shlex.quote(str(folder)))}"), soft_wrap=True)
+        return
     from diloco.engines.swarm.trust.run_owner import own_invitation
 
-    if founded and going_on:
-        how = "no other member of the swarm answers: continuing from this machine's newest checkpoint; others can join"
-    else:
-        how = "the swarm starts here" if founded else "joined the swarm: continuing from its state"
-    console.print(Text(how), soft_wrap=True)
+    alone = "no other member of the swarm answers: continuing from this machine's newest checkpoint; others can join"
+    console.print(Text(alone if going_on else "the swarm starts here"), soft_wrap=True)
     try:
         invitation = own_invitation(folder / SWARM_FOLDER, time.time())
     except ConfigError as error:
@@ -57,4 +61,5 @@ def _print_hint(console: Console, folder: Path, founded: bool, going_on: bool) -
         return
     until = f"{datetime.fromtimestamp(invitation.expires, UTC):%Y-%m-%d}"
     console.print(Text(f"to join from another machine or terminal (until {until}):"), soft_wrap=True)
-    console.print(Text(f"  diloco join {invitation.text()}", style="bold green"), soft_wrap=True, highlight=False)
+    join = command("join", invitation.text())
+    console.print(Text(f"  {join}", style="bold green"), soft_wrap=True, highlight=False)

@@ -21,6 +21,8 @@ from diloco.training.records.events import EventReader
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
 _NOTES = 4
+_BAR = 24
+"""Columns of the progress bar: the line fits 80 columns."""
 _STOPPING = "stopping after a last round; press Ctrl-C again to stop now"
 _LEAVING = "leaving the swarm, which continues; press Ctrl-C again to stop now"
 
@@ -44,6 +46,7 @@ class Display:
         self._stage = ""
         self._validations_shown = 0
         self._notes_shown = 0
+        self._doing: str | None = None
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -121,11 +124,14 @@ class Display:
         for step, perplexity in self.view.validations[self._validations_shown :]:
             self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
         self._validations_shown = len(self.view.validations)
-        if self.view.workers and self._due(_PLAIN_SECONDS):
+        if self.view.workers and (self._due(_PLAIN_SECONDS) or self.view.doing not in (None, self._doing)):
+            self._doing = self.view.doing
             self.console.print(plain_line(self.view), highlight=False, soft_wrap=True)
 
 
 def plain_line(view: RunView) -> str:
+    if view.doing is not None:
+        return f"step {view.step}/{view.config.steps}  {view.doing}"
     loss = f"{view.loss:.3f}" if view.loss is not None else "-"
     return (
         f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
@@ -164,13 +170,12 @@ def _title(view: RunView) -> Text:
 
 def _progress(view: RunView) -> RenderableType:
     line = Table.grid(padding=(0, 1))
-    starting = "starting the workers" if len(view.workers) < view.expected_workers else "in the first steps"
-    left = f"left {duration(view.seconds_left)}" if view.step else starting
+    progress = f"step {view.step}/{view.config.steps}"
+    if view.doing is not None:
+        return Group(Text(progress), Text(view.doing, style="bold"))
+    speed = f"{view.tokens_per_second:,.0f} tokens/s"
     line.add_row(
-        ProgressBar(view.config.steps, view.step, width=40),
-        f"step {view.step}/{view.config.steps}",
-        f"{view.tokens_per_second:,.0f} tokens/s",
-        left,
+        ProgressBar(view.config.steps, view.step, width=_BAR), progress, speed, f"left {duration(view.seconds_left)}"
     )
     return line
 
@@ -211,9 +216,9 @@ def _worker_cells(worker: WorkerView) -> list[str]:
     return [
         str(worker.step),
         "-" if worker.loss is None else f"{worker.loss:.3f}",
-        f"{worker.tokens_per_second:,.0f}",
-        f"{worker.sync_share:.1%}",
-        f"{worker.bytes_sent / 1e6:.1f} MB",
+        f"{worker.tokens_per_second:,.0f}" if worker.tokens else "-",
+        f"{worker.sync_share:.1%}" if worker.tokens else "-",
+        f"{worker.bytes_sent / 1e6:.1f} MB" if worker.bytes_sent else "-",
         worker.state,
     ]
 

@@ -7,6 +7,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.records.events import Event
 
 _REPEAT_SECONDS = 60.0
+_CORES = "cores: "
 
 
 class RunNotes:
@@ -65,12 +66,22 @@ class RunNotes:
     def _on_member_expelled(self, event: Event) -> None:
         self._note_member(event, f"{_member_name(event)} is excluded: {event['reason']}")
 
+    def _on_excluded(self, event: Event) -> None:
+        self._note(f"worker {event['worker']} is excluded from the swarm: {event['reason']}")
+
     def _on_sidecar_restarted(self, event: Event) -> None:
         self._note(f"the network process of worker {event['worker']} died and was restarted")
 
     def _on_shards_not_fetched(self, event: Event) -> None:
         shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
         self._note(f"shards {shards} could not be fetched ({event['reason']}); trying again later")
+
+    def _on_threads(self, event: Event) -> None:
+        """Nothing while a worker has the machine to itself."""
+        if event["workers"] > 1 or any(line.startswith(_CORES) for line in self.lines):
+            threads = "1 thread" if event["threads"] == 1 else f"{event['threads']} threads"
+            others = "1 worker has" if event["workers"] == 1 else f"{event['workers']} workers share"
+            self._note(f"{_CORES}{others} this machine's {event['cores']} cores, {threads} each (--threads)")
 
     def _on_joined(self, event: Event) -> None:
         self._note(f"worker {event['worker']} starts at step {event['step']}, the position of the swarm")

@@ -42,7 +42,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("validation perplexity", _perplexity(summary)),
         ("inner steps", _steps(summary)),
-        ("tokens", f"{summary['tokens']:,}"),
+        ("trained here", _here(summary)),
+        ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
         ("outer steps", _rounds(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
         ("states fetched from others", str(summary.get("resyncs") or "")),
@@ -75,6 +76,16 @@ def _steps(summary: Summary) -> str:
     if summary["workers"] == 1:
         return f"{summary['inner_steps']:,}"
     return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
+
+
+def _here(summary: Summary) -> str:
+    """What this machine's workers did themselves; empty if that is all there is."""
+    if summary.get("engine") != "swarm" or "local_steps" not in summary:
+        return ""
+    steps, rounds, workers = summary["local_steps"], summary["local_rounds"], summary["local_workers"]
+    each = "" if workers == 1 else f" at most by each of {workers} workers"
+    counts = [f"{steps:,} step{'s' * (steps != 1)}{each}", f"{summary['local_tokens']:,} tokens"]
+    return ", ".join([*counts, f"in {rounds:,} round{'s' * (rounds != 1)}"])
 
 
 def _time(summary: Summary) -> str:

@@ -7,6 +7,15 @@ from diloco.cli.display.notes import RunNotes
 from diloco.training.config.run import RunConfig
 from diloco.training.records.events import Event
 
+_DOING = {  # by a worker's state before its first step is over
+    "validation": "measuring the validation loss before the first step",
+    "first step": "taking the first step",
+    "compiling": "compiling the model and taking the first step, which may take minutes",
+    "started": "starting the workers",
+    "joined": "taking the first step",
+    "waiting": "waiting for more workers (swarm.min_workers)",
+}
+
 
 @dataclass
 class MemberView:
@@ -31,6 +40,7 @@ class WorkerView:
     sync_seconds: float = 0.0
     bytes_sent: int = 0
     state: str = ""
+    first_step_seconds: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,6 +80,8 @@ class RunView:
         handler = getattr(self, f"_on_{event['type']}", None)
         if handler is not None:
             handler(event, worker)
+        elif event["type"] in ("alone", "waiting"):
+            worker.state = event["type"]
         self._notes.update(event, self.workers)
 
     @property
@@ -78,12 +90,18 @@ class RunView:
         return self._notes.lines
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
-        worker.state = "started"
+        worker.state, worker.tokens, worker.elapsed_seconds, worker.first_step_seconds = "started", 0, 0.0, None
         self.members = event["workers"]
         if self.config.engine != "swarm":
             self.expected_workers = event["workers"]
         self.parameters = event["parameters"]
         self.unigram_perplexity = event["unigram_perplexity"]
+
+    def _on_starting(self, event: Event, worker: WorkerView) -> None:
+        worker.state = event["doing"]
+
+    def _on_first_step(self, event: Event, worker: WorkerView) -> None:
+        worker.state, worker.first_step_seconds = "training", event["seconds"]
 
     def _on_step(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.loss, worker.tokens = event["step"], event["loss"], event["tokens"]
@@ -150,14 +168,6 @@ class RunView:
     def _on_joined(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["step"], "joined"
 
-    def _on_alone(self, event: Event, worker: WorkerView) -> None:
-        del event
-        worker.state = "alone"
-
-    def _on_waiting(self, event: Event, worker: WorkerView) -> None:
-        del event
-        worker.state = "waiting"
-
     def _on_resync(self, event: Event, worker: WorkerView) -> None:
         worker.step = event["step"]
 
@@ -166,6 +176,20 @@ class RunView:
 
     def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["inner_steps"], "failed"
+
+    @property
+    def doing(self) -> str | None:
+        """What the workers do before the first step is logged; None from then on."""
+        if any(worker.tokens for worker in self.workers.values()):
+            return None
+        if len(self.workers) < self.expected_workers:
+            return "starting the workers"
+        taken = [one.first_step_seconds for one in self.workers.values() if one.first_step_seconds is not None]
+        if len(taken) == len(self.workers):
+            interval = self.config.training.log_interval
+            return f"training: the first step took {max(taken):.1f} s, the loss is shown every {interval} steps"
+        state = next(one.state for one in self.workers.values() if one.first_step_seconds is None)
+        return _DOING.get(state, state or "starting the workers")
 
     @property
     def rounds_failed(self) -> int:

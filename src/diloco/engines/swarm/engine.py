@@ -73,6 +73,8 @@ class SwarmEngine(Engine):
         self._files: dict[str, str] = {}
         self._progress_sent_at = 0.0
         self.leave_deadline = math.inf  # see `leave_soon`
+        self.excluded: str | None = None
+        """Why the swarm has excluded this worker, if it has: no later round can succeed."""
         self._provider: snapshots.Provider | None = None
         self._memory = RoundMemoryPool()
         self._sidecar = SidecarSupervisor(
@@ -247,6 +249,8 @@ class SwarmEngine(Engine):
             case messages.MakeSnapshot():
                 self._snapshots.request(message.number)
             case messages.Event():
+                if message.type == "excluded":
+                    self.excluded = str(message.fields["reason"])
                 self._emit(message.type, message.fields)
             case messages.Started():
                 self.worker = message.worker

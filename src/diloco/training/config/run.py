@@ -202,6 +202,11 @@ class RunConfig:
         warm_start = self.sync.warm_start
         return (step if step <= warm_start else step - warm_start) % self.eval_interval == 0
 
+    @property
+    def checkpoint_interval(self) -> int:
+        """Inner steps between checkpoints: as given, or about ten in the run; 0: none."""
+        return self._about_ten() if self.checkpoint.interval is None else self.checkpoint.interval
+
     def _about_ten(self) -> int:
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)

@@ -20,6 +20,7 @@ from diloco.core.options import scopes
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
+from diloco.own_command import command
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
     MODE_DEFAULTS,
@@ -29,6 +30,7 @@ from diloco.training.config.recipes import (
 from diloco.training.config.run import RunConfig, may_change
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
+_OTHER_WORDS = {"learning_rate": "lr", "epochs": "steps", "max_steps": "steps", "num_workers": "workers"}
 ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps", "model": "model.name"}
 
 
@@ -68,10 +70,25 @@ def read_run_file(path: Path) -> dict[str, Any]:
     known = known_keys()
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else "`diloco train --print-config` lists all keys"
-            raise ConfigError(f"run file {path}: unknown key '{key}'; {hint}")
+            hint = did_you_mean(key, "'{}'") or f"; `{command('train', '--print-config')}` lists all keys"
+            raise ConfigError(f"run file {path}: unknown key '{key}'{hint}")
     return values
+
+
+def did_you_mean(name: str, form: str = "--{}") -> str:
+    """For an error message: the keys that an unknown name may stand for; empty if no key is near.
+
+    lr may be inner.lr or outer.lr, but outer.learning_rate is outer.lr.
+    """
+    table, _, last = name.replace("-", "_").rpartition(".")
+    last = _OTHER_WORDS.get(last, last)
+    near = [key for key in known_keys() if key == f"{table}.{last}"]
+    near = near or [key for key in known_keys() if key.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known_keys(), n=1, cutoff=0.7)
+    if not near:
+        parts = {key.rpartition(".")[2]: key for key in reversed(known_keys())}
+        near = [parts[part] for part in difflib.get_close_matches(last, parts, n=1, cutoff=0.6)]
+    return f"; did you mean {' or '.join(form.format(key) for key in near)}?" if near else ""
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -94,6 +111,7 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     given = _given(tokens)
     _check_tables(given)
     _check_whole(file | given)
+    _check_device(file | given)
     model = str(given.get("model.name", file.get("model.name", ModelChoice.name)))
     mode = str(given.get("mode", file.get("mode", RunConfig.mode)))
     engine = str(given.get("engine", file.get("engine", RunConfig.engine)))
@@ -121,6 +139,7 @@ def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     given = _given(tokens)
     _check_tables(given)
     _check_whole(given)
+    _check_device(given)
     return tokens, given
 
 
@@ -228,6 +247,14 @@ def _check_whole(values: Mapping[str, Any]) -> None:
     for key in _keys_of(int) & values.keys():
         if _FRACTION.fullmatch(str(values[key])):
             raise ConfigError(f"{key} = {values[key]} must be a whole number")
+
+
+def _check_device(values: Mapping[str, Any]) -> None:
+    if values.get("device") == "mps":
+        raise ConfigError(
+            "device = mps: Apple GPUs are not supported, since the outer step is tested to be the same, bit for bit, "
+            "on CPUs and CUDA devices only: use --device cpu"
+        )
 
 
 def _token(value: object) -> str:

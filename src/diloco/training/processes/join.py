@@ -25,13 +25,13 @@ from diloco.data.preparation.received_corpus import (
     received_corpus_folder,
 )
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
-from diloco.errors import ConfigError, DataError
+from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig, may_change
 from diloco.training.processes.run import EndedRun, Observer
 from diloco.training.processes.run_lock import run_lock
-from diloco.training.processes.run_setup import check_out, check_room, create_run_folder
+from diloco.training.processes.run_setup import check_device, check_out, check_room, create_run_folder
 from diloco.training.processes.swarm_run import SWARM_TEXT, SwarmText, check_network, check_text, run_swarm_workers
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.shard_claims import shards_of
@@ -40,6 +40,7 @@ from diloco.training.sizes.machine import free_disk
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.guest import Guest
+    from diloco.engines.swarm.node.status import RunStatus
     from diloco.engines.swarm.trust.invitation import Invitation
 
 CLOCK_SECONDS = 30.0
@@ -67,10 +68,11 @@ def join_run(
         with Guest(invitation) as guest:
             check_clock(guest.clock())
             description = _fetch_description(guest)
+            members = check_unfinished(description, guest.status())
             config = configure(description)
+            check_device(config)
             check_out(config)
             check_network(config)
-            members = sum(one.live and one.number >= 0 for one in guest.status().members)
             observer = until_summarized.enter_context(observe(config, members))
             config, text = receive_text(
                 config, description, guest.fetch, members, observer.show_preparation, guest.hosts
@@ -130,6 +132,15 @@ def agreed_description(descriptions: Sequence[RunDescription]) -> RunDescription
                 "be trusted: ask the run's owner for a fresh invitation"
             )
     return descriptions[0]
+
+
+def check_unfinished(description: RunDescription, status: "RunStatus") -> int:
+    """The number of members; raises RunComplete if they are at the end of the run."""
+    present = [one for one in status.members if one.live and one.number >= 0]
+    steps = int(description.values["steps"])
+    if max((one.position for one in present), default=0) >= steps:
+        raise RunComplete(f"the run is complete after {steps:,} steps: there is nothing left to join")
+    return len(present)
 
 
 # The run's text

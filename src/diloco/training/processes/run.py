@@ -22,9 +22,11 @@ from diloco.training.processes.local_process import STOP_SIGNALS
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
     check_data,
+    check_device,
     check_out,
     check_room,
     create_run_folder,
+    device_note,
     load_features,
     reopen_run_folder,
 )
@@ -71,6 +73,7 @@ class EndedRun:
 
 def train_locally(config: RunConfig, resume: Path | None, observe: Observe) -> EndedRun:
     """Start a run with a fixed set of workers on this machine, or continue the one in the folder `resume`."""
+    check_device(config)
     check_run_model(config)
     worker_shards(config.data.shards, 0, config.workers)
     with ExitStack() as until_summarized:
@@ -79,6 +82,8 @@ def train_locally(config: RunConfig, resume: Path | None, observe: Observe) -> E
         else:
             until_summarized.enter_context(run_lock(resume))
         observer = until_summarized.enter_context(observe(config))
+        if (note := device_note(config)) is not None:
+            observer.note(note)
         corpus = prepare(config.data, observer.show_preparation, load_features(config))
         check_data(config, corpus, config.workers)
         check_room(config, corpus.vocab_size, resume)

@@ -1,5 +1,6 @@
 """Before a run starts: its folder is created or reopened, its text is prepared and checked. Torch-free."""
 
+import platform
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,8 @@ from diloco.training.records.events import end_cut_line
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE, read_summary
 from diloco.training.sizes.disk import check_disk
+
+NO_CUDA = "device = cuda, but this machine has no CUDA device that torch can use: use --device cpu"
 
 # The run folder
 
@@ -51,6 +54,22 @@ def completed_steps(folder: Path, config: RunConfig) -> int | None:
         return None
     steps: int = summary["inner_steps"]
     return steps if summary["status"] == "complete" and steps >= config.steps else None
+
+
+def check_device(config: RunConfig) -> None:
+    """Refuse a GPU that is not there before there is a run folder; torch is imported only if one is asked for."""
+    if config.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(NO_CUDA)
+
+
+def device_note(config: RunConfig) -> str | None:
+    """What the user should know of a device that is here and is not used."""
+    if config.device == "auto" and (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        return "the workers compute on the CPU: Apple GPUs (MPS) are not supported"
+    return None
 
 
 def check_out(config: RunConfig) -> None:

@@ -16,6 +16,7 @@ from diloco.data.preparation.received_corpus import find_corpus
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError
+from diloco.own_command import command
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
@@ -24,6 +25,7 @@ from diloco.training.processes.local_process import SwarmSlot
 from diloco.training.processes.run import EndedRun, Observe, Observer, run_to_end
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
+    check_device,
     check_out,
     check_room,
     check_vocabulary,
@@ -51,6 +53,7 @@ class SwarmText:
 def train_in_swarm(config: RunConfig, resume: Path | None, observe: Observe) -> EndedRun:
     """Start a run that others can join, or continue the one in the folder `resume`."""
     check_swarm()
+    check_device(config)
     check_network(config)
     with ExitStack() as until_summarized:
         if resume is None:
@@ -118,7 +121,7 @@ def _prepare_text(config: RunConfig, resume: Path | None, observer: Observer) ->
     if shared is None:
         raise ConfigError(
             f"the text of this run (digest {description.corpus[:16]}) is no longer in the cache of this machine: join "
-            "again, with diloco join INVITATION"
+            f"again, with {command('join', 'INVITATION')}"
         )
     return SwarmText(
         shared, None if config.data.source == SWARM_TEXT else prepare(config.data, observer.show_preparation)

@@ -22,6 +22,7 @@ from diloco.training.batches import Texts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
+from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code
 from diloco.training.processes.worker import device_of
@@ -118,22 +119,26 @@ def _give_up() -> None:
 def _train(config: RunConfig, slot: SwarmSlot) -> None:
     _on_stop(_give_up)  # finding the swarm may take a minute, and fetching its state too
     device = device_of(config, slot.index)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // slot.slots))
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
     texts = Texts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
     swarm_events = SwarmEvents()
     engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
     try:
         log = EventLog(slot.run_folder, engine.worker)
-        swarm_events.into(log)
-        _train_with(config, slot, texts, engine, log, device)
+        _train_with(config, slot, texts, engine, log, device, swarm_events)
     finally:
         engine.close()
     log.close()
 
 
 def _train_with(
-    config: RunConfig, slot: SwarmSlot, texts: Texts, engine: SwarmEngine, log: EventLog, device: torch.device
+    config: RunConfig,
+    slot: SwarmSlot,
+    texts: Texts,
+    engine: SwarmEngine,
+    log: EventLog,
+    device: torch.device,
+    swarm_events: SwarmEvents,
 ) -> None:
     files = corpus_files(texts.shared)
     files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
@@ -144,6 +149,9 @@ def _train_with(
     saved = start is not None and start.checkpoint is not None
     place = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
     log.emit("swarm", name=slot.name, founded=founded, going_on=saved, **place)
+    swarm_events.into(log)
+    cores = SharedCores(torch.set_num_threads, log.emit, fixed=_chosen_threads(config), folder=registry())
+    cores.begin(slot.slots)
     engine.pause_serving_state(saved)  # until it is the saved one
     if slot.index == 0:
         emit_sizes(config, texts.shared.vocab_size, engine, device, slot.slots, log.emit, slot.run_folder)
@@ -152,6 +160,7 @@ def _train_with(
     if start is not None and saved:
         training.resume(start)
     engine.pause_serving_state(False)
+    training.after_step = cores.update
 
     def stop() -> None:
         training.request_stop()
@@ -163,6 +172,13 @@ def _train_with(
     except Exception as error:
         training.fail(error)
         raise
+
+
+def _chosen_threads(config: RunConfig) -> int | None:
+    """CPU threads as the user has chosen them: by option, or by the variable that torch has read."""
+    if config.threads is None and os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    return config.threads
 
 
 def _me(engine: SwarmEngine) -> MemberStatus:

@@ -24,6 +24,7 @@ from diloco.training.processes.run import EndedRun, Observe
 from diloco.training.processes.run_lock import hold_as_worker, run_lock
 from diloco.training.processes.run_setup import (
     check_data,
+    check_device,
     check_room,
     create_run_folder,
     load_features,
@@ -41,6 +42,7 @@ _NAME_BYTES = 4096
 def train_as_rank(config: RunConfig, resume: Path | None, observe: Observe) -> EndedRun | None:
     """This process's rank, from the rendezvous to the summary. Returns the run on rank 0, which alone is observed; the
     other ranks return None, or raise the error."""
+    check_device(config)
     join_from_environment(START_SECONDS)
     rank, processes = dist.get_rank(), dist.get_world_size()
     sizes = config.sizes(processes)

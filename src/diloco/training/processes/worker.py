@@ -28,6 +28,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code
+from diloco.training.processes.run_setup import NO_CUDA
 from diloco.training.records.events import EventLog, NoEvents
 from diloco.training.sizes.told import emit_sizes
 
@@ -101,7 +102,7 @@ def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine
 
 def device_of(config: RunConfig, local_rank: int) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
+        raise ConfigError(NO_CUDA)
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

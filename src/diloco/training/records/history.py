@@ -31,15 +31,19 @@ def _taken_back(event: Event, resumed: Event) -> bool:
 
 
 def starts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each start of the run: a worker that starts a second time begins another."""
+    """The events of each start of the run: a worker that starts a second time begins another.
+
+    In a swarm a worker's first event is `swarm`.
+    """
     here: list[Event] = []
-    started: set[int] = set()
+    started: set[tuple[int, str]] = set()
     for event in events:
-        if event["type"] == "worker_started":
-            if event["worker"] in started:
+        if event["type"] in ("swarm", "worker_started"):
+            first = (event["worker"], event["type"])
+            if first in started:
                 yield here
                 here, started = [], set()
-            started.add(event["worker"])
+            started.add(first)
         here.append(event)
     if here:
         yield here

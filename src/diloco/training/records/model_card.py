@@ -4,12 +4,16 @@ It says nothing that these do not say: no licence, no language, no intended use.
 part, since a card is published.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
+
+_OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "data.cache_dir", "threads"})
+_PATHS = ("model", "data.source", "data.tokenizer", "data.feature_model")
 
 
 def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str, checkpoint_of: int | None = None) -> str:
@@ -32,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 ```
-"""
+{_every_value(summary)}"""
 
 
 def _front_matter(options: Mapping[str, Any]) -> str:
@@ -104,6 +108,16 @@ def _result(summary: Summary) -> list[tuple[str, str]]:
         ("seconds", f"{summary['seconds']:,.0f}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())),
     ]
+
+
+def _every_value(summary: Summary) -> str:
+    """All values with which the run trained, but for those that say something of a machine only."""
+    values = {key: value for key, value in summary.get("resolved", {}).items() if key not in _OF_A_MACHINE}
+    if not values:
+        return ""
+    values |= {key: _public(values[key]) for key in _PATHS if values.get(key)}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join(["", "Every value with which it was trained:", "", "```", *lines, "```", ""])
 
 
 def _public(name: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.models.pretrained import CONFIG_FILE
+from diloco.own_command import command
 from diloco.training.processes.run_lock import is_training
 
 RUN_FILE = "config.toml"
@@ -37,7 +38,7 @@ def how_to_end(run: Path) -> str:
 
 
 def resume_command(run: Path) -> str:
-    return f"diloco train --resume {shlex.quote(str(run))}"
+    return command("train", "--resume", shlex.quote(str(run)))
 
 
 def model_folder_of(path: Path) -> Path:

@@ -17,12 +17,13 @@ from diloco.training.config.run import RunConfig
 from diloco.training.records import history
 from diloco.training.records.events import Event, read_events
 from diloco.training.records.run_folder import RUN_FILE, how_to_end
+from diloco.training.records.swarm_summary import swarm_numbers, usual_workers
 from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
 _ADDED_LATER = frozenset(
-    {"versions", "engine", "resyncs", "members_seen"}
+    {"versions", "engine", "resyncs", "members_seen", "resolved"}
 )  # the summaries of earlier runs are read all the same
 
 
@@ -41,11 +42,23 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         error = "no worker has come to the end"
     members = (best or {}).get("members") or _last_members(events)
     reports = [member["report"] for member in members]
-    swarm = _swarm(events, members) if config.engine == "swarm" else {}
-    workers = swarm.get("workers") or started.get("workers", config.workers)
+    workers = started.get("workers", config.workers)
     steps = _steps(events, members)
-    sent = _bytes_sent(events, members)
-    baseline = data_parallel_bytes(started.get("parameters", 0), max(steps.values(), default=0), workers)
+    numbers: Summary = {
+        "workers": workers,
+        "members_seen": workers,
+        "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
+        * started.get("tokens_per_step", 0),
+        "bytes_sent_per_worker": _bytes_sent(events, members),
+        "compute_utilization": _utilization(reports),
+        "anchor_digests": [member["anchor_digest"] for member in members],
+        "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
+    }
+    compared = (max(steps.values(), default=0), workers)
+    if config.engine == "swarm":
+        numbers |= swarm_numbers(log, events, best)
+        compared = (numbers["local_steps"], usual_workers(events))
+    sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(started.get("parameters", 0), *compared)
     return {
         "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
         "error": error,
@@ -62,43 +75,17 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
         "resumes": max(0, len(list(history.starts(log))) - 1),
         "skipped_steps": sum({event["worker"]: event.get("skipped_steps", 0) for event in ended}.values()),
-        "workers": workers,
-        "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
-        * started.get("tokens_per_step", 0),
-        "bytes_sent_per_worker": sent,
         "data_parallel_bytes_per_worker": baseline,
         "communication_reduction": baseline / sent if sent else None,
-        "compute_utilization": _utilization(reports),
-        "anchor_digests": [member["anchor_digest"] for member in members],
         "engine": config.engine,
         "resyncs": sum({event["worker"]: event.get("resyncs", 0) for event in ended}.values()),
-        "members_seen": workers,
-        "versions": _versions(),
+        "versions": versions(),
         "seconds": history.seconds(log),
-        "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
-    } | swarm
+        "resolved": started.get("resolved", {}),
+    } | numbers
 
 
-def _swarm(events: list[Event], members: list[dict[str, Any]]) -> Summary:
-    """The numbers that differ in a swarm, where workers come and go, and jump in the schedule."""
-    rounds = [event for event in events if event["type"] == "round"]
-    tokens: dict[int, int] = {}
-    counts = [(one["worker"], one["report"]["tokens"]) for event in rounds for one in event["members"]]
-    counts += [(event["worker"], event["tokens"]) for event in events if event["type"] == "step"]
-    for worker, count in counts:
-        tokens[worker] = max(tokens.get(worker, 0), count)
-    roster: list[int] = next((event["roster"] for event in reversed(rounds) if event["roster"]), [])
-    last = max((one["report"]["inner_steps"] for one in members), default=0)
-    digests = [one["anchor_digest"] for one in members if one["report"]["inner_steps"] == last]
-    return {
-        "workers": max(1, len(roster)),
-        "members_seen": max(1, len(tokens)),
-        "tokens": sum(tokens.values()),
-        "anchor_digests": digests,
-    }
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of diloco, torch and Python; torch is not imported for it."""
     return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
 

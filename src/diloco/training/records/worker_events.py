@@ -8,6 +8,7 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
 from diloco.models.base import LanguageModel
+from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
 from diloco.training.modes import Mode
@@ -60,4 +61,5 @@ def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
         "bytes_sent": averager.bytes_sent,
         "sync_seconds": averager.sync_seconds,
         "anchor_digest": mode.anchor_digest(),
+        "confirmed": [member.as_json() for member in averager.confirmed] if isinstance(averager, OuterLoop) else [],
     }

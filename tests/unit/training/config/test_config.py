@@ -125,6 +125,9 @@ def test_a_number_of_the_recipe_gives_way_to_another_outer_optimizer_or_tokenize
         ("[sink]\ncodec = 'int8'", "'sink.codec'", "'sync.codec'"),
         ("outer = 3", "'outer'", ""),
         ("xyzzy = 1", "'xyzzy'", "--print-config"),
+        ("lr = 1.0", "'lr'", "did you mean 'inner.lr' or 'outer.lr'?"),
+        ("[outer]\nlearning_rate = 0.5", "'outer.learning_rate'", "did you mean 'outer.lr'?"),
+        ("batch = 4", "'batch'", "did you mean 'training.batch_size'?"),
     ],
 )
 def test_an_unknown_key_of_the_run_file_is_refused_with_the_nearest_name(
@@ -143,6 +146,10 @@ def test_an_unknown_key_of_the_run_file_is_refused_with_the_nearest_name(
         ("--sync.num_inner_step=5", "--sync.num_inner_steps"),
         ("--outer.lrr=1", "--outer.lr"),
         ("--qqqqqqqq=1", "--qqqqqqqq"),
+        ("--lr=1e-3", "did you mean --inner.lr or --outer.lr?"),
+        ("--batch-size=3", "did you mean --training.batch_size?"),
+        ("--learning_rate=1", "did you mean --inner.lr or --outer.lr?"),
+        ("--tokenizer=x", "did you mean --data.tokenizer?"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_name(

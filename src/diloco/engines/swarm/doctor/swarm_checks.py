@@ -25,6 +25,7 @@ from diloco.engines.swarm.node.status import MemberStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, encode
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import ConfigError, DiLoCoError
+from diloco.own_command import command
 from diloco.version import __version__
 
 _SECONDS = 5.0
@@ -44,7 +45,7 @@ def check_invitation(text: str) -> tuple[Finding, Invitation | None]:
     try:
         invitation = Invitation.parse(text, time.time())
     except ConfigError as error:
-        return Finding("invitation", "failed", str(error), "ask for a new one: diloco invite RUN"), None
+        return Finding("invitation", "failed", str(error), f"ask for a new one: {command('invite', 'RUN')}"), None
     message = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
     if not invitation.addresses:
         return Finding("invitation", "failed", message, "ask for one with addresses, while a worker runs"), None

@@ -32,7 +32,8 @@ from diloco.engines.swarm.node.messages import (
 from diloco.engines.swarm.node.status import RunStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.invitation import Invitation
-from diloco.errors import EngineError, RendezvousError
+from diloco.errors import EngineError, Excluded, RendezvousError
+from diloco.own_command import command
 from diloco.version import __version__
 
 _CALL_SECONDS = 10.0
@@ -134,11 +135,11 @@ class Guest:
         if not self._hosts:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None:
-                raise RendezvousError(f"the swarm does not admit this machine: {refused}")
+                raise Excluded(f"the swarm does not admit this machine: {refused}")
             raise RendezvousError(
                 f"no worker of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: is one "
-                "running there, and its port open? Ask for a fresh invitation (diloco invite RUN), and see "
-                "diloco doctor INVITATION"
+                f"running there, and its port open? Ask for a fresh invitation ({command('invite', 'RUN')}), and see "
+                f"{command('doctor', 'INVITATION')}"
             )
 
     async def _greet(self, peer: str, addresses: list[str]) -> Exception | None:

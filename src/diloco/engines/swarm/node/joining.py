@@ -21,6 +21,7 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import Excluded, RendezvousError
+from diloco.own_command import command
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ async def join(heartbeats: Heartbeats) -> None:
         raise RendezvousError(
             f"no worker of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
             f"{_SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
-            "(diloco invite RUN), and see diloco doctor INVITATION"
+            f"({command('invite', 'RUN')}), and see {command('doctor', 'INVITATION')}"
         )
     save(members)
     members.numbers[members.me] = members.status.number
@@ -134,5 +135,5 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
         await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers))
     raise RendezvousError(
         f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
-        f"({len(members.peers)} workers are known); see diloco doctor INVITATION, and try again"
+        f"({len(members.peers)} workers are known); see {command('doctor', 'INVITATION')}, and try again"
     )

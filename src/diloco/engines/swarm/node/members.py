@@ -203,7 +203,9 @@ class Members:
 
     def exclude_self(self, reason: str) -> None:
         """This node is revoked or banned, and takes no part in rounds any more."""
-        self.excluded = self.excluded or reason
+        if self.excluded is None:
+            self.excluded = reason
+            self.on_event("excluded", {"number": self.status.number, "reason": reason})
         self.status.has_state = False
 
     def number_for(self, name: str, wished: int) -> int:

@@ -55,7 +55,7 @@ class OwnChecks:
             self._trainer.post_now(self._own.next_round)
 
     def _check_alone(self) -> None:
-        alone = not self._members.live()
+        alone = not self._members.live() and self._members.excluded is None
         if alone and not self._alone and len(self._members.numbers) > 1:
             self._emit("alone", {"number": self._own.number})
             logger.warning("no other worker is live: this worker trains alone until another one joins or returns")

@@ -25,6 +25,7 @@ from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.signatures import Key, Signature, key_id, new_seed, public_key, sign
 from diloco.engines.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
 from diloco.errors import ConfigError
+from diloco.own_command import command
 
 VERSION = 2
 _NAME = "diloco"
@@ -63,7 +64,8 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         if now is not None and now >= found.expires:
             raise ConfigError(
                 f"the invitation expired at {found.until} (this machine's clock says {format_time(now)}): ask for a "
-                "new one (`diloco invite RUN`, on the machine where the run began), or set the clock if it is wrong"
+                f"new one (`{command('invite', 'RUN')}`, on the machine where the run began), or set the clock if it "
+                "is wrong"
             )
         return found
 
@@ -121,7 +123,7 @@ def _without_mark(text: str) -> str:
     """The letters and digits after the mark; anything else was added on the way, wherever it stands."""
     letters = "".join(letter for letter in text if letter.isalnum())
     if not letters:
-        raise ConfigError("the invitation is empty: paste the whole word that `diloco invite RUN` prints")
+        raise ConfigError(f"the invitation is empty: paste the whole word that `{command('invite', 'RUN')}` prints")
     start = letters.lower().rfind(_NAME)
     if start < 0:
         raise ConfigError(f"this is not an invitation: one begins with {_MARK}; copy it again, whole")

@@ -1,0 +1,61 @@
+"""What this machine knows of a swarm's run that no worker answers for: its end, from the run folders that are here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.cli.display.view import duration
+from diloco.engines.swarm.run_files import INVITATION_FILE, SWARM_FOLDER
+from diloco.errors import ConfigError
+from diloco.training.config.run_file import read_run_file
+from diloco.training.processes.run_lock import is_training
+from diloco.training.records.run_folder import RUN_FILE, resume_command
+from diloco.training.records.summary import Summary, read_summary
+
+if TYPE_CHECKING:
+    from diloco.engines.swarm.trust.invitation import Invitation
+
+_RUNS = Path("runs")
+
+
+def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
+    """The folder of the same run on this machine, the newest if there are several; None if there is none."""
+    from diloco.engines.swarm.trust.invitation import Invitation
+
+    found = []
+    for path in runs.glob(f"*/{SWARM_FOLDER}/{INVITATION_FILE}"):
+        try:
+            if Invitation.parse(path.read_text(), None).run_id == invitation.run_id:
+                found.append(path.parent.parent)
+        except (ConfigError, OSError, ValueError):
+            continue
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def summary_of(folder: Path | None) -> Summary | None:
+    """Of a run that has ended on this machine; None if it has not, or if there is no such folder."""
+    if folder is None or is_training(folder):
+        return None
+    try:
+        return read_summary(folder)
+    except ConfigError:
+        return None
+
+
+def describe_end(folder: Path, summary: Summary) -> list[str]:
+    """How the run ended here, one line each."""
+    steps, status = summary["inner_steps"], summary["status"]
+    if status == "complete":
+        lines = [f"complete after {steps:,} steps ({folder})"]
+    else:
+        of = read_run_file(folder / RUN_FILE).get("steps", steps)
+        lines = [f"{status} on this machine after {steps:,} of {of:,} steps ({folder})"]
+        if summary["error"]:
+            lines.append(f"reason: {summary['error']}")
+    perplexity = summary["validation_perplexity"]
+    if perplexity is not None:
+        lines.append(f"validation perplexity {perplexity:,.2f} at step {summary['validation_step']:,}")
+    lines.append(f"{summary['rounds']:,} rounds, {summary['tokens']:,} tokens, {duration(summary['seconds'])} here")
+    if status != "complete":
+        lines.append("no worker answers: the others have ended too, or cannot be reached from here")
+        lines.append(f"to continue: {resume_command(folder)}")
+    return lines

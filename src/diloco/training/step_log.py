@@ -1,0 +1,91 @@
+"""What one worker has done itself so far, and the `step` events that tell of it.
+
+In a swarm a worker's position in the schedule jumps: tokens and seconds are of the steps that it took itself, and a
+step is logged whenever a multiple of `training.log_interval` was reached or jumped over.
+"""
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from diloco.engines.worker_ranks import WorkerRanks
+from diloco.training.config.run import RunConfig
+from diloco.training.evaluation import Evaluator
+from diloco.training.modes import Mode
+from diloco.training.precision import Precision
+from diloco.training.records.events import EventLog
+from diloco.training.sharding import norm_value
+
+
+class StepLog:
+    """`loss`: of the last inner step that was logged."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mode: Mode,
+        evaluator: Evaluator,
+        precision: Precision,
+        ranks: WorkerRanks,
+        events: EventLog,
+    ) -> None:
+        self._config, self._mode, self._evaluator, self._precision = config, mode, evaluator, precision
+        self._ranks, self._events = ranks, events
+        self.loss: float | None = None
+        self._joined_at = 0  # steps of an earlier worker that count as none of this one's
+        self._seconds_before = 0.0  # of earlier starts
+        self._started = time.monotonic()
+        self._logged = 0
+        self._first: float | None = None  # when the first step began, until it has ended
+
+    def begin(self, *, compiled: bool) -> None:
+        """Training begins now; evaluations before do not count."""
+        self._started, self._evaluator.seconds = time.monotonic(), 0.0
+        self._logged, self._first = self._mode.averager.inner_steps, time.monotonic()
+        self._events.emit("starting", doing="compiling" if compiled else "first step")
+
+    def restart(self) -> None:
+        """The state that was loaded is another worker's: its steps and seconds are not this one's."""
+        self._joined_at, self._seconds_before = self._mode.steps_taken, 0.0
+
+    def due(self, step: int) -> bool:
+        interval = self._config.training.log_interval
+        return step // interval > self._logged // interval
+
+    def log(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
+        self._logged, state = step, self._mode.averager
+        self.loss = self._ranks.sums(loss.item())[0] / self._ranks.count
+        self._events.emit(
+            "step",
+            step=step,
+            loss=self.loss,
+            learning_rate=rate,
+            gradient_norm=None if norm is None else norm_value(norm),
+            loss_scale=self._precision.loss_scale,
+            tokens=self.tokens(1),
+            elapsed_seconds=self.seconds(),
+            sync_seconds=state.sync_seconds,
+            bytes_sent=state.bytes_sent,
+            rounds=state.rounds,
+        )
+
+    def step_taken(self) -> None:
+        """After every inner step: tell how long the first one took."""
+        if self._first is not None:
+            self._events.emit("first_step", seconds=time.monotonic() - self._first)
+            self._first = None
+
+    def tokens(self, more_steps: int = 0) -> int:
+        """Tokens that this worker itself has trained on, and those of `more_steps` more."""
+        return (self._mode.steps_taken + more_steps - self._joined_at) * self._config.tokens_per_step
+
+    def seconds(self) -> float:
+        """Training and rounds, without evaluations."""
+        return self._seconds_before + time.monotonic() - self._started - self._evaluator.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"elapsed_seconds": self.seconds(), "loss": self.loss, "joined_at": self._joined_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seconds_before, self.loss, self._joined_at = state["elapsed_seconds"], state["loss"], state["joined_at"]

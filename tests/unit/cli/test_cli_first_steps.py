@@ -1,0 +1,101 @@
+"""What a display shows before the first step is logged: what the workers do, and no zeros."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco.cli.display.live import Display, plain_line, render
+from diloco.cli.display.view import RunView
+from diloco.core.config import SyncConfig
+from diloco.training.config.run import RunConfig
+from diloco.training.records.events import EVENTS_FILE, Event
+
+CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
+
+
+def event(type_: str, worker: int = 0, **fields: Any) -> Event:
+    return {"v": 1, "time": 0.0, "worker": worker, "type": type_, **fields}
+
+
+def both(type_: str, **fields: Any) -> list[Event]:
+    return [event(type_, worker, **fields) for worker in (0, 1)]
+
+
+STARTED = both("worker_started", workers=2, parameters=1_630_000, unigram_perplexity=321.0)
+FIRST_STEPS = both("first_step", seconds=3.21)
+SECONDS = {"elapsed_seconds": 1.0, "sync_seconds": 0.1}
+LOGGED = both("step", step=10, loss=4.0, tokens=100, rounds=1, bytes_sent=5, **SECONDS)
+
+
+def starting(doing: str) -> list[Event]:
+    return [*STARTED, *both("starting", doing=doing)]
+
+
+def view_of(events: list[Event]) -> RunView:
+    view = RunView(CONFIG)
+    for one in events:
+        view.update(one)
+    return view
+
+
+def picture(view: RunView) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(view))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("events", "doing"),
+    [
+        ([], "starting the workers"),
+        (STARTED[:1], "starting the workers"),
+        (starting("validation"), "measuring the validation loss before the first step"),
+        (starting("first step"), "taking the first step"),
+        (starting("compiling"), "compiling the model"),
+        ([*starting("first step"), FIRST_STEPS[0]], "taking the first step"),
+        ([*starting("compiling"), *FIRST_STEPS], "the first step took 3.2 s, the loss is shown every 10 steps"),
+        ([*STARTED, *LOGGED, *starting("first step")], "taking the first step"),
+    ],
+)
+def test_before_the_first_logged_step_the_display_says_what_the_workers_do(events: list[Event], doing: str) -> None:
+    view = view_of(events)
+    for shown in (picture(view), plain_line(view)):
+        assert doing in shown and "/40" in shown
+        assert "0 tokens/s" not in shown and "0.0%" not in shown, f"zeros:\n{shown}"
+
+
+def test_once_a_step_is_logged_the_numbers_are_shown() -> None:
+    view = view_of([*starting("first step"), *FIRST_STEPS, *LOGGED])
+    assert view.doing is None and "200 tokens/s" in plain_line(view) and "200 tokens/s" in picture(view)
+
+
+def test_without_a_terminal_what_the_workers_do_is_told_when_it_changes(tmp_path: Path) -> None:
+    log = tmp_path / EVENTS_FILE
+    console = Console(file=io.StringIO(), width=200)
+    with Display(console, CONFIG) as display:
+        poll = display.follow(tmp_path)
+        for events in (starting("validation"), both("starting", doing="compiling")):
+            with log.open("a") as file:
+                file.writelines(json.dumps(one) + "\n" for one in events)
+            poll()
+            poll()
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue()
+    assert told.count("measuring the validation loss") == told.count("compiling the model") == 1
+
+
+def test_shared_cores_are_noted_and_a_worker_alone_says_nothing() -> None:
+    alone = event("threads", threads=2, cores=2, workers=1)
+    assert view_of([alone]).notes == []
+    shared = event("threads", threads=1, cores=2, workers=2)
+    assert view_of([alone, shared, event("threads", 1, threads=1, cores=2, workers=2)]).notes == [
+        "cores: 2 workers share this machine's 2 cores, 1 thread each (--threads)"
+    ]
+    assert (
+        view_of([shared, alone]).notes[-1] == "cores: 1 worker has this machine's 2 cores, 2 threads each (--threads)"
+    )

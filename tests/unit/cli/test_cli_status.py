@@ -1,0 +1,197 @@
+"""`diloco status`: what it shows of a swarm, in 80 columns, and what it says of a run that has ended. No network."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from msgspec import structs
+from rich.console import Console
+
+from diloco.cli import status as command_module
+from diloco.cli.main import run
+from diloco.cli.status import headlines, lines, rows, table
+from diloco.engines.swarm.node import guest as guest_module
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
+from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.errors import EngineError, Excluded, RendezvousError
+from diloco.training.records.summary import SUMMARY_FILE, summarize
+from support.recorded_runs import CONFIG, run_folder
+
+
+def member(number: int, **changes: Any) -> MemberStatus:
+    status = MemberStatus(
+        number=number, has_state=True, next_round=8, ended_round=7, position=80 - number, tokens=5000, loss=3.5,
+        step_seconds=0.5, contributed_round=6, label=f"host-{number}", peer=f"12D3{number:06d}", silent_seconds=0.2,
+        latency_seconds=0.02,
+    )  # fmt: skip
+    return structs.replace(status, **changes)
+
+
+JOINING = member(4, has_state=False, loss=-1.0, contributed_round=-1, step_seconds=0.0)
+TOLD = RunStatus("abcd", (member(0), member(1, live=False), JOINING), "12D3000000", {"8": "gathering"}, {})
+
+
+def test_who_was_never_heard_is_shown_as_such() -> None:
+    told = member(2, live=False, label="", position=0, silent_seconds=28552.1)
+    (row,) = rows(structs.replace(TOLD, members=(told,)))
+    assert row[-3] == "never" and row[-1] == "not met"
+
+
+def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
+    assert headlines(TOLD, 400) == [
+        "run abcd · step 80 of 400 · 2 workers · 8 rounds",
+        "round 9 in progress (gathering) · 2.00 steps/s in all · led by worker 0",
+    ]
+    first, lost, joining = rows(TOLD)
+    assert first[2:8] == ("80", "0", "2.00", "3.500", "5,000", "round 7") and first[-1] == "training"
+    assert lost[3] == "-" and lost[-1] == "lost"
+    assert joining[3] == "4" and joining[7] == "none yet" and joining[-1] == "joining"
+    assert lines(TOLD)[0].startswith("worker 0  where host-0 000000  step 80  behind 0")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        TOLD,
+        structs.replace(
+            TOLD,
+            members=tuple(
+                member(
+                    number,
+                    label="a-machine-with-a-long-name",
+                    position=123456,
+                    tokens=9_999_999_999,
+                    contributed_round=99_998,
+                )
+                for number in (0, 100)
+            ),
+        ),
+    ],
+)
+def test_the_table_fits_80_columns_and_cuts_nothing_but_names(told: RunStatus) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(told, wide=False))
+    shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, shown)) <= 80 and len(shown) == 1 + len(told.members)
+    for line, row in zip(shown[1:], rows(told), strict=True):
+        assert all(cell in line for index, cell in enumerate(row) if index not in (6, 9)), line
+    assert all(len(line) <= 80 for line in headlines(told, 1_000_000))
+
+
+def test_a_swarm_at_its_last_step_is_complete() -> None:
+    assert headlines(TOLD, 80)[0] == "run abcd · complete after 80 steps · 2 workers · 8 rounds"
+
+
+class FakeGuest:
+    """Gives these answers one after another, errors too."""
+
+    answers: ClassVar[list[Any]] = []
+
+    def __init__(self, invitation: Any) -> None:
+        del invitation
+
+    def __enter__(self) -> "FakeGuest":
+        if isinstance(self.answers[0], Exception):
+            raise self.answers[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    def fetch(self, name: str, *_: object) -> None:
+        raise EngineError(f"no {name}")
+
+    def status(self) -> RunStatus:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, RunStatus)
+        return answer
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def answers(*given: Any) -> None:
+        monkeypatch.setattr(FakeGuest, "answers", list(given))
+
+    monkeypatch.setattr(guest_module, "Guest", FakeGuest)
+    monkeypatch.setattr(command_module, "_WATCH_SECONDS", 0.0)
+    return answers
+
+
+NOBODY = RendezvousError("no worker of this run answers")
+ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"
+
+
+def ended_run(folder: Path, **changes: Any) -> str:
+    """A run folder that has ended; its invitation."""
+    run_folder(folder, [], ended=False)
+    summary = summarize(CONFIG, []) | {"status": "complete", "error": None, "inner_steps": 400, "seconds": 60.0}
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary | changes))
+    word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
+    (folder / "swarm").mkdir()
+    (folder / "swarm" / "invitation.txt").write_text(word)
+    return word
+
+
+def test_a_run_that_has_ended_is_complete_after_so_many_steps_and_no_error(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = ended_run(tmp_path / "runs" / "mine", validation_perplexity=12.5, validation_step=400)
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/mine", word):  # by the folder, and by an invitation to the run of that folder
+        ask(NOBODY)
+        assert run(["status", name]) == 0
+        told = capsys.readouterr().out
+        assert "complete after 400 steps (runs/mine)" in told and "perplexity 12.50 at step 400" in told
+    ask(NOBODY)
+    assert run(["join", word]) == 0
+    assert "the run is complete after 400 steps (runs/mine)" in capsys.readouterr().out
+    ask(NOBODY)
+    assert run(["status", "runs/mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["inner_steps"] == 400
+
+
+def test_a_run_that_was_left_early_says_so_and_how_to_go_on(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_run(tmp_path / "mine", status="stopped", inner_steps=30)
+    ask(NOBODY)
+    assert run(["status", str(tmp_path / "mine")]) == 0
+    told = capsys.readouterr().out
+    assert "stopped on this machine after 30 of 40 steps" in told and f"--resume {tmp_path / 'mine'}" in told
+
+
+def test_what_is_not_known_is_an_error_that_says_what_is(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
+    ask(NOBODY)
+    assert run(["status", word]) == 1
+    assert "if the run has ended, its end is in the run folder of each member" in capsys.readouterr().err
+
+
+def test_a_machine_that_is_excluded_reads_why_though_its_own_run_has_ended(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_run(tmp_path / "mine")
+    ask(Excluded("the swarm does not admit this machine: revoked"))
+    assert run(["status", str(tmp_path / "mine")]) == 1
+    assert "revoked" in capsys.readouterr().err
+
+
+def test_watch_shows_it_again_until_no_worker_answers(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_run(tmp_path / "mine")
+    later = structs.replace(TOLD, members=(member(0, position=81),))
+    ask(TOLD, later, EngineError("the swarm no longer answers"))
+    assert run(["status", str(tmp_path / "mine"), "--watch"]) == 0
+    told = capsys.readouterr().out
+    assert "step 81" in told and "complete after 400 steps" in told
+    assert run(["status", str(tmp_path / "mine"), "--watch", "--json"]) == 2
