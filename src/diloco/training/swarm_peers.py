@@ -118,6 +118,7 @@ class SwarmPeers(Peers):
         self._corpus: Corpus = texts.shared
         self._missing: list[int] = []
         self._note = b""
+        self._noted = -1  # the step of the figure in the note
         self._failing_since: float | None = None
         self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
@@ -138,7 +139,7 @@ class SwarmPeers(Peers):
             self.claims.begin(present(self._engine), self._reader)
             self._events.emit("shards", shards=self._reader.shards)
         self._follow(present(self._engine))
-        self._note = self.claims.note(self._reader, self._validation.note())
+        self._write_note()
         self._last_step = time.monotonic()
 
     def _wait_for_others(self, stopped: Callable[[], bool]) -> None:
@@ -178,6 +179,8 @@ class SwarmPeers(Peers):
         now = time.monotonic()
         self._step_seconds += 0.1 * (now - self._last_step - self._step_seconds)
         self._last_step = now
+        if self._noted != self._validation.announced_step:  # a joiner gets the latest figure with the state
+            self._write_note()
         if self._swarm is not None:  # the engine sends it at most twice a second
             self._swarm.progress(
                 inner_steps=self._outer.inner_steps,
@@ -229,6 +232,7 @@ class SwarmPeers(Peers):
         """The note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
             self._note = self.claims.note(self._reader, self._validation.note())
+            self._noted = self._validation.announced_step
         return self._note
 
     def _read_state_note(self) -> None:

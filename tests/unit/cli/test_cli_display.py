@@ -148,6 +148,12 @@ def test_between_rounds_the_picture_says_when_the_next_one_is() -> None:
     assert "1 round · next round in 7 steps" in shown
 
 
+def test_one_member_is_a_member() -> None:
+    view = view_of(BEGINNING)
+    view.members = 1
+    assert "· 1 member\n" in text_of(render(view)).replace(" \n", "\n")
+
+
 def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
     view = view_of(BEGINNING, RunConfig(mode="data-parallel", steps=40))
     shown = text_of(render(view))

@@ -105,12 +105,6 @@ def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_
     assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]
 
 
-def test_one_member_is_a_member() -> None:
-    view = view_of()
-    view.members = 1
-    assert "· 1 member\n" in shown(view).replace(" \n", "\n")
-
-
 def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (tmp_path / "events").mkdir()

@@ -149,6 +149,8 @@ def render(view: RunView) -> RenderableType:
         more.append(Text(f"run folder: {view.folder}", style="dim"))
     if view.stopping:
         more.append(Text(_stopping(view), style="bold yellow"))
+    if not view.members:  # no worker has started
+        return Group(_title(view), _progress(view), *more)
     swarm = [_swarm(view), Text()] if view.swarm else []
     return Group(_title(view), _progress(view), Text(), _workers(view), *swarm, _round(view), _validation(view), *more)
 
@@ -162,10 +164,14 @@ def _title(view: RunView) -> Text:
     size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
     what = f"{short_name(config.model.name)}{size} · {config.mode} · {view.expected_workers} workers"
     if config.engine == "swarm":
-        what = f"{short_name(config.model.name)}{size} · a swarm of {view.members} · {view.expected_workers} here"
+        what = f"{short_name(config.model.name)}{size} · {_of_how_many(view)} · {view.expected_workers} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)
+
+
+def _of_how_many(view: RunView) -> str:
+    return f"a swarm of {view.members}" if view.members else "a swarm"
 
 
 def _progress(view: RunView) -> RenderableType:
@@ -236,7 +242,8 @@ def _round(view: RunView) -> Text:
     trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
-    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike} · {_members(view)}", style="dim")
+    members = "" if view.config.engine == "swarm" else f" · {_members(view)}"  # a swarm's are in the title
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{members}", style="dim")
 
 
 def _members(view: RunView) -> str:
@@ -246,6 +253,6 @@ def _members(view: RunView) -> str:
 def _validation(view: RunView) -> Text:
     if not view.validations:
         return Text("validation perplexity: after the first round", style="dim")
-    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-5:])
+    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-4:])
     unigram = f"   (unigram {view.unigram_perplexity:,.0f})" if view.unigram_perplexity else ""
     return Text.assemble("validation perplexity  ", (points, "bold green"), (unigram, "dim"))
