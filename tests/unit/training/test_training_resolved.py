@@ -9,6 +9,7 @@ import torch
 from diloco.cli.config_parser import parse_config
 from diloco.core.config import SyncConfig
 from diloco.engines.local import alone
+from diloco.models.choice import ModelChoice
 from diloco.training.config.run_file import merge, read_run_file
 from diloco.training.loop import Training
 from diloco.training.records.events import EventLog
@@ -52,6 +53,6 @@ def test_a_run_tells_the_values_that_were_left_open(tmp_path: Path) -> None:
 
 def test_the_config_with_its_comment_is_still_the_run_file_of_a_resume(tmp_path: Path) -> None:
     data, corpus = small_corpus(tmp_path)
-    config = small_config(data, SyncConfig(num_inner_steps=2), workers=1, steps=2, model="tiny")
+    config = small_config(data, SyncConfig(num_inner_steps=2), workers=1, steps=2, model=ModelChoice("tiny"))
     Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._tell_start()
     assert parse_config(merge([str(tmp_path / RUN_FILE)])[0]) == config

@@ -205,7 +205,7 @@ class RunConfig:
     @property
     def checkpoint_interval(self) -> int:
         """Inner steps between checkpoints: as given, or about ten in the run; 0: none."""
-        return self._about_ten() if self.checkpoint.interval is None else self.checkpoint.interval
+        return self._checkpoint_interval() if self.checkpoint.interval is None else self.checkpoint.interval
 
     def _about_ten(self) -> int:
         H = self.sync.num_inner_steps

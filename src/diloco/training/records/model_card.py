@@ -13,7 +13,7 @@ from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
 _OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "data.cache_dir", "threads"})
-_PATHS = ("model", "data.source", "data.tokenizer", "data.feature_model")
+_PATHS = ("model.name", "data.source", "data.tokenizer", "data.feature_model")
 
 
 def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str, checkpoint_of: int | None = None) -> str:
