@@ -50,6 +50,7 @@ def told(config: RunConfig, corpus: Corpus, folder: Path) -> Estimate:
 CASES = {
     "as it is": {},
     "int8, sgd": {"sync": SyncConfig(3, codec="int8"), "outer": OuterConfig("sgd")},
+    "2bit with error feedback": {"sync": SyncConfig(3, codec="2bit")},
     "fragments, adam": {"sync": SyncConfig(3, fragments=2), "outer": OuterConfig("adam")},
     "muon": {"inner": InnerConfig(optimizer="muon", lr=1e-3, warmup_steps=1)},
     "data-parallel": {"mode": "data-parallel", "sync": SyncConfig(codec="fp32")},
@@ -89,7 +90,11 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
     assert memory["anchor"] == sum(fragment.anchor.nbytes for fragment in fragments)
     momentum = sum(buffer.nbytes for fragment in fragments for buffer in fragment.state.values())
     assert memory.get("outer optimizer", 0) == momentum
-    assert memory["encoded outer gradient"] == sum(vector.num_bytes for vector in outer.replica.lanes[0].vectors)
+    sending = outer.replica.lanes[0].sending
+    vectors = {id(vector): vector for one in sending for vector in (one.vector, one.vector.mean)}
+    assert memory["encoded outer gradient"] == sum(vector.num_bytes for vector in vectors.values())
+    errors = sum(one.feedback.error.nbytes for one in sending if one.feedback is not None)
+    assert memory.get("error feedback", 0) == errors
 
 
 def test_ranks_share_the_model_out(text: tuple[RunConfig, Corpus]) -> None:

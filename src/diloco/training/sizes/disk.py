@@ -38,9 +38,10 @@ class DiskUse:
 
 
 def saved_copies(config: RunConfig) -> int:
-    """How many fp32 copies of the parameters a worker's checkpoint holds: parameters, moments, anchor, outer state."""
-    outer = 1 + OUTER_STATES[config.outer.optimizer] if config.mode == "diloco" else 0
-    return 1 + _INNER_STATES + outer
+    """How many fp32 copies of the parameters a worker's checkpoint holds: parameters, moments, anchor,
+    outer state, error feedback."""
+    outer = 1 + OUTER_STATES[config.outer.optimizer] + (config.sync.feedback_decay is not None)
+    return 1 + _INNER_STATES + (outer if config.mode == "diloco" else 0)
 
 
 def disk_use(config: RunConfig, parameters: int, workers: int | None = None) -> DiskUse:

@@ -67,7 +67,7 @@ def process_memory(
     outer, travelling = _averaging(config, shapes, place, own)
     host = {"Python and its libraries": base}
     if config.checkpoint.asynchronous and config.num_checkpoints:
-        saved = _FP32 * held + model["inner optimizer"] + outer.get("anchor", 0) + outer.get("outer optimizer", 0)
+        saved = _FP32 * held + model["inner optimizer"] + sum(outer.values())
         host["copy for the checkpoint being written"] = saved
     if not place.cuda:
         return host | model | outer | travelling, {}
@@ -90,7 +90,7 @@ def _averaging(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Anchor and outer momentum; and the memory of what travels."""
     vectors = encoded_vectors(config, shapes, place.ranks)
-    encoded = sum(vector.num_bytes for vector in vectors)
+    encoded = sum(vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors)
     lossless = vectors[0].codec.lossless
     if config.mode == "data-parallel":  # a gradient is encoded and decoded as a whole
         return {}, {"encoded and decoded gradient": encoded + _FP32 * own * (1 if lossless else 2)}
@@ -98,21 +98,27 @@ def _averaging(
     states = len(OUTER_OPTIMIZERS[config.outer.optimizer].state_names)
     if states:
         outer["outer optimizer"] = _FP32 * own * states
+    if config.sync.feedback_decay is not None:
+        outer["error feedback"] = _FP32 * own
     swarm = config.engine == "swarm"
-    if place.alone and not swarm and lossless and not config.sync.overlap_steps:
+    if place.alone and not swarm and lossless and not config.sync.overlap_steps and config.sync.prune is None:
         return outer, {}
     travelling = {"encoded outer gradient": encoded}
+    if config.sync.feedback_decay is not None:
+        travelling["error feedback of the round in flight"] = _FP32 * own
     if swarm:
         travelling["shared with the network process"] = 2 * encoded
     elif not place.alone:
         travelling["arriving outer gradients"] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
+    if config.sync.warm_start and not place.alone:  # as in data-parallel training
+        travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
     return outer, travelling
 
 
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Two waves of every worker's contributions to what this worker reduces (engines/torch_distributed.py)."""
+    """Two waves of the others' contributions to what this worker reduces (engines/wave_exchange.py)."""
     first = next(iter(waves(vector, workers)), None)
-    return 0 if first is None else 2 * workers * max(first.counts) * vector.data.shape[1]
+    return 0 if first is None else 2 * (workers - 1) * max(first.counts) * vector.data.shape[1]
 
 
 def _pass_bytes(config: RunConfig, outline: LanguageModel, place: Place, gradients: int, vocab_size: int) -> int:
