@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.data.corpus import Corpus
-from diloco.errors import EngineError
+from diloco.errors import EngineError, Excluded
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
@@ -156,6 +156,16 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
     monkeypatch.setattr("diloco.training.swarm_peers.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
         peers.check_progress(["no network"] * 3, 2.0)
+
+
+def test_a_worker_that_the_swarm_has_excluded_ends_with_the_reason(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    training = Swarm(made, tmp_path).worker(0)
+    training.engine.excluded = "revoked by the owner"  # type: ignore[attr-defined]
+    with pytest.raises(Excluded, match="the swarm has excluded this worker: revoked by the owner"):
+        training.run()
+    assert len(read_events(tmp_path / "machine-0")) > 1
 
 
 def test_a_worker_whose_loss_is_nan_ends_after_three_rounds_without_its_contribution(

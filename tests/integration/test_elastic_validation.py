@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
@@ -47,6 +48,18 @@ def test_every_machine_tells_the_same_figure_once_over_the_whole_text(
     assert first.keys() == {0, 8, 12, 20, STEPS}  # the first round at or after each multiple of 6, and the end
     assert first == second
     assert third == {step: first[step] for step in third} and third.keys() >= {12, 20, STEPS}
+
+
+@pytest.mark.parametrize("sync", [SyncConfig(4, fragments=2), SyncConfig(4, fragments=2, overlap_steps=2)])
+def test_the_figure_is_the_same_with_fragments_and_overlap(
+    made: tuple[RunConfig, Corpus], tmp_path: Path, sync: SyncConfig
+) -> None:
+    swarm = Swarm((replace(made[0], sync=sync), made[1]), tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 5)))
+    swarm.end()
+    first, second = figures(swarm, 0), figures(swarm, 1)
+    assert len(first) >= 4 and first.keys() >= {0, STEPS}
+    assert second == {step: first[step] for step in second} and len(second) >= len(first) - 1
 
 
 def test_the_workers_measure_a_share_each(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ _BAR = 24
 """Columns of the progress bar: the line fits 80 columns."""
 _STOPPING = "stopping after a last round; press Ctrl-C again to stop now"
 _LEAVING = "leaving the swarm, which continues; press Ctrl-C again to stop now"
+_LEAVING_ALONE = "stopping, with a checkpoint; press Ctrl-C again to stop now"
 
 
 class PipeSafeConsole(Console):
@@ -156,7 +157,9 @@ def render(view: RunView) -> RenderableType:
 
 
 def _stopping(view: RunView) -> str:
-    return _LEAVING if view.config.engine == "swarm" else _STOPPING
+    if view.config.engine != "swarm":
+        return _STOPPING
+    return _LEAVING if view.members > 1 else _LEAVING_ALONE
 
 
 def _title(view: RunView) -> Text:
@@ -204,7 +207,7 @@ def _swarm(view: RunView) -> RenderableType:
     for number, member in sorted(view.swarm.items()):
         if number not in view.workers:
             table.add_row(str(number), *_member_cells(member, first))
-    return table if table.row_count else Text("no other members yet", style="dim")
+    return table if table.row_count else Text("no other members", style="dim")
 
 
 def _member_cells(member: MemberView, first: int) -> list[str]:
