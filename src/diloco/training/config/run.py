@@ -45,8 +45,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = option("auto", may_change=True, may_differ="always")
     """Where the workers compute; auto takes CUDA devices in turn if there are any."""
     threads: int | None = option(None, may_change=True, may_differ="always")
-    """CPU threads of each worker (default: the cores shared out among the local workers; in a swarm among all workers of
-    this user on the machine)."""
+    """CPU threads of each worker (default: the cores shared out among the local workers; in a swarm among all of this
+    user's workers on the machine)."""
     port: int | None = option(None, may_change=True, may_differ="always")
     """TCP port on which local workers meet (default: none needed, they meet at a file). In a swarm, the port at which
     the first local worker is reached, the next one is at the next port (default: any that are free)."""
