@@ -32,11 +32,13 @@ def data_parallel(engine: Engine, steps: int, codec: str) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16"])
-def test_the_steps_of_a_warm_start_are_data_parallel_bit_for_bit(codec: str) -> None:
-    sync = replace(SYNC, codec=codec)
+@pytest.mark.parametrize(
+    ("codec", "of_gradients"), [("fp32", "fp32"), ("fp16", "fp16"), ("int4", "int4"), ("topk", "int4")]
+)
+def test_the_steps_of_a_warm_start_are_data_parallel_bit_for_bit(codec: str, of_gradients: str) -> None:
+    sync = replace(SYNC, codec=codec)  # type: ignore[arg-type]
     stories = in_threads(3, lambda engine: train(engine, sync, WARM))
-    expected = in_threads(3, lambda engine: data_parallel(engine, WARM, codec))
+    expected = in_threads(3, lambda engine: data_parallel(engine, WARM, of_gradients))
     for story in stories:
         assert story.final == expected[0].tolist()
         assert not [event for event in story.events if event.result and event.result.total_weight]

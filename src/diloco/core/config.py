@@ -143,6 +143,11 @@ class SyncConfig:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
 
     @property
+    def gradient_codec(self) -> str:
+        """Of the gradients of a warm start: a codec that needs error feedback leaves too much out of one gradient."""
+        return "int4" if self.codec in COARSE_CODECS else self.codec
+
+    @property
     def feedback_decay(self) -> float | None:
         """β of the error feedback; None: without it."""
         wanted = self.codec in COARSE_CODECS if self.error_feedback is None else self.error_feedback

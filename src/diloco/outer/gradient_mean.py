@@ -10,9 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.registry import codec
-from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Contribution, Report, RoundResult
 
@@ -20,12 +19,13 @@ from diloco.engines.rounds import Contribution, Report, RoundResult
 class GradientMean:
     """`contribution` is for a round of all workers; `take` puts the round's mean in place of the gradients."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], sync: SyncConfig) -> None:
-        self._parameters, self._sync = list(parameters.values()), sync
+    def __init__(self, parameters: Mapping[str, Tensor], how: Codec, max_norm_ratio: float | None) -> None:
+        """`max_norm_ratio` as in SyncConfig."""
+        self._parameters, self._max_norm_ratio = list(parameters.values()), max_norm_ratio
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device
         self._flat = torch.zeros(sum(sizes), device=device)
-        self._vector = EncodedVector(codec(sync.codec), PartLayout(sum(sizes)), device)
+        self._vector = EncodedVector(how, PartLayout(sum(sizes)), device)
         self._views = [
             self._flat[end - parameter.numel() : end].view(parameter.shape)
             for parameter, end in zip(self._parameters, accumulate(sizes), strict=True)
@@ -49,7 +49,7 @@ class GradientMean:
                 parameter.grad = view
         self._vector.encode(0, self._flat)
         norm = float(torch.linalg.vector_norm(self._flat))
-        return Contribution(self._vector, weight, norm, "", layout_digest, self._sync.max_norm_ratio, report)
+        return Contribution(self._vector, weight, norm, "", layout_digest, self._max_norm_ratio, report)
 
     def take(self, result: RoundResult) -> None:
         """Every gradient becomes the mean."""

@@ -5,7 +5,8 @@ inner optimizer state stay equal; the anchor follows the parameters. The outer l
 round comes H inner steps later. From scratch this decides, since the outer gradients of workers that have barely begun
 point apart. Workers on different devices may round differently; the first round then makes them equal again.
 
-Gradients travel through the codec and the engine of the outer gradients, and their bytes are counted with those.
+Gradients travel through the codec and the engine of the outer gradients, and their bytes are counted with those. A
+codec that needs error feedback would leave too much out of a single gradient: int4 carries them then.
 """
 
 import logging
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from diloco.codecs.registry import codec
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 from diloco.outer.gradient_mean import GradientMean
@@ -75,7 +77,8 @@ class WarmStart:
             return not skip
         started, self._averaged_at = time.monotonic(), step
         if self._gradients is None:
-            self._gradients = GradientMean(loop.replica.tensors.averaged, loop.sync)
+            how = codec(loop.sync.gradient_codec)
+            self._gradients = GradientMean(loop.replica.tensors.averaged, how, loop.sync.max_norm_ratio)
         weight = 0.0 if skip else loop.weight
         layout = loop.replica.lanes[0].layout_digest
         contribution = self._gradients.contribution(weight, layout, self._report())

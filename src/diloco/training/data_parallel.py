@@ -48,7 +48,7 @@ class DataParallel:
         self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
         tensors = model_tensors(model, inner)
         self.parameters = tensors.averaged
-        self._gradients = GradientMean(self.parameters, sync)
+        self._gradients = GradientMean(self.parameters, codec(sync.codec), sync.max_norm_ratio)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
         self._layout = hashlib.sha256(
             repr(("data-parallel", shapes, common_values(sync), identity)).encode()
