@@ -53,6 +53,7 @@ CASES = {
     "2bit with error feedback": {"sync": SyncConfig(3, codec="2bit")},
     "fragments, adam": {"sync": SyncConfig(3, fragments=2), "outer": OuterConfig("adam")},
     "muon": {"inner": InnerConfig(optimizer="muon", lr=1e-3, warmup_steps=1)},
+    "warm start, int4": {"sync": SyncConfig(3, codec="int4", warm_start=2)},
     "data-parallel": {"mode": "data-parallel", "sync": SyncConfig(codec="fp32")},
 }
 
@@ -73,6 +74,8 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
     assert case == "muon" or written == sizes.disk.checkpoint_bytes
     rounds = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 0]
     if config.mode == "diloco":
+        rest = worker.mode.averager.bytes_sent - sum(rounds)
+        assert sizes.warm_start_bytes <= rest < sizes.warm_start_bytes + 500  # and headers of the last round
         assert sum(rounds[: len(worker.mode.averager.replica.groups)]) == sizes.round_bytes  # type: ignore[union-attr]
     else:
         assert abs(worker.mode.averager.bytes_sent / 6 - sizes.round_bytes) < 200

@@ -54,7 +54,9 @@ def _network(sizes: Sizes) -> str:
     daily = (
         "" if sizes["bytes_per_day"] is None else f"; {size_text(sizes['bytes_per_day'])} a day at the measured speed"
     )
-    return f"network: a worker sends {size_text(sizes['round_bytes'])} {often}: {times}{daily}"
+    warm = sizes.get("warm_start_bytes", 0)  # older runs do not tell it
+    first = f"{size_text(warm)} in the warm start, then " if warm else ""
+    return f"network: a worker sends {first}{size_text(sizes['round_bytes'])} {often}: {times}{daily}"
 
 
 def estimate_table(sizes: Sizes) -> Table:

@@ -15,7 +15,13 @@ from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
 from diloco.training.sizes.memory import Place, process_memory
-from diloco.training.sizes.network import DAY_SECONDS, measured_bits_per_second, measured_step_seconds, round_bytes
+from diloco.training.sizes.network import (
+    DAY_SECONDS,
+    measured_bits_per_second,
+    measured_step_seconds,
+    round_bytes,
+    warm_start_bytes,
+)
 
 _USUAL_BITS = (10e6, 100e6, 1e9)
 
@@ -41,6 +47,8 @@ class Estimate:
     """Sent by a worker for one round of all fragments."""
     round_steps: int
     """Inner steps from one such round to the next."""
+    warm_start_bytes: int
+    """Sent by a worker in all steps of the warm start."""
     round_seconds: dict[str, float]
     """By rate in Mbit/s: usual ones, or the one that was given or measured."""
     step_seconds: float | None
@@ -97,6 +105,7 @@ def estimate(
         workers=place.workers,
         round_bytes=sent,
         round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
+        warm_start_bytes=warm_start_bytes(config, shapes, place.workers),
         round_seconds={f"{bits / 1e6:g}": 8 * sent / bits for bits in ([known] if known else _USUAL_BITS)},
         step_seconds=measured_step_seconds(events),
     )

@@ -4,6 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
 from diloco.core.lanes import Shape
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
@@ -23,6 +28,16 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
     return sum(max(traffic(v, workers, w)[0] for w in (0, workers - 1)) for v in vectors) + len(vectors) * (
         HEADER_BYTES * (workers - 1)
     )
+
+
+def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends in all steps of the warm start."""
+    if workers == 1 or not config.sync.warm_start:
+        return 0
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
+    vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))
+    sent = max(traffic(vector, workers, worker)[0] for worker in (0, workers - 1)) + HEADER_BYTES * (workers - 1)
+    return config.sync.warm_start * sent
 
 
 def bits_per_second(text: str) -> float:
