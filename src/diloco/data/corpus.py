@@ -37,11 +37,14 @@ def shard_name(shard: int) -> str:
     return f"train-{shard:05d}.bin"
 
 
-def corpus_digest(tokenizer: bytes, files: Mapping[str, str], *, masked: bool = False) -> str:
-    """SHA-256 of tokenizer.json, of the names and SHA-256 of the other files in their order, and of a loss mask."""
+def corpus_digest(
+    tokenizer: bytes, files: Mapping[str, str], *, masked: bool = False, chat_template: str | None = None
+) -> str:
+    """SHA-256 of tokenizer.json, of the names and SHA-256 of the other files in their order; and, in a corpus of
+    conversations, of the chat template and whether there is a loss mask."""
     hasher = hashlib.sha256(tokenizer)
-    if masked:
-        hasher.update(b"with a loss mask\n")
+    if masked or chat_template is not None:
+        hasher.update(json.dumps([masked, chat_template]).encode() + b"\n")
     for name, digest in files.items():
         hasher.update(f"{name} {digest}\n".encode())
     return hasher.hexdigest()
@@ -91,6 +94,8 @@ class CorpusMeta:
     learnt_tokens: int | None = None
     """Of the training text, in a corpus with a loss mask."""
     validation_learnt_tokens: int | None = None
+    chat_template: str | None = None
+    """That wrote the conversations; it goes with a model that was trained on them."""
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -46,7 +46,7 @@ def test_a_folder_in_another_encoding_is_named_with_file_offset_and_remedy_and_r
         prepare(config(tmp_path, source))
     assert texts(source, encoding="latin-1") == [TEXT * 2000] * 2
     with pytest.raises(
-        DataError, match=r"0 documents.*left out: 2 unreadable files.*a\.txt is not UTF-8.*data\.encoding"
+        DataError, match=r"nothing in .* can be read \(2 unreadable files\).*a\.txt is not UTF-8.*encoding"
     ):
         prepare(config(tmp_path, source, on_bad_row="skip"))
 

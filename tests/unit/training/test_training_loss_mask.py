@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoTokenizer
 
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
@@ -136,11 +137,28 @@ def test_a_run_learns_the_answers_to_questions_that_are_noise(tmp_path: Path, mo
         workers = train(tmp_path / "run", config, corpus)
     events = read_events(tmp_path / "run")
     losses = [event["loss"] for event in events if event["type"] == "validation"]
+    assert not (tmp_path / "run" / "model" / "chat_template.jinja").exists(), "prompts that are texts need none"
     assert losses[0] > 4 and losses[-1] < 1, "the answer alone has been learnt: the letters of a question cannot be"
     (told,) = [event for event in events if event["type"] == "corpus"]
     assert told["learnt_tokens"] == corpus.meta.learnt_tokens
     if mode == "data-parallel":  # each gradient weighs as much as it has tokens behind it
         assert all(0 < worker.mode.averager.weight < 4 * 16 for worker in workers)  # type: ignore[union-attr]
+
+
+def test_a_model_that_was_trained_on_conversations_has_their_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes, " * 20}]
+    rows = [{"messages": [{**messages[0], "content": f"is {i} a number"}, messages[1]]} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = replace(
+        chat_config(tmp_path / "data"), source=str(tmp_path / "rows.jsonl"), format="chat", chat_template="chatml"
+    )
+    corpus = prepare(data)
+    config = small_config(data, SyncConfig(num_inner_steps=2), steps=2)
+    with quick_runs():
+        train(tmp_path / "run", config, corpus)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    told = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert told == "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_micro_batches_of_a_worker_with_ranks_add_up_to_the_whole_batch(model: LanguageModel) -> None:

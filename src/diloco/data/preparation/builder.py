@@ -229,6 +229,7 @@ class Preparation:
             skipped=skipped,
             partition=self.config.partition,
             label_tokens={label: tuple(tokens) for label, tokens in self.state.label_tokens.items()},
+            chat_template=self.source.chat_template,
             **self._mask_fields(counts),
         )
         write_file(self.folder / META, meta.to_json(), durable=True)
@@ -244,6 +245,8 @@ class Preparation:
         skipped = {**self.source.skipped, **walk.left_out}
         counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         first = "" if walk.first_problem is None else f". The first that cannot be used: {walk.first_problem}"
+        if not walk.documents and walk.first_problem is not None:
+            raise DataError(f"nothing in data.source {self.config.source!r} can be read ({counts}){first}")
         if not walk.validation_bytes:
             documents = "1 document" if walk.documents == 1 else f"{walk.documents} documents"
             raise DataError(
@@ -273,13 +276,15 @@ class Preparation:
                     learnt = tokens[tokens & mask_bit(dtype) == 0] if masked else tokens
                     counts[kind] += np.bincount(learnt, minlength=size)
             files[name] = part.hexdigest()
-        return counts, corpus_digest((self.folder / TOKENIZER).read_bytes(), files, masked=masked), files
+        tokenizer, template = (self.folder / TOKENIZER).read_bytes(), self.source.chat_template
+        return counts, corpus_digest(tokenizer, files, masked=masked, chat_template=template), files
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
     """A BPE trained on the training passages of a source."""
-    tokenizer = Tokenizer.train(_tokenizer_sample(Passages(source, config)), config.vocab_size)
-    if tokenizer.vocab_size < config.vocab_size:
+    passages = Passages(source, config)
+    tokenizer = Tokenizer.train(_tokenizer_sample(passages), config.vocab_size)
+    if tokenizer.vocab_size < config.vocab_size and passages.walk.train_bytes:
         logger.warning(
             "data.source %r supports a vocabulary of %d tokens, not the %d asked for (data.vocab_size)",
             config.source, tokenizer.vocab_size, config.vocab_size,

@@ -107,7 +107,9 @@ def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
     expected = [VALIDATION, *(shard_name(shard) for shard in range(len(meta.shard_tokens)))]
     if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
         raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
-    if meta.digest != digest or corpus_digest(tokenizer, meta.files, masked=bool(meta.masked)) != digest:
+    masked, template = bool(meta.masked), meta.chat_template
+    found = corpus_digest(tokenizer, meta.files, masked=masked, chat_template=template)
+    if meta.digest != digest or found != digest:
         raise DataError("the digest of its tokenizer and files differs")
     counts = (*meta.shard_tokens, meta.validation_tokens)
     if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):

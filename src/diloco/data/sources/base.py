@@ -35,6 +35,9 @@ class Document(NamedTuple):
 class Source(ABC):
     """Documents in a fixed order. `skipped` counts, by reason, what the last walk left out."""
 
+    chat_template: str | None = None
+    """That writes the conversations of this source, if it has any."""
+
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
 

@@ -28,6 +28,7 @@ class ChatRows(Rows):
         self._field = None if config.text_field == "text" else config.text_field
         self._answers_only = config.learns_answers_only
         self._template = load_template(config)
+        self.chat_template = self._template.source
 
     @property
     def names(self) -> None:
@@ -58,6 +59,8 @@ class CompletionRows(Rows):
             if config.chat_template is not None:
                 raise
             self._template = error
+        else:
+            self.chat_template = self._template.source
 
     @property
     def names(self) -> None:

@@ -29,6 +29,7 @@ class HuggingFaceDataset(Source):
         super().__init__()
         self.name, self.config_name, self.split = name, config_name, split
         self.rows = rows or TextRows()
+        self.chat_template = self.rows.chat_template
         self.folder = _folder(name)
         self._on_disk = self.folder is not None and any((self.folder / file).is_file() for file in DISK_FILES)
         if self._on_disk and config_name is not None:

@@ -48,7 +48,7 @@ class JsonLines(DocumentFile):
 
     def _document(self, line: bytes | str, where: str) -> Document:
         try:
-            row = json.loads(line if isinstance(line, str) else line.decode(self._encoding))
+            row = json.loads((line if isinstance(line, str) else line.decode(self._encoding)).rstrip("\r\n"))
         except UnicodeDecodeError as error:
             problem = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1} is not {self._encoding}"
             return self.rows.bad(f"{where} is not a line of JSON: {problem}; name the encoding with --data.encoding")

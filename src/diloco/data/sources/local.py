@@ -112,6 +112,7 @@ class LocalFiles(Source):
         super().__init__()
         self.path, self.encoding = path, encoding
         self.rows = rows or TextRows()
+        self.chat_template = self.rows.chat_template
         self._is_folder = path.is_dir()
         found = _walk(path, frozenset({"__pycache__"})) if self._is_folder else {"": path.stat()}
         paths = {path / name if name else path: status for name, status in found.items()}

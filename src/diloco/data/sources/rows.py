@@ -15,6 +15,8 @@ class Rows(ABC):
 
     needs_fields = True
     """Whether a text without fields cannot be a row."""
+    chat_template: str | None = None
+    """That writes conversations, if rows have them."""
 
     def __init__(self, label: str | None = None, *, skip: bool = False) -> None:
         """`label`: the field with the label. `skip`: leave bad rows out instead of raising DataError."""

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from diloco.atomic_files import write_file
 from diloco.data.corpus import Corpus
 from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES
 from diloco.models.base import LanguageModel
 from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import RunConfig
@@ -14,10 +16,12 @@ from diloco.training.records.run_folder import MODEL_FOLDER
 
 
 def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
-    """RUN/model/, with the tokenizer."""
+    """RUN/model/, with the tokenizer and the chat template of the conversations that it was trained on."""
     tokenizer = corpus.tokenizer_path
     end_of_text = Tokenizer.load(tokenizer).decode([corpus.meta.end_of_text])
     model.save(folder / MODEL_FOLDER, tokenizer_path=tokenizer, end_of_text=end_of_text)
+    if corpus.meta.chat_template is not None:  # transformers prefers this file to a template in tokenizer_config.json
+        write_file(folder / MODEL_FOLDER / CHAT_TEMPLATE_FILES[0], corpus.meta.chat_template)
 
 
 def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callable[..., None]) -> None:
