@@ -278,3 +278,13 @@ def validation_batches(
         _take_windows(tokens, own[start : start + batch_size], sequence_length, corpus.mask_bit)
         for start in range(0, len(own), batch_size)
     )
+
+
+def check_validation(corpus: Corpus, sequence_length: int, limit: int | None = None) -> None:
+    """Raise DataError unless there is something to validate on: a window and, with a loss mask, a token to learn."""
+    batches = validation_batches(corpus, sequence_length, 64, limit=limit)
+    if corpus.meta.masked and not any((batch[:, 1:] >= 0).any() for batch in batches):
+        raise DataError(
+            f"no answer is in the validation windows of {sequence_length} tokens (data.sequence_length), so there is "
+            "no validation loss: use more data, more data.validation_fraction or longer sequences"
+        )

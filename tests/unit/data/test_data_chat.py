@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, TOKENIZER, Corpus, CorpusMeta
-from diloco.data.order import WorkerBatches, validation_batches
+from diloco.data.order import WorkerBatches, check_validation, validation_batches
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.received_corpus import corpus_files, receive_files, receive_metadata
 from diloco.data.sources.chat_template import CHATML
@@ -161,6 +161,15 @@ def test_windows_carry_the_mask_through_batches_and_validation(tmp_path: Path) -
     assert (np.where(windows < 0, ~windows, windows) == tokens).all()
     assert any((batch < 0).any() for batch in validation_batches(corpus, 8, 2))
     assert corpus.digest != unmasked.digest
+
+
+def test_a_validation_text_without_an_answer_in_its_windows_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    tokenizer_with(tmp_path, None)
+    rows = [{"prompt": f"{i} " + "many words " * 40, "completion": "x"} for i in range(40)]
+    corpus = prepare(config(tmp_path, rows, format="completion", validation_fraction=0.05))
+    check_validation(corpus, 32)
+    with pytest.raises(DataError, match=r"no answer is in the validation windows of 16 .*data\.validation_fraction"):
+        check_validation(corpus, 16, limit=1)
 
 
 def test_a_received_corpus_keeps_its_mask_and_a_sender_cannot_remove_it(tmp_path: Path) -> None:

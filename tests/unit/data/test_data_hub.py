@@ -66,6 +66,21 @@ def test_a_folder_is_streamed_by_configuration_and_split_from_any_row_on(folder:
     assert labelled == [Document(row["text"], row["topic"]) for row in rows("en", "validation", 5)[3:]]
 
 
+def test_conversations_and_bad_rows_are_read_as_from_files(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
+             for i in range(3)]  # fmt: skip
+    chats[1]["messages"].pop()
+    datasets.Dataset.from_list(chats).save_to_disk(tmp_path / "saved")
+    options = {"format": "chat", "chat_template": "chatml"}
+    with pytest.raises(DataError, match=r"row 2 has no message of the assistant"):
+        documents(f"hf:{tmp_path / 'saved'}", **options)
+    first, bad, last = documents(f"hf:{tmp_path / 'saved'}", **options, on_bad_row="skip")
+    assert bad.problem is not None and "row 2" in bad.problem
+    assert last.answers is not None
+    ((begin, end),) = last.answers
+    assert last.text[begin:end] == "2!<|im_end|>\n" and first.text.startswith("<|im_start|>user\n0?<|im_end|>")
+
+
 @pytest.mark.parametrize("splits", ["one", "several"])
 def test_what_save_to_disk_wrote_is_read(tmp_path: Path, splits: str) -> None:
     datasets.disable_progress_bars()

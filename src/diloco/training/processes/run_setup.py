@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 
 from diloco.atomic_files import write_file
 from diloco.data.corpus import Corpus
-from diloco.data.order import WorkerBatches, check_disjoint, validation_batches, worker_shards
+from diloco.data.order import WorkerBatches, check_disjoint, check_validation, worker_shards
 from diloco.data.preparation.clusters import FeatureModel, LoadFeatures
 from diloco.errors import ConfigError
 from diloco.models.pretrained import check_model, short_name
@@ -141,7 +141,7 @@ def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
     length, batch = config.data.sequence_length, config.training.batch_size
     for worker in range(workers):
         WorkerBatches(corpus, length, batch, worker_shards(corpus.shards, worker, workers), config.seed)
-    validation_batches(corpus, length, batch)
+    check_validation(corpus, length, config.training.eval_windows)
     check_vocabulary(config, corpus)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import WorkerBatches, validation_batches
+from diloco.data.order import WorkerBatches, check_validation
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.received_corpus import find_corpus
 from diloco.engines.swarm.installed import check_swarm
@@ -108,7 +108,7 @@ def check_text(config: RunConfig, text: SwarmText) -> None:
         shards = [shard for shard in shards_of(read.shards, index, config.workers) if read.has(shard)]
         if shards:
             WorkerBatches(read, length, batch, shards, config.seed)
-    validation_batches(text.shared, length, batch)
+    check_validation(text.shared, length, config.training.eval_windows)
     check_vocabulary(config, text.shared)
 
 
