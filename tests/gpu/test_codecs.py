@@ -68,6 +68,7 @@ def test_error_feedback_leaves_the_same_error_on_both_devices() -> None:
         for seed in range(3):
             delta = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
             for feedback, device in ((here, "cpu"), (there, "cuda")):
-                feedback.encode(EncodedVector(codec(name), layout, device), whole, delta.to(device))
-                feedback.end_round(taken=True)
+                vector = EncodedVector(codec(name), layout, device)
+                feedback.encode(vector, whole, delta.to(device))
+                feedback.end_round(vector)
         assert torch.equal(there.error.cpu(), here.error)

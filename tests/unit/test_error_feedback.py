@@ -43,7 +43,7 @@ def test_all_that_was_sent_and_the_error_are_all_that_was_to_be_sent(name: str) 
         total += gradient(seed)
         feedback.encode(vector, WHOLE, gradient(seed))
         sent += sent_in(vector)
-        feedback.end_round(taken=True)
+        feedback.end_round(vector)
     torch.testing.assert_close(sent + feedback.error, total, rtol=0, atol=1e-4)
     assert bool(feedback.error.any())
 
@@ -51,20 +51,20 @@ def test_all_that_was_sent_and_the_error_are_all_that_was_to_be_sent(name: str) 
 def test_the_error_fades_by_its_decay() -> None:
     feedback, vector = ErrorFeedback(NUMEL, 0.5, "cpu"), EncodedVector(codec("topk"), LAYOUT)
     feedback.encode(vector, WHOLE, gradient(0))
-    feedback.end_round(taken=True)
+    feedback.end_round(vector)
     before = feedback.error.clone()
     feedback.encode(vector, WHOLE, gradient(1))
-    assert torch.equal(feedback.error_after(True) + sent_in(vector), before * 0.5 + gradient(1))
+    assert torch.equal(feedback.error_after(vector) + sent_in(vector), before * 0.5 + gradient(1))
 
 
 def test_a_round_without_this_contribution_leaves_the_error_as_it_was() -> None:
     feedback, vector = ErrorFeedback(NUMEL, 0.95, "cpu"), EncodedVector(codec("topk"), LAYOUT)
     feedback.encode(vector, WHOLE, gradient(0))
-    feedback.end_round(taken=True)
+    feedback.end_round(vector)
     before = feedback.error.clone()
     feedback.encode(vector, WHOLE, gradient(1))
     first = vector.data.clone()
-    feedback.end_round(taken=False)
+    feedback.end_round(None)
     assert torch.equal(feedback.error, before)
     feedback.encode(vector, WHOLE, gradient(1))
     assert torch.equal(vector.data, first)
@@ -123,3 +123,19 @@ def test_error_feedback_is_on_where_a_codec_needs_it() -> None:
 def test_an_option_without_effect_is_refused(options: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         SyncConfig(**options)  # type: ignore[arg-type]
+
+
+def test_a_value_that_the_mean_has_dropped_stays_in_the_error() -> None:
+    feedback, vector = ErrorFeedback(NUMEL, 0.95, "cpu"), EncodedVector(codec("topk"), LAYOUT)
+    feedback.encode(vector, WHOLE, gradient(0))
+    sent = sent_in(vector)
+    mean = sent.clone()
+    dropped = torch.nonzero(sent).flatten()[::3]
+    mean[dropped] = 0.0
+    vector.mean.encode(0, mean)
+    after = feedback.error_after(vector.mean)
+    assert torch.equal(feedback.error_after(vector.mean), after)  # saving the worker in between changes nothing
+    feedback.end_round(vector.mean)
+    assert torch.equal(feedback.error[dropped], gradient(0)[dropped])
+    kept = (sent != 0) & (mean != 0)
+    assert torch.equal(feedback.error[kept], (gradient(0) - sent)[kept])

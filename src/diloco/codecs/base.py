@@ -23,6 +23,9 @@ class Codec(ABC):
     norm_slack: ClassVar[float] = 1.1
     """The decoded values of any finite input have at most this many times its norm: a swarm refuses longer ones."""
 
+    means_drop_values: ClassVar[bool] = False
+    """A mean may lack values that were sent; with error feedback the workers that sent them send them again."""
+
     def __init__(self, for_means: "Codec | None" = None) -> None:
         self.for_means: Codec = for_means or self
         """The codec of the mean of such contributions. A mean of sparse vectors has more values than each of them."""

@@ -4,6 +4,9 @@
     Q(a) is sent        Q is any codec
     e ← a − Q(a)        once a round has this contribution in its mean
 
+Where the mean of sparse contributions keeps its largest values only, those that it lacks count as not sent: each worker
+keeps its own share of them in e, and no reducer needs a memory.
+
 If the round fails, or the contribution is refused, e stays as it was: the worker's next outer gradient carries the same
 work again. The error is a worker's own. It is saved with the worker and goes where its parameters go: a joiner begins
 without one, and so does a worker that drops its own work for the others' parameters.
@@ -23,30 +26,44 @@ class ErrorFeedback:
         """`decay` is β."""
         self._decay = decay
         self.error = torch.zeros(numel, device=device)
-        self.next_error: Tensor | None = None
-        """The error after the round in flight, if its mean takes this worker's contribution in."""
+        self._next_error: Tensor | None = None  # after the round in flight, if its mean has this contribution in it
+        self._sent: list[tuple[EncodedVector, Span]] = []  # what a mean may lack
 
     @torch.no_grad()
     def encode(self, vector: EncodedVector, span: Span, delta: Tensor) -> Tensor:
         """Encode a span of the outer gradient with its error; the norm of what is sent, not finite if a is not."""
-        if self.next_error is None:
-            self.next_error = torch.empty_like(self.error)
+        if self._next_error is None:
+            self._next_error = torch.empty_like(self.error)
+        if span.start == 0:
+            self._sent = []
+        if vector.codec.means_drop_values:
+            self._sent.append((vector, span))
         a = scratch("feedback", delta.shape, delta.device)
         a.copy_(self.error[span.slice]).mul_(self._decay).add_(delta)
         vector.encode(span.first_part, a)
         sent = vector.decode(span.first_part, span.num_parts, delta.device)
         whole, norm = torch.linalg.vector_norm(a), torch.linalg.vector_norm(sent)
-        self.next_error[span.slice].copy_(a.sub_(sent))
+        self._next_error[span.slice].copy_(a.sub_(sent))
         return torch.where(torch.isfinite(whole), norm, whole)
 
-    def end_round(self, taken: bool) -> None:
-        """The round in flight is over; `taken`: this worker's contribution is in its mean."""
-        self.error, self.next_error = self.error_after(taken), None
+    def end_round(self, mean: EncodedVector | None) -> None:
+        """The round in flight is over, with this worker's contribution in its `mean`; None: it is in none."""
+        self.error, self._next_error = self.error_after(mean), None
 
-    def error_after(self, taken: bool) -> Tensor:
-        """What `end_round(taken)` will leave, without ending the round."""
-        return self.next_error if taken and self.next_error is not None else self.error
+    @torch.no_grad()
+    def error_after(self, mean: EncodedVector | None) -> Tensor:
+        """The error that `end_round(mean)` will leave, without ending the round."""
+        if mean is None or self._next_error is None:
+            return self.error
+        for vector, span in self._sent:
+            device = vector.data.device
+            values = scratch("feedback", (span.stop - span.start,), device)
+            values.copy_(vector.decode(span.first_part, span.num_parts))
+            dropped = mean.decode(span.first_part, span.num_parts, device) == 0
+            self._next_error[span.slice].add_(values.mul_(dropped))
+        self._sent = []
+        return self._next_error
 
     def clear(self) -> None:
         self.error.zero_()
-        self.next_error = None
+        self._next_error = None

@@ -93,6 +93,7 @@ class TopK(_Sparse):
     """
 
     name = "topk"
+    means_drop_values = True
     chosen, value_bits = 64, 2
 
     def __init__(self) -> None:

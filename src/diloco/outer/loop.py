@@ -37,7 +37,7 @@ from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Group, Replica
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, settle, settled_result
+from diloco.outer.rounds import Outcome, Posted, RoundEvent, settle, settled_outcome
 from diloco.outer.saving import restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
@@ -88,6 +88,7 @@ class OuterLoop:
         self.in_flight: list[Posted] = []
         self.restoring = restoring
         self._inner_parameters = inner_parameters
+        self._has_feedback = sync.feedback_decay is not None
         self._lay_out(tensors, outer, identity)
         self.policy = policy(self)
         self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.policy.serves_copies)
@@ -220,7 +221,8 @@ class OuterLoop:
             failure, waited = error.reason, time.monotonic() - started
             self.rounds_failed += 1
             self.policy.failed(posted, error)
-            self.state.end_feedback(posted.key.fragment, taken=False)
+            if self._has_feedback:
+                self.state.end_feedback(posted.key.fragment, None)
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
             result, waited = outcome.result, time.monotonic() - started
@@ -233,7 +235,8 @@ class OuterLoop:
         """Merge a round's mean, if it has one; its norm."""
         result, key = outcome.result, posted.key
         self.policy.heard(posted, result)
-        self.state.end_feedback(key.fragment, taken=self.engine.worker in result.contributors)
+        if self._has_feedback:
+            self.state.end_feedback(key.fragment, outcome.means_with(self.engine.worker))
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
@@ -285,8 +288,8 @@ class OuterLoop:
         """Everything but the model and the inner optimizer; call `settle` first."""
         self.refuse_while_evaluating()
         means, in_flight = saved_rounds(self.in_flight, self.state)
-        ended = [(posted.key.fragment, settled_result(posted)) for posted in self.in_flight]
-        taken = [i for i, one in ended if isinstance(one, RoundResult) and self.engine.worker in one.contributors]
+        ended = [(posted.key.fragment, settled_outcome(posted)) for posted in self.in_flight]
+        taken = {index: one.means_with(self.engine.worker) for index, one in ended if isinstance(one, Outcome)}
         counters = {name: getattr(self, name) for name in _COUNTERS}
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
         return self.state.saved_tensors(taken) | means, numbers

@@ -19,6 +19,10 @@ class Outcome:
     result: RoundResult
     means: list[EncodedVector]
 
+    def means_with(self, worker: int) -> list[EncodedVector] | None:
+        """The means, if that worker's contribution is in them."""
+        return self.means if worker in self.result.contributors else None
+
 
 class PendingOutcome(Protocol):
     """A worker's round on its way."""
@@ -63,10 +67,14 @@ def settle(posted: Posted) -> Posted:
         return replace(posted, pending=Settled(failure))
 
 
+def settled_outcome(posted: Posted) -> Outcome | RoundFailed:
+    assert isinstance(posted.pending, Settled)
+    return posted.pending.outcome
+
+
 def settled_result(posted: Posted) -> RoundResult | RoundFailed:
     """The whole worker's result of a settled round."""
-    assert isinstance(posted.pending, Settled)
-    outcome = posted.pending.outcome
+    outcome = settled_outcome(posted)
     return outcome if isinstance(outcome, RoundFailed) else outcome.result
 
 

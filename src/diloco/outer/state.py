@@ -7,11 +7,12 @@ alone. Tensors are in the replica's lanes; numbers and digests are the whole wor
 
 import hashlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
@@ -19,6 +20,9 @@ from diloco.errors import ConfigError
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
+
+Means = Sequence[EncodedVector] | None
+"""One encoded mean for each lane; None: none that has this worker's contribution in it."""
 
 
 class OuterState:
@@ -139,28 +143,29 @@ class OuterState:
         """θ_i ← anchor of one fragment: nothing of this worker's work is in it, or in the error that it would send."""
         for _, fragment in self.fragments_of(index):
             fragment.adopt_anchor()
-        for feedback in self._feedbacks(index):
+        for feedback, _ in self._feedbacks(index):
             feedback.clear()
         self.merged_at[index] = self.steps_taken
 
     # Error feedback
 
-    def _feedbacks(self, index: int) -> list[ErrorFeedback]:
-        """What this rank has of one fragment, by lane; none without error feedback."""
-        found = [lane.sending[index].feedback for lane in self._replica.lanes if lane.fragments[index] is not None]
-        return [feedback for feedback in found if feedback is not None]
+    def _feedbacks(self, index: int, means: Means = None) -> list[tuple[ErrorFeedback, EncodedVector | None]]:
+        """What this rank has of one fragment, by lane, and each lane's mean; nothing without error feedback."""
+        by_lane: Sequence[EncodedVector | None] = means or [None] * len(self._replica.lanes)
+        found = [(lane.sending[index].feedback, mean) for lane, mean in zip(self.lanes, by_lane, strict=True)]
+        return [(feedback, mean) for feedback, mean in found if feedback is not None]
 
-    def end_feedback(self, index: int, taken: bool) -> None:
-        """A round of this fragment is over; `taken`: this worker's contribution is in its mean."""
-        for feedback in self._feedbacks(index):
-            feedback.end_round(taken)
+    def end_feedback(self, index: int, means: Means) -> None:
+        """A round of this fragment is over; `means` have this worker's contribution in them, None: none has."""
+        for feedback, mean in self._feedbacks(index, means):
+            feedback.end_round(mean)
 
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
-    def saved_tensors(self, taken: Collection[int] = ()) -> dict[str, TensorPieces]:
+    def saved_tensors(self, taken: Mapping[int, Means] | None = None) -> dict[str, TensorPieces]:
         """Views of anchors, outer momentum and errors; after writing into them call `loaded`.
 
-        `taken`: fragments whose round in flight will have this worker's contribution in its mean.
+        `taken`: the means in flight that have this worker's contribution in them, by fragment.
         """
         saved: dict[str, TensorPieces] = {}
         for index, group in enumerate(self._replica.groups):
@@ -168,7 +173,8 @@ class OuterState:
             saved |= self.tensor_pieces(index, "outer.anchor", [fragment.anchor for fragment in mine])
             for kind in group.outer.state_names:
                 saved |= self.tensor_pieces(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
-            if errors := [feedback.error_after(index in taken) for feedback in self._feedbacks(index)]:
+            means = (taken or {}).get(index)
+            if errors := [feedback.error_after(mean) for feedback, mean in self._feedbacks(index, means)]:
                 saved |= self.tensor_pieces(index, "outer.error", errors)
         return saved
 
@@ -196,5 +202,5 @@ class OuterState:
             for lane in self._replica.lanes:
                 lane.take_digests()
         for index in range(self.num_fragments):
-            self.end_feedback(index, taken=False)
+            self.end_feedback(index, None)
         self.set_position(numbers)
