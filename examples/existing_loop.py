@@ -29,7 +29,7 @@ def main(steps: int = 200) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    optimizer = diloco.DiLoCo(model, optimizer, engine, sync=diloco.SyncConfig(num_inner_steps=20))  # diloco
+    optimizer = diloco.DiLoCo(model, optimizer, engine, H=20)  # diloco
 
     for step, (x, y) in enumerate(batches(engine.worker, steps)):
         loss = F.mse_loss(model(x), y)

@@ -32,7 +32,7 @@ def main(steps: int = 200) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     fully_shard(model, mesh=engine.ranks.mesh(device.type))  # over this worker's ranks; before DiLoCo is built
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=20))
+    optimizer = diloco.DiLoCo(model, inner, engine, H=20)
 
     for step in range(steps):
         x, y = (whole.chunk(engine.ranks.count)[engine.ranks.rank].to(device) for whole in batch(engine.worker, step))

@@ -28,9 +28,10 @@ def main(steps: int = 200, accumulation: int = 2) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     model.to(accelerator.device)  # before DiLoCo is built
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    diloco_optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=20))
+    diloco_optimizer = diloco.DiLoCo(model, inner, engine, H=20)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(diloco_optimizer, steps)
-    data = DataLoader(points(engine.worker, 32 * accumulation * steps), batch_size=32)
+    share = 32 * accumulation * (steps - engine.worker)  # 200 steps and 199 steps: shares differ
+    data = DataLoader(points(engine.worker, share), batch_size=32)
     model, optimizer, data, schedule = accelerator.prepare(model, diloco_optimizer, data, schedule)
 
     first = None
@@ -45,7 +46,7 @@ def main(steps: int = 200, accumulation: int = 2) -> None:
             optimizer.zero_grad()
         first = loss.item() if first is None else first
 
-    diloco_optimizer.finish()  # the last round: all workers then have the same parameters
+    diloco_optimizer.finish()  # the last rounds: all workers then have the same parameters
     x, y = (tensor.to(accelerator.device) for tensor in points(1000, 256).tensors)
     final, digest = F.mse_loss(model(x), y).item(), diloco_optimizer.anchor_digest()
     print(f"worker {engine.worker}  first loss {first:.4f}  final loss {final:.4f}  parameters {digest}", flush=True)

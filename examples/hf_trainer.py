@@ -25,7 +25,7 @@ def main() -> None:
     engine = diloco.connect(island=True)  # first: TrainingArguments reads the environment
     args = TrainingArguments(
         output_dir=f"runs/hf_trainer/worker-{engine.worker}",  # each worker has its own checkpoints
-        max_steps=120,
+        num_train_epochs=1,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
         max_grad_norm=1.0,
@@ -42,9 +42,9 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **shape))
     model.to(args.device)  # before DiLoCo is built
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=20), outer=diloco.SGD(1.0))
-    data = texts(engine.worker, 2000)
-    callbacks = [DiLoCoCallback(optimizer)]  # runs the last round at the end of training
+    optimizer = diloco.DiLoCo(model, inner, engine, H=20, outer=diloco.SGD(1.0))
+    data = texts(engine.worker, 16 * (120 + 9 * engine.worker))  # 120 steps and 129 steps: shares differ
+    callbacks = [DiLoCoCallback(optimizer)]  # runs the last rounds at the end of training
     trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
     trainer.train()
     first, final = trainer.state.log_history[0]["loss"], trainer.evaluate(texts(1000, 64))["eval_loss"]

@@ -36,7 +36,7 @@ class Regression(pl.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:  # the model is on its device
         inner = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        optimizer = diloco.DiLoCo(self, inner, self.engine, sync=diloco.SyncConfig(num_inner_steps=20))
+        optimizer = diloco.DiLoCo(self, inner, self.engine, H=20)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -47,8 +47,8 @@ def main() -> None:
     model = Regression(diloco.connect(island=True))  # before the Trainer reads the environment
     options: dict[str, Any] = {"devices": 1, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "max_epochs": 1}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(callbacks=[DiLoCoCallback()], **options, **quiet)  # the callback runs the last round
-    trainer.fit(model, DataLoader(points(model.engine.worker, 32 * 400), batch_size=32))
+    trainer = pl.Trainer(callbacks=[DiLoCoCallback()], **options, **quiet)  # the callback runs the last rounds
+    trainer.fit(model, DataLoader(points(model.engine.worker, 32 * (400 + 50 * model.engine.worker)), batch_size=32))
     x, y = points(1000, 256).tensors
     place, final, digest = model.engine.worker, F.mse_loss(model.net(x), y), trainer.optimizers[0].anchor_digest()
     print(f"worker {place}  first loss {model.losses[0]:.4f}  final loss {final:.4f}  parameters {digest}", flush=True)

@@ -1,5 +1,6 @@
 """What all tests share: one CPU thread, reproducible property tests, `support` importable, golden files by a flag."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ os.environ["DILOCO_COMMAND"] = "diloco"  # commands that are printed do not depe
 
 hypothesis.settings.register_profile("diloco", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("diloco")
+
+
+def pytest_unconfigure() -> None:
+    """Optimizers that tests have left unfinished go with the process: of no interest."""
+    logging.getLogger("diloco.outer.unfinished").disabled = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

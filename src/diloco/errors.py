@@ -61,10 +61,15 @@ class CheckpointError(DiLoCoError):
 class RoundFailed(DiLoCoError):
     """This round gave no mean. The worker keeps its anchor and its own parameters and may train on."""
 
-    def __init__(self, reason: str, *, stopping: bool = False, resync: bool = True) -> None:
-        """`stopping`: a worker announced its end in this round. `resync`: the others may have merged it."""
+    def __init__(
+        self, reason: str, *, stopping: bool = False, resync: bool = True, silent: tuple[int, ...] = ()
+    ) -> None:
+        """`stopping`: the workers end one turn after this round. `resync`: the others may have merged it.
+
+        `silent`: the workers that posted nothing before the deadline.
+        """
         super().__init__(reason)
-        self.reason, self.stopping, self.resync = reason, stopping, resync
+        self.reason, self.stopping, self.resync, self.silent = reason, stopping, resync, silent
 
 
 class SinkFailed(DiLoCoError):

@@ -9,6 +9,7 @@
 The inner optimizer stays the user's: learning-rate schedulers, hooks, parameter groups and GradScaler work as before.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,18 +19,77 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
-from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
+from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
+from diloco.outer.arguments import check_model_inner_engine, chosen_outer, sync_config
 from diloco.outer.elastic import ElasticMembership
 from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
 from diloco.outer.model_tensors import model_tensors
+from diloco.outer.rounds import RoundEvent, mean_cosine
 from diloco.outer.tensor_pieces import as_tensors, copy_into
+from diloco.outer.unfinished import UnfinishedSteps
 from diloco.outer.warm_start import WarmStart
 
+logger = logging.getLogger(__name__)
 
-class DiLoCo(torch.optim.Optimizer):
+
+class OuterNumbers:
+    """What a training loop may read of the outer loop, at any time."""
+
+    loop: OuterLoop
+    warm_start: WarmStart
+
+    @property
+    def position(self) -> int:
+        """Inner steps in the schedule; where workers come and go, it may jump ahead of those that were taken."""
+        return self.loop.inner_steps
+
+    @property
+    def rounds(self) -> int:
+        """Rounds whose mean is in the anchor, of all fragments."""
+        return self.loop.rounds
+
+    @property
+    def failures(self) -> int:
+        """Rounds that gave this worker no mean."""
+        return self.loop.rounds_failed
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this worker, in all rounds."""
+        return self.loop.bytes_sent
+
+    @property
+    def similarity(self) -> float | None:
+        """Mean cosine between the outer gradients in the latest mean of two or more workers; None before it."""
+        return mean_cosine(*self.loop.compared)
+
+    @property
+    def stopping(self) -> bool:
+        """A worker called `finish(early=True)`: leave the loop and call `finish()`."""
+        return self.loop.stopping or self.warm_start.stopping
+
+    @property
+    def others_done(self) -> bool:
+        """Another worker has taken all its steps, and waits in `finish()` for the others' rounds.
+
+        Leave the loop and call `finish()` to end with it, or go on: both are right.
+        """
+        return self.loop.others_done
+
+    @property
+    def on_round(self) -> Callable[[RoundEvent], None] | None:
+        """Set it to a function, and it is called after every round, with or without a mean, in this thread."""
+        return self.loop.on_round
+
+    @on_round.setter
+    def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
+        self.loop.on_round = function
+
+
+class DiLoCo(OuterNumbers, torch.optim.Optimizer):
     """Wraps an inner optimizer; every H of its steps, one outer step together with the other workers."""
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() even when it skips: the schedule stays in step
@@ -40,8 +100,9 @@ class DiLoCo(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         engine: Connection,
         *,
+        H: int | None = None,
         sync: SyncConfig | None = None,
-        outer: OuterOptimizer | None = None,
+        outer: OuterOptimizer | str | None = None,
         weight: float = 1.0,
         identity: str = "",
         restoring: bool = False,
@@ -49,10 +110,14 @@ class DiLoCo(torch.optim.Optimizer):
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
         Load weights and move the model to its device before: what changes the parameters later counts as training.
+        `H` is the number of inner steps between two rounds (500); `sync` has all options of the rounds, H included.
+        `outer` is an outer optimizer, or its name: "nesterov" (0.7 / 0.9, the default), "sgd", "sgdm", "adam".
         `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
         `identity` names what else must be the same on all workers (the data, say): they refuse each other if it is not.
         `restoring`: a saved state is loaded right after, on every worker, so no parameters are sent now.
         """
+        check_model_inner_engine(model, inner, engine)
+        sync = sync_config(sync, H)
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"weight = {weight} must be a finite number above 0")
         self.inner = inner
@@ -61,22 +126,25 @@ class DiLoCo(torch.optim.Optimizer):
         self.loop = OuterLoop(
             model_tensors(model, inner),
             engine,
-            sync or SyncConfig(),
-            outer or Nesterov(),
+            sync,
+            chosen_outer(outer),
             ElasticMembership if engine.elastic else FixedMembership,
             weight=weight,
             identity=identity,
-            inner_parameters=lambda: [parameter for group in inner.param_groups for parameter in group["params"]],
+            inner=inner,
             restoring=restoring,
         )
         self.warm_start = WarmStart(self.loop)
+        self.unfinished = UnfinishedSteps(self, engine.worker)
+        if engine.workers == 1 and not engine.elastic:
+            self.unfinished.silence()
 
     # The three parts of a step, and the end
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = self.inner_step(closure)
         self.loop.post()
-        self.loop.merge()
+        self.merge()
         return loss
 
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -124,7 +192,7 @@ class DiLoCo(torch.optim.Optimizer):
             self.skipped_steps += 1
             self.loop.inner_steps += 1
         self.loop.post()
-        self.loop.merge()
+        self.merge()
 
     def _unscale(self, found_inf: Tensor) -> bool:
         """Divide the gradients by GradScaler's scale; False if one is not finite, and the step must be skipped."""
@@ -145,9 +213,15 @@ class DiLoCo(torch.optim.Optimizer):
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.loop.merge()
+        state = self.loop.state
+        self.unfinished.steps = state.inner_steps - state.jumped - min(state.merged_at)
 
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.
+
+        Every worker calls it after its last step, however many steps it took. A worker that is done before the others
+        goes through their rounds with them, without work of its own, until all are done; where workers come and go it
+        averages what it has left, and leaves. After `finish()` all may train on together: `step()` goes on from there.
 
         `early` says that this worker ends before the others expect it: they then end after the same round, but where
         workers come and go it leaves alone, with the anchor as it is.
@@ -155,7 +229,24 @@ class DiLoCo(torch.optim.Optimizer):
         """
         if self.loop.inner_steps < self.warm_start.steps:
             self.warm_start.take_digests()
+        self.unfinished.steps = 0
         self.loop.finish(early=early, before_confirming=before_confirming)
+        self.warm_start.stopping = False
+        if not early:
+            self._warn_of_few_rounds()
+
+    def _warn_of_few_rounds(self) -> None:
+        """After one round the outer optimizer has hardly moved: training without DiLoCo is better."""
+        steps, H = self.loop.inner_steps - self.warm_start.steps, self.loop.sync.num_inner_steps
+        if max(self.loop.state.merged_rounds) == 1:
+            logger.warning(
+                "the run ended after %d steps and a single round, since H = %d: the workers have averaged once only, "
+                "which is worse than training on one of them. Choose H for ten rounds or more (H = %d), and for a "
+                "handful of rounds plain averaging: outer=diloco.SGD(lr=1.0)",
+                steps,
+                H,
+                max(1, steps // 10),
+            )
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""

@@ -13,12 +13,15 @@ import itertools
 import math
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
@@ -83,9 +86,16 @@ def all_refused(engine: Engine) -> tuple[str, list[float]]:
 
 
 def all_refused_says_who_stops(engine: Engine) -> tuple[bool, bool]:
-    bad, report = torch.full((NUMEL,), math.nan), Report(stopping=engine.worker == 0)
+    return _all_refused_with(engine, Report(stopping=engine.worker == 0))
+
+
+def all_refused_says_that_all_are_done(engine: Engine) -> tuple[bool, bool]:
+    return _all_refused_with(engine, Report(done=True))
+
+
+def _all_refused_with(engine: Engine, report: Report) -> tuple[bool, bool]:
     with pytest.raises(RoundFailed) as caught:
-        average(engine, tensor=bad, report=report)
+        average(engine, tensor=torch.full((NUMEL,), math.nan), report=report)
     return caught.value.stopping, caught.value.resync
 
 
@@ -125,6 +135,22 @@ def sparse_traffic(engine: Engine) -> tuple[int, int]:
     return result.bytes_sent, result.bytes_received
 
 
+def patient(engine: Engine) -> tuple[int, ...]:
+    """Worker 0 waits longer than the round's deadline, and than its group's, for the others, which are late."""
+    limited = isinstance(engine, TorchDistributedEngine) and engine.workers > 1
+    if limited:
+        _set_pg_timeout(timedelta(seconds=0.2), engine._groups.control)  # type: ignore[attr-defined]
+    if engine.worker:
+        time.sleep(0.6)
+        result = average(engine, weight=0.0)
+    else:
+        waits = replace(contribution(engine, weight=0.0), patience_seconds=60.0)
+        result = engine.start_round(RoundKey(0, 0), waits, 0.01).wait()
+    if limited:
+        _set_pg_timeout(timedelta(seconds=100.0), engine._groups.control)  # type: ignore[attr-defined]
+    return tuple(member.worker for member in result.members)
+
+
 def other_layout(engine: Engine) -> str:
     layout = "odd" if engine.worker == 1 else "same"
     return message(lambda: average(engine, layout=layout), EngineError)
@@ -146,6 +172,7 @@ SCENARIOS: dict[str, Scenario] = {
         absurd_refused,
         all_refused,
         all_refused_says_who_stops,
+        all_refused_says_that_all_are_done,
         no_work,
         other_anchor,
         tiny,
@@ -153,12 +180,13 @@ SCENARIOS: dict[str, Scenario] = {
         alike,
         traffic,
         sparse_traffic,
+        patient,
         other_layout,
         other_round,
     )
 }
 BREAKING = {"other_layout", "other_round"}  # afterwards the engine is of no use, as it should be
-SWARM = [name for name in SCENARIOS if name not in BREAKING]
+SWARM = [name for name in SCENARIOS if name not in BREAKING and name != "patient"]
 
 
 def in_one_world(engine: TorchDistributedEngine) -> dict[str, Any]:
@@ -327,9 +355,21 @@ def test_a_failed_round_still_tells_who_stops_and_that_no_anchor_differs(engine:
 
 
 @over_fixed_engines
+@several_workers
+def test_a_failed_round_still_tells_that_all_are_done(engine: str, workers: int) -> None:
+    assert equal(answers(engine, workers, "all_refused_says_that_all_are_done")) == (True, False)
+
+
+@over_fixed_engines
 @over_workers
 def test_a_round_without_any_work_moves_headers_only(engine: str, workers: int) -> None:
     assert equal(answers(engine, workers, "no_work")) == (0.0, (), {}, HEADER_BYTES * (workers - 1))
+
+
+@over_fixed_engines
+@over_workers
+def test_a_worker_with_patience_waits_for_late_ones_beyond_the_deadline(engine: str, workers: int) -> None:
+    assert equal(answers(engine, workers, "patient")) == tuple(range(workers))
 
 
 @pytest.mark.slow

@@ -87,3 +87,13 @@ def test_restoring_on_one_worker_only_is_an_error_that_says_so() -> None:
     restoring.serve_state(lambda: GlobalState({}, {"merged": 0, "inner_steps": 0, "sequence": 0}, layout))
     with pytest.raises(EngineError, match="the same `restoring` on every worker"):
         diloco.DiLoCo(model, inner, fresh, sync=sync)
+
+
+def test_parameters_given_to_the_inner_optimizer_after_a_state_was_loaded_are_refused_too() -> None:
+    """Loading a state gives an optimizer of torch a new list of groups."""
+    model = nn.Linear(4, 3)
+    optimizer = built(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigError, match="after DiLoCo was built"):
+        steps(model, optimizer, 2)

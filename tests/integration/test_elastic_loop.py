@@ -1,6 +1,7 @@
 """Where workers come and go: position and work are two things, missed rounds are made up for, leaving is lonely."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from diloco.outer.elastic import Missed
-from support.elastic import ElasticSwarm, ElasticWorld
+from diloco.outer.rounds import RoundEvent
+from support.elastic import ElasticSwarm, ElasticWorld, Worker
 from support.in_turn import InTurn
-from support.problem import anchors, build, flat, net
+from support.problem import anchors, build, flat, loss_of, net
 
 PLAIN = SyncConfig(6, "fp32")
 FRAGMENTS = SyncConfig(6, "fp32", fragments=2)
@@ -437,10 +439,68 @@ def test_all_end_with_the_same_parameters_where_the_run_ends_also_who_is_called_
 
 def test_a_failed_last_round_or_confirmation_is_counted_and_no_error() -> None:
     world = ElasticWorld(2, SyncConfig(6, "fp32", timeout_seconds=0.01))
+    world.workers[0].loop.end_at(7)
     world.step(times=7)
     world.finish(0)
     assert world.workers[0].loop.rounds_failed == 2  # the last turn and the confirmation: worker 1 took no part
     assert torch.equal(flat(world.workers[0].model), anchors(world.workers[0].optimizer))
+
+
+def ended(counts: Sequence[int], sync: SyncConfig) -> list[tuple[list[str], list[RoundEvent], int]]:
+    """Loops with so many steps each, which then finish and leave: digests after each round, rounds, the confirmed."""
+    world = ElasticWorld(len(counts), sync)
+    told: list[Any] = [None] * len(counts)
+
+    def work(worker: Worker) -> None:
+        optimizer, digests, events = worker.optimizer, list[str](), list[RoundEvent]()
+
+        def on_round(event: RoundEvent) -> None:
+            events.append(event)
+            digests.append(optimizer.anchor_digest())
+
+        optimizer.on_round = on_round
+        with worker.loop.engine as engine:
+            for step in range(counts[worker.number]):
+                optimizer.zero_grad()
+                loss_of(worker.model, worker.number, step).backward()
+                optimizer.step()
+            optimizer.finish()
+            own = flat(worker.model)
+            with optimizer.outer_parameters():
+                assert torch.equal(flat(worker.model), own)
+            confirmed = sum(member.anchor_digest == optimizer.anchor_digest() for member in engine.members())
+        told[worker.number] = (digests, events, confirmed)
+
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in world.workers.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100.0)
+    assert all(one is not None for one in told)
+    return told
+
+
+@SYNCS
+@pytest.mark.parametrize("gap", [1, 5, 6, 18])
+def test_a_loop_with_fewer_steps_leaves_with_its_work_in_the_mean_and_the_others_go_on(
+    sync: SyncConfig, gap: int
+) -> None:
+    """No end is agreed on (`end_at`), as in a loop of one's own."""
+    counts = (11, 11 + gap)  # a post of the longer one lies between them
+    (short, short_events, _), (long, long_events, confirmed) = ended(counts, sync)
+    assert all(event.failure is None for event in short_events + long_events)
+    assert long[: len(short)] == short  # it has the swarm's anchors of the moment at which it left
+    assert confirmed == (2 if len(short) == len(long) else 1)  # one turn may take both to the end; else one is left
+    if not sync.overlap_steps:
+        for fragment in {event.key.fragment for event in long_events}:
+            work = [event.result.total_weight for event in long_events if event.key.fragment == fragment]
+            assert sum(work) == sum(counts)
+
+
+@SYNCS
+def test_loops_with_as_many_steps_each_confirm_the_end_to_each_other(sync: SyncConfig) -> None:
+    (_, _, first), (_, _, second) = ended((14, 14), sync)
+    assert (first, second) == (2, 2)
 
 
 # What is told, and saved

@@ -136,9 +136,13 @@ def _finish() -> None:
 
 
 def _close() -> None:
-    engine = connect()
-    _train(engine).finish()
-    engine.close()
+    with connect() as engine:
+        _train(engine).finish()
+
+
+def _forgotten() -> None:
+    """A round is on its way, and no finish() merges it."""
+    _train(connect(), overlap_steps=1)
 
 
 def _island() -> None:
@@ -150,12 +154,12 @@ def _ranks() -> None:
 
 
 def _error() -> None:
-    _train(connect(), overlap_steps=1)
+    _optimizer = _train(connect(), overlap_steps=1)
     raise ValueError("the loop is wrong")
 
 
 def _error_of_ranks() -> None:
-    _train(connect(ranks_per_worker=(1, 2)), overlap_steps=1)
+    _optimizer = _train(connect(ranks_per_worker=(1, 2)), overlap_steps=1)
     raise ValueError("the loop is wrong")
 
 
@@ -170,7 +174,7 @@ def _lost_peer() -> None:
 def _late_peer() -> None:
     """Worker 1 fails and is gone before worker 0 comes to the round that worker 1 has begun."""
     torch_distributed._CLOSE_SECONDS = 0.1
-    _train(connect(), overlap_steps=1, late_seconds=2.0)
+    _optimizer = _train(connect(), overlap_steps=1, late_seconds=2.0)
     raise ValueError("the loop is wrong")
 
 
@@ -180,6 +184,7 @@ WAYS = {
     "island": Way(_island),
     "ranks": Way(_ranks, (0, 0, 0)),
     "error": Way(_error, (1, 1)),
+    "finish forgotten": Way(_forgotten),
     "error of ranks": Way(_error_of_ranks, (1, 1, 1)),
     "lost peer": Way(_lost_peer, (-signal.SIGKILL, 1)),
     "late peer": Way(_late_peer, (1, 1)),

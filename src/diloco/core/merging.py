@@ -32,14 +32,17 @@ class Claim:
     """Digest of the anchor that the outer gradient was taken from."""
     round_weight: float = math.inf
     """The weight of H inner steps of this worker; inf: its weight has no bound (a fixed membership is trusted)."""
+    work: float = 1.0
+    """The inner steps behind the contribution as a share of H, at most 1."""
 
 
 def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | None]:
     """For each claim: None if the contribution is in the mean, else the reason why it is not.
 
     A norm is refused above `max_norm_ratio` times the round's (lower) median; None accepts any finite norm. A worker
-    with more work than the median, up to one full round, is measured against the median norm per weight times its own
-    weight: a fast worker among slow ones is no outlier. (Not where weights have no bound: they are shard sizes there.)
+    with more work than the median, up to one full round, is measured against the median norm per work times its own
+    work: a fast worker among slow ones is no outlier, nor one that trains on when others have few steps left. Work is
+    told by the weight, but where weights have no bound (they are shard sizes there) by the steps.
 
     A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
@@ -50,10 +53,13 @@ def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | N
         return reasons
     norm = _lower_median([claim.norm for claim in sound])
     norm_per_weight = _lower_median([claim.norm / claim.weight for claim in sound])
+    norm_per_work = _lower_median([claim.norm / claim.work for claim in sound])
     round_weight = _lower_median([claim.round_weight for claim in sound])
     for index, claim in enumerate(claims):
-        usual = norm if math.isinf(round_weight) else max(norm, norm_per_weight * min(claim.weight, round_weight))
-        if reasons[index] is None and usual > 0 and claim.norm > max_norm_ratio * usual:
+        by_steps = math.isinf(round_weight)
+        expected = norm_per_work * claim.work if by_steps else norm_per_weight * min(claim.weight, round_weight)
+        usual = max(norm, expected)
+        if reasons[index] is None and claim.weight > 0 and usual > 0 and claim.norm > max_norm_ratio * usual:
             reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {usual:.3g}"
     return reasons
 
@@ -77,6 +83,8 @@ def _own_fault(claim: Claim, reference_digest: str) -> str | None:
         return f"weight {claim.weight} is not a finite number of at least 0"
     if not claim.round_weight > 0:
         return f"round_weight {claim.round_weight} must be above 0"
+    if not 0 <= claim.work <= 1 or (claim.weight > 0 and claim.work == 0):
+        return f"work {claim.work} must be a share of a round, above 0 for a weight above 0"
     if not math.isfinite(claim.norm):
         return "the outer gradient is not finite"
     if claim.anchor_digest != reference_digest:

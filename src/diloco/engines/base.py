@@ -1,19 +1,19 @@
 """The engine contract: which workers average, and how. Everything that can fail, wait or travel is behind it.
 
 A `Connection` joins this process to the other workers; it gives an `Engine` for each lane that the process is in. A
-worker of one rank is in one lane, and its engine is its connection too.
+worker of one rank is in one lane, and its engine is its connection too. `with connection:` closes it on every way out.
+Nothing that arrives is unpickled.
 
 - `start_round` returns at once; the transfer runs beside training. `PendingRound.wait` is bounded by the deadline.
 - The divisor is the total weight of the contributions that are really in the mean, never the expected world size.
 - Every worker gets the same bits: one worker accumulates a part in fp32 in worker order and encodes its mean once, and
   all decode those bytes. On the CPU every engine gives the same trajectory as `local`, bit for bit.
 - A failed round changes no anchor and loses no local work: the next outer gradient carries it.
-- Nothing that arrives is unpickled.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
@@ -36,6 +36,7 @@ class Connection(ABC):
     elastic: ClassVar[bool] = False
     """Workers come and go while the others train: `worker` is a number that no other worker has, `workers` how many
     there are at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
+    closed: bool = False
 
     def wanted(self, sequence: int) -> bool:
         """The others are in this round, or past it, and wait no longer: post it now, with the work there is.
@@ -49,8 +50,7 @@ class Connection(ABC):
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
         """Collective: an engine for each lane; None where this process is not in it.
 
-        `owners` has for every lane the rank of each worker that is in it, the same list on all processes.
-        """
+        `owners`, the same list on all processes: for every lane, the rank of each worker that is in it."""
 
     @abstractmethod
     def members(self) -> tuple[Member, ...]:
@@ -58,7 +58,13 @@ class Connection(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the others; never waits for a peer."""
+        """Leave the others; never waits for a peer. Then `closed`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Engine(Connection):
@@ -91,6 +97,5 @@ class Engine(Connection):
         """The global state if this worker must take it over, None if it holds it already.
 
         An elastic engine gives the state after all rounds that the others have ended; it may be older than this
-        worker's state, if this worker went on alone. RoundFailed if there is none now: it is asked again at the next
-        post.
+        worker's, if that went on alone. RoundFailed if there is none now: it is asked again at the next post.
         """

@@ -8,8 +8,8 @@ from diloco.core.merging import Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
-_MAGIC = b"dlc2"
-_FORMAT = struct.Struct("<4s qq ddd 16s16s qqqddddqqq?")
+_MAGIC = b"dlc3"
+_FORMAT = struct.Struct("<4s qq dddd 16s16s qqqddddqqq??")
 HEADER_BYTES = _FORMAT.size
 
 
@@ -21,6 +21,7 @@ def pack(key: RoundKey, contribution: Contribution) -> bytes:
         contribution.weight,
         contribution.norm,
         contribution.round_weight,
+        contribution.work,
         contribution.anchor_digest.encode(),
         contribution.layout_digest.encode(),
         *astuple(contribution.report),
@@ -40,13 +41,13 @@ class Header:
 
 def unpack(worker: int, data: bytes) -> Header:
     """A received header; refuses bytes that another version wrote."""
-    magic, sequence, fragment, weight, norm, round_weight, anchor, layout, *report = _FORMAT.unpack(data)
+    magic, sequence, fragment, weight, norm, round_weight, work, anchor, layout, *report = _FORMAT.unpack(data)
     if magic != _MAGIC:
         raise EngineError(
             f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
             "run the same version of diloco everywhere"
         )
-    claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"), round_weight)
+    claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"), round_weight, work)
     member = Member(worker, claim.anchor_digest, weight, norm, Report(*report))
     return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
 

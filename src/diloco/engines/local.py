@@ -14,7 +14,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Claim, diverged
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
-from diloco.engines.reduction import Decision, decide, reduce_parts, traffic
+from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
@@ -60,7 +60,7 @@ class LocalEngine(Engine):
             round_ = self.swarm.rounds.setdefault(key.sequence, _Round(self.swarm, key.sequence))
             round_.post(self.worker, key, contribution)
             self.swarm.changed.notify_all()
-        return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds)
+        return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds + contribution.patience_seconds)
 
     def heard(self, members: tuple[Member, ...]) -> None:
         """What a finished round taught this worker of the others."""
@@ -117,6 +117,7 @@ class LocalEngine(Engine):
         raise EngineError(f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first")
 
     def close(self) -> None:
+        self.closed = True
         self.swarm.providers.pop(self.worker, None)
 
 
@@ -145,7 +146,7 @@ class _Round:
             raise EngineError(f"worker {worker} posted round {key.sequence} twice")
         digest, weight, norm = contribution.anchor_digest, contribution.weight, contribution.norm
         member = Member(worker, digest, weight, norm, contribution.report)
-        claim = Claim(weight, norm, digest)
+        claim = Claim(weight, norm, digest, work=contribution.work)
         self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
         if worker not in self.lost:
             self.contributions[worker] = contribution
@@ -198,7 +199,10 @@ class _LocalPending(PendingRound):
             if not swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic()):
                 missing = sorted(set(range(swarm.workers)) - round_.headers.keys())
                 round_.withdraw(worker)
-                raise RoundFailed(f"round {self.key.sequence}: nothing from workers {missing} before the deadline")
+                raise RoundFailed(
+                    f"round {self.key.sequence}: nothing from workers {missing} before the deadline",
+                    silent=tuple(missing),
+                )
             round_.collected += 1
             if round_.collected == swarm.workers:
                 swarm.rounds.pop(self.key.sequence, None)
@@ -212,7 +216,7 @@ class _LocalPending(PendingRound):
         return self._result(round_.decision, round_.mean)
 
     def _failure(self, reason: str, *, resync: bool = True) -> RoundFailed:
-        stopping = any(header.member.report.stopping for header in self.round.headers.values())
+        stopping = run_ends(header.member for header in self.round.headers.values())
         return RoundFailed(f"round {self.key.sequence}: {reason}", stopping=stopping, resync=resync)
 
     def _result(self, decision: Decision, mean: EncodedVector) -> RoundResult:

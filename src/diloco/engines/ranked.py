@@ -69,6 +69,7 @@ class RankedEngine(Connection):
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        self.closed = True
         mine = [engine for engine in self._engines.values() if engine is not None]
         broken = any(engine.broken for engine in mine)
         for engine in mine:

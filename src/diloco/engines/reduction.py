@@ -16,6 +16,7 @@ from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
 from diloco.core.fragments import span_elements
 from diloco.core.merging import Claim, admit, bounded_weights, diverged, inner_products, weighted_mean
+from diloco.engines.rounds import Member
 from diloco.engines.row_threads import for_each
 
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
@@ -49,6 +50,12 @@ def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: floa
         refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
         resync=bool(diverged([claim.anchor_digest for claim in claims])),
     )
+
+
+def run_ends(members: Iterable[Member]) -> bool:
+    """Of a fixed membership, from a round's headers: a worker stops early, or all have taken all their steps."""
+    reports = [member.report for member in members]
+    return any(report.stopping for report in reports) or all(report.done for report in reports)
 
 
 def reduce_parts(

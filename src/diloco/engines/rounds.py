@@ -38,6 +38,8 @@ class Report:
     """The inner step of its latest complete checkpoint; older ones may go once all are known to have one."""
     stopping: bool = False
     """This worker ends after this round's rotation; with a fixed membership all do."""
+    done: bool = False
+    """This worker has taken all its steps. With a fixed membership it posts on until all have."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Contribution:
     """What else this worker tells the others with the round; only elastic engines carry it."""
     round_weight: float = inf
     """The weight of H inner steps: with an elastic engine it bounds `weight` (core.merging.bounded_weights)."""
+    work: float = 1.0
+    """The inner steps behind it as a share of H, at most 1."""
+    patience_seconds: float = 0.0
+    """Added to the round's deadline by a worker that has no steps left: the others may need H steps to post."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.core.merging import num_products
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
-from diloco.engines.reduction import decide, traffic
+from diloco.engines.reduction import decide, run_ends, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
-from diloco.engines.wave_exchange import LaneGroups, WaveExchange, finish
+from diloco.engines.wave_exchange import LaneGroups, WaveExchange, finish, time_left
 from diloco.errors import EngineError, RoundFailed
 
 T = TypeVar("T")
@@ -68,7 +69,6 @@ class TorchDistributedEngine(Engine):
         self._provider: Callable[[], GlobalState] | None = None
         self._source = 0  # whose state counts, at the start and after a divergence
         self._broken: EngineError | None = None
-        self._closed = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
         self._thread.start()
@@ -77,9 +77,10 @@ class TorchDistributedEngine(Engine):
     # The contract
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
-        deadline = time.monotonic() + min(deadline_seconds, self._timeout_seconds)
+        seconds = min(deadline_seconds, self._timeout_seconds) + contribution.patience_seconds
+        deadline = time.monotonic() + seconds
         encoded = _mark(contribution.vector.data)
-        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, deadline)))
+        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, deadline), seconds))
 
     def members(self) -> tuple[Member, ...]:
         return self._members
@@ -89,7 +90,7 @@ class TorchDistributedEngine(Engine):
 
     def fetch_state(self) -> GlobalState | None:
         """Collective: every worker's state becomes that of the source, in place. The source gets None."""
-        return self._submit(self._broadcast_state).result()
+        return self._submit(self._broadcast_state, self._timeout_seconds).result()
 
     @property
     def broken(self) -> bool:
@@ -99,9 +100,9 @@ class TorchDistributedEngine(Engine):
     def close(self) -> None:
         """Leave, after the round that is being averaged, or after five seconds if that takes longer."""
         atexit.unregister(self.close)
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._jobs.put(None)
         if not self.broken:
             self._thread.join(_CLOSE_SECONDS)
@@ -122,10 +123,11 @@ class TorchDistributedEngine(Engine):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+    def _submit(self, work: Callable[[], T], seconds: float) -> "Future[T]":
+        """`seconds`: how long `work` waits for the others."""
         if self._broken is not None:
             raise self._broken
-        if self._closed:
+        if self.closed:
             raise EngineError(f"the engine of worker {self.worker} is closed: no round can follow")
         future: Future[T] = Future()
 
@@ -142,7 +144,7 @@ class TorchDistributedEngine(Engine):
             except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
                 self._broken = EngineError(
                     f"worker {self.worker} lost the others: one of {self.workers} workers died or did not answer "
-                    f"within {self._timeout_seconds:g} s ({_first_line(error)}). torch.distributed cannot go on "
+                    f"within {seconds:.0f} s ({_first_line(error)}). torch.distributed cannot go on "
                     "without it; start the run again"
                 )
                 future.set_exception(self._broken)
@@ -169,7 +171,7 @@ class TorchDistributedEngine(Engine):
         if not decision.contributors and decision.refused:
             raise RoundFailed(
                 f"round {key.sequence}: every contribution was refused: {decision.refused}",
-                stopping=any(member.report.stopping for member in self._members),
+                stopping=run_ends(self._members),
                 resync=decision.resync,
             )
         sent, received = 0, 0
@@ -198,7 +200,9 @@ class TorchDistributedEngine(Engine):
             return [mine]
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
-        finish(dist.all_gather(rows, own, group=self._groups.control, async_op=True), deadline)
+        options = AllgatherOptions()
+        options.asyncOp, options.timeout = True, time_left(deadline)  # the group's own limit may be shorter
+        finish(self._groups.control.allgather([rows], [own], options), deadline)
         return [bytes(row.tolist()) for row in rows]
 
     def _broadcast_state(self) -> GlobalState | None:

@@ -214,7 +214,11 @@ class _PinnedMemory(_Memory):
 def finish(work: "dist.Work | None", deadline: float) -> None:
     """Wait until time.monotonic() is `deadline` at most."""
     assert work is not None
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    work.wait(time_left(deadline))
+
+
+def time_left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _finish_all(works: Sequence["dist.Work"], deadline: float) -> None:

@@ -4,7 +4,8 @@
     Trainer(devices=1, callbacks=[DiLoCoCallback()])
 
 The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs a
-`default_root_dir` of its own. Works with `lightning` and `pytorch_lightning`. Refused: a Trainer of several processes.
+`default_root_dir` of its own. Workers may have different numbers of steps. Works with `lightning` and
+`pytorch_lightning`. Refused: a Trainer of several processes.
 """
 
 import sys
@@ -20,9 +21,11 @@ _PACKAGE: Any = import_module("lightning.pytorch" if "lightning.pytorch" in sys.
 
 
 class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
-    """Runs the last round at the end of training, and stops this worker when another worker stops early."""
+    """Runs the last rounds at the end of training, and stops this worker when another worker stops early."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, end_together: bool = False) -> None:
+        """`end_together`: this worker stops when another one has taken all its steps; else it takes all of its own."""
+        self.end_together = end_together
         self._optimizer: DiLoCo | None = None
         self._steps_before = 0  # the Trainer's steps before DiLoCo counted any
 
@@ -48,13 +51,16 @@ class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
         assert self._optimizer is not None
         if self._optimizer.loop.inner_steps < trainer.global_step - self._steps_before:
             self._optimizer.skip_step()
-        if self._optimizer.loop.stopping:
+        if self._optimizer.stopping or self._ends_with_the_others():
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
         assert self._optimizer is not None
-        self._optimizer.finish(early=trainer.should_stop)
+        self._optimizer.finish(early=trainer.should_stop and not self._ends_with_the_others())
+
+    def _ends_with_the_others(self) -> bool:
+        return self.end_together and self._optimizer is not None and self._optimizer.others_done
 
 
 def _diloco_optimizer(optimizers: list[Any]) -> DiLoCo:

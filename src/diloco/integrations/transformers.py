@@ -3,8 +3,9 @@
     Trainer(..., optimizers=(optimizer, None), callbacks=[DiLoCoCallback(optimizer)])
 
 The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs an `output_dir` of
-its own. Refused: a Trainer that sees the other workers, and load_best_model_at_end, which would replace a worker's
-parameters before the last round averages them.
+its own. Workers may have different numbers of steps. Subclasses of Trainer (TRL's SFTTrainer) work the same. Refused: a
+Trainer that sees the other workers, and load_best_model_at_end, which would replace a worker's parameters before the
+last round averages them.
 """
 
 from typing import Any
@@ -16,10 +17,11 @@ from diloco.optimizer import DiLoCo
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
-    """Runs the last round at the end of training, and stops this worker when another worker stops early."""
+    """Runs the last rounds at the end of training, and stops this worker when another worker stops early."""
 
-    def __init__(self, optimizer: DiLoCo) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: DiLoCo, *, end_together: bool = False) -> None:
+        """`end_together`: this worker stops when another one has taken all its steps; else it takes all of its own."""
+        self.optimizer, self.end_together = optimizer, end_together
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
@@ -38,9 +40,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         del args, state, more
-        if self.optimizer.loop.stopping:
+        if self.optimizer.stopping or self._ends_with_the_others():
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         del args, control, more
-        self.optimizer.finish(early=state.global_step < state.max_steps)
+        self.optimizer.finish(early=state.global_step < state.max_steps and not self._ends_with_the_others())
+
+    def _ends_with_the_others(self) -> bool:
+        return self.end_together and self.optimizer.others_done

@@ -5,13 +5,14 @@ others call for is posted at once, with the work there is, and this worker's *po
 belongs in the schedule; the *work* behind a contribution is counted apart (`steps_taken`), and its weight follows it.
 
 A worker that missed a round, or whose anchor is not the others', takes over their state right away (catch_up.py).
-A worker that stops leaves alone; all end together only where the run ends (`OuterLoop.end_at`).
+A worker that stops leaves alone, and so does one that has taken all its steps before the others. All end together where
+the run ends (`OuterLoop.end_at`), or where all take their last turn in the same rounds.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from diloco.engines.rounds import GlobalState, RoundResult
@@ -56,6 +57,7 @@ class ElasticMembership(Policy):
         self.missed: Missed | None = None
         self._joined = False  # this worker has the run's state
         self._leaving = False
+        self._agreed_last: int | None = None  # in a run without an agreed end: all are done, and end after this round
         self._catch_up = CatchUp(loop.state, loop.replica, loop.schedule)
 
     # The start
@@ -123,7 +125,9 @@ class ElasticMembership(Policy):
     # What rounds do
 
     def heard(self, posted: Posted, result: RoundResult) -> None:
-        del posted
+        done = {member.worker for member in result.members if member.report.done}
+        if self._agreed_last is None and done == {member.worker for member in result.members} | set(result.roster):
+            self._agreed_last = posted.key.sequence + self.state.num_fragments - 1
         if result.resync:
             self._miss("its anchor is not the others'")
 
@@ -214,22 +218,30 @@ class ElasticMembership(Policy):
         return self.schedule.posts_until(end) + self.state.num_fragments - 1
 
     def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
-        """Early: what is in flight is merged, and no more. Else a last turn and the confirmation, if they work."""
+        """Early: what is in flight is merged, and no more. Else a last turn with the work that is left.
+
+        The confirmation follows if the others end too; if they train on, this worker leaves without it.
+        """
         self._leaving = early
         self.loop.merge_pending()
         if not early:
+            self.loop.report = replace(self.loop.report, done=True)
             self._last_turn()
         self.state.adopt_anchors()
         before_confirming()
-        if not early:
+        if not early and (self.loop.ends_at is not None or self._agreed_last is not None):
             self._confirm()
-        self._leaving = False
+        self._leaving, self._agreed_last = False, None
 
     def _last_turn(self) -> None:
-        last = self._last_round()
-        while self.state.sequence <= last and (self.missed is None or self._resync()):
+        own = self._last_round()
+        while self.state.sequence <= self._last_of_all(own) and (self.missed is None or self._resync()):
             self.loop.post_fragment(self.schedule.fragment_of(self.state.sequence))
             self.loop.merge_pending()
+
+    def _last_of_all(self, own: int) -> int:
+        """The round after which this worker ends: its own last one, or that of all once all are done (ADR 25)."""
+        return own if self.loop.ends_at is not None or self._agreed_last is None else self._agreed_last
 
     def _confirm(self) -> None:
         try:

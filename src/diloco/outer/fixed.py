@@ -1,7 +1,9 @@
 """The policy of a fixed membership: all workers are there from the first step to the last, and post the same rounds.
 
-Rounds are numbered in the order in which they are posted, which is the same on every worker. That makes an early end
-safe: a worker that stops says so in its header, and all end after the same full turn through the fragments.
+Rounds are numbered in the order in which they are posted, which is the same on every worker. That makes the end safe
+wherever workers stand. A worker that has taken all its steps says so in its headers (`done`) and posts on in that
+order, without work, until all are done. A worker that stops early says that (`stopping`). Either way all workers learn
+of the end from the headers of one round, and end after the same full turn through the fragments.
 
 A worker that missed a round takes over the others' anchor of that fragment before it posts the fragment again, and
 keeps its own parameters (I6): its next outer gradient, taken from the others' anchor, carries the work. A worker whose
@@ -13,7 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
+from diloco.engines.reduction import run_ends
 from diloco.engines.rounds import GlobalState, RoundResult
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.loop import OuterLoop
@@ -33,6 +37,7 @@ class FixedMembership(Policy):
         self._last_round: int | None = None  # set once a worker stops: after this round every worker does
         self._missed: set[int] = set()  # fragments whose anchor may not be the others'
         self._diverged: set[int] = set()  # of those, the ones whose parameters came from a diverged anchor
+        self._began = (time.monotonic(), 0)  # when, and at which inner step
 
     # The start
 
@@ -60,6 +65,10 @@ class FixedMembership(Policy):
             self.state.set_position(states[0].numbers)
             self.state.adopt_anchors()
         self.replica.changed()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = (time.monotonic(), self.state.inner_steps)
 
     def _served(self, lane: Lane) -> GlobalState:
         with self.state.lock:
@@ -80,13 +89,20 @@ class FixedMembership(Policy):
         return self.loop.outer_step(posted, outcome)
 
     def heard(self, posted: Posted, result: RoundResult) -> None:
-        if _stops(result):
+        told = any(member.report.stopping or member.report.done for member in result.members)
+        if told and run_ends(result.members):
             self._save_before_cut(posted)
             self._end_after(posted)
         if result.resync:
             self._missed.add(posted.key.fragment)
 
     def failed(self, posted: Posted, failure: RoundFailed) -> None:
+        if failure.silent and self.loop.report.done:
+            raise EngineError(
+                f"{failure.reason}. They have died, or need longer than that for the H = "
+                f"{self.schedule.num_inner_steps} steps of a round: if so, raise sync.timeout_seconds, now "
+                f"{self.loop.sync.timeout_seconds:g}"
+            )
         if failure.stopping:
             self._end_after(posted)
         if failure.resync:
@@ -122,17 +138,17 @@ class FixedMembership(Policy):
         return self._last_round is not None
 
     def _end_after(self, posted: Posted) -> None:
-        """A worker stops: all end one full turn after the round that told of it."""
+        """A worker stops, or all are done: all end one full turn after the round that told of it."""
         last = posted.key.sequence + self.state.num_fragments - 1
         self._last_round = last if self._last_round is None else min(last, self._last_round)
 
     def _save_before_cut(self, posted: Posted) -> None:
         """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
 
-        Not if it stops itself (it has saved before its last rounds), nor if it has trained on since.
+        Not if it is in `finish` itself (it has saved before its last rounds), nor if it has trained on since.
         """
         loop = self.loop
-        if loop.on_cut is None or self.stopping or posted.at_step != self.state.inner_steps:
+        if loop.on_cut is None or loop.report.done or self.stopping or posted.at_step != self.state.inner_steps:
             return
         later, loop.in_flight = loop.in_flight, []
         sequence, self.state.sequence = self.state.sequence, posted.key.sequence
@@ -142,31 +158,53 @@ class FixedMembership(Policy):
             loop.in_flight, self.state.sequence = later, sequence
 
     def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
-        """All take the last turn, even a worker that has nothing left: another may have missed a round, or end early
-        at this very step. A round without work is headers only."""
+        """Post what is left, go on with the others' rounds until all are done or one stops, and take the last turn.
+
+        All take it, even a worker that has nothing left: another may have missed a round. A round in which no worker
+        has work left is headers only. All workers are then at the same position, and may train on together.
+        """
         loop, state = self.loop, self.state
         loop.merge_pending()
         loop.report = replace(loop.report, stopping=loop.report.stopping or early)
-        if self._last_round is None:
-            self._last_round = state.sequence + state.num_fragments - 1
-        for index in self.schedule.rotation(state.inner_steps):
-            if state.sequence <= self._last_round:
-                self._catch_up(index)
-                loop.post_fragment(index)
-                loop.merge_pending()
+        loop.patience_seconds = self._patience_seconds()
+        try:
+            self._post_until_all_are_done()
+        except EngineError as error:
+            worker, steps = loop.engine.worker, state.steps_taken
+            raise EngineError(
+                f"worker {worker} had taken its {steps} steps and waited for the others in finish(): {error}"
+            ) from error
         for index in range(state.num_fragments):
             self._catch_up(index)
         state.adopt_anchors()
         before_confirming()
         loop.confirm()
-        self._last_round = None  # all have ended together, and may train on together
-        loop.report = replace(loop.report, stopping=False)
+        state.jump_to(max(member.report.inner_steps for member in loop.confirmed))
+        self._last_round, loop.patience_seconds = None, 0.0
+        self._begin()
+
+    def _post_until_all_are_done(self) -> None:
+        """The rounds that the others post by the schedule, in its order; a mean is merged as soon as it is there."""
+        loop = self.loop
+        for index in cycle(self.schedule.rotation(self.state.inner_steps)):
+            if self._last_round is not None and self.state.sequence > self._last_round:
+                return
+            loop.report = replace(loop.report, done=True)
+            self._catch_up(index)
+            loop.post_fragment(index)
+            loop.merge_pending()
+
+    def _patience_seconds(self) -> float:
+        """Twice the time that H steps have taken this worker so far, rounds included: the others may have them left."""
+        started, first = self._began
+        steps = max(1, self.state.inner_steps - first)
+        return 2 * self.schedule.num_inner_steps * (time.monotonic() - started) / steps
 
     # Saving
 
     def unsavable(self) -> str | None:
         ended = [settled_result(posted) for posted in self.loop.in_flight]
-        if self.stopping or any(_stops(one) for one in ended):
+        if self.stopping or any(one.stopping for one in ended):
             return "a round has been cut short by a worker that stops"
         if self._missed or any(one.resync for one in ended):
             return "this worker's anchors may not be the others'"
@@ -174,10 +212,4 @@ class FixedMembership(Policy):
 
     def loaded(self) -> None:
         self._last_round, self._missed, self._diverged = None, set(), set()
-
-
-def _stops(result: RoundResult | RoundFailed) -> bool:
-    """Whether a member of the round asked for the end."""
-    if isinstance(result, RoundFailed):
-        return result.stopping
-    return any(member.report.stopping for member in result.members)
+        self._begin()

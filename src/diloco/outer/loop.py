@@ -14,11 +14,11 @@ carries that work, taken from the others' anchor if they went on. No wait is lon
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 
-from torch import Tensor
+from torch.optim import Optimizer
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
@@ -61,10 +61,10 @@ class OuterLoop:
         *,
         weight: float,
         identity: str,
-        inner_parameters: Callable[[], Iterable[Tensor]],
+        inner: Optimizer,
         restoring: bool = False,
     ) -> None:
-        """`inner_parameters`: those that the inner optimizer has at the moment of the call.
+        """`inner`: the inner optimizer, which must not get other parameters later.
 
         `restoring`: a saved state is loaded next, so only the layouts are compared, and no tensor is sent.
         """
@@ -83,11 +83,17 @@ class OuterLoop:
         """The workers that have confirmed the last parameters, this one included; none before the end."""
         self.ends_at: int | None = None
         self.report = Report()
+        self.patience_seconds = 0.0
+        """How much longer than `sync.timeout_seconds` this worker, which has no steps left, waits for the others."""
+        self.others_done = False
+        """Another worker has taken all its steps, and this one has not called `finish` since."""
+        self.compared: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+        """The contributors to the latest mean of several workers, and their inner products."""
         self.rounds_failed = self.resyncs = self.contributions_refused = self.bytes_sent = 0
         self.sync_seconds = 0.0
         self.in_flight: list[Posted] = []
         self.restoring = restoring
-        self._inner_parameters = inner_parameters
+        self._inner = inner
         self._has_feedback = sync.feedback_decay is not None
         self._lay_out(tensors, outer, identity)
         self.policy = policy(self)
@@ -167,27 +173,25 @@ class OuterLoop:
     def finish(self, *, early: bool, before_confirming: Callable[[], None] | None) -> None:
         """See DiLoCo.finish."""
         self.policy.finish(early=early, before_confirming=before_confirming or (lambda: None))
+        self.report = replace(self.report, stopping=False, done=False)
+        self.others_done = False
 
     # One round
 
     def post_fragment(self, index: int) -> None:
         """Take a fragment's outer gradient and give it to the engine."""
         started = time.monotonic()
-        self.replica.check_unchanged(self._inner_parameters())
-        norm, stopping = self.replica.encode(index, self.report.stopping)
-        self.report = replace(self.report, stopping=stopping)
-        taken = self.state.steps_taken
-        weight = self.weight * (taken - self.state.merged_at[index])
+        self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
+        norm, self.report = self.replica.encode(index, self.report)
+        steps = self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
-        self._start(index, vectors, weight, norm, self.replica.digests[index], taken)
+        self._start(index, vectors, steps, norm, self.replica.digests[index])
         if self.on_post is not None:
             self.on_post(self.in_flight[-1].key)
         self.sync_seconds += time.monotonic() - started
 
-    def _start(
-        self, index: int, vectors: Sequence[EncodedVector], weight: float, norm: float, digest: str, taken: int
-    ) -> None:
-        """`taken`: the inner steps that this worker has taken by now."""
+    def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
+        """`steps`: the inner steps behind the contribution."""
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -195,7 +199,7 @@ class OuterLoop:
         contributions = [
             Contribution(
                 vector,
-                weight,
+                self.weight * steps,
                 norm,
                 anchor_digest=digest,
                 layout_digest=lane.layout_digest,
@@ -203,12 +207,14 @@ class OuterLoop:
                 report=report,
                 note=self.note(),
                 round_weight=self.weight * self.sync.num_inner_steps if self.engine.elastic else math.inf,
+                work=min(1.0, steps / self.sync.num_inner_steps),
+                patience_seconds=self.patience_seconds,
             )
             for lane, vector in zip(self.replica.lanes, vectors, strict=True)
         ]
         key = RoundKey(self.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        self.in_flight.append(Posted(key, self.inner_steps, taken, norm, pending))
+        self.in_flight.append(Posted(key, self.inner_steps, steps + self.state.merged_at[index], norm, pending))
         self.state.sequence += 1
 
     def end_round(self, posted: Posted) -> None:
@@ -228,6 +234,8 @@ class OuterLoop:
             result, waited = outcome.result, time.monotonic() - started
             mean_norm = self._take_in(posted, outcome)
         self.sync_seconds += time.monotonic() - started
+        if result is not None and mean_norm is not None and len(result.contributors) > 1:
+            self.compared = (result.contributors, result.products)
         if self.on_round is not None:
             self.on_round(RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, result, failure))
 
@@ -237,6 +245,7 @@ class OuterLoop:
         self.policy.heard(posted, result)
         if self._has_feedback:
             self.state.end_feedback(key.fragment, outcome.means_with(self.engine.worker))
+        self.others_done |= any(one.report.done for one in result.members if one.worker != self.engine.worker)
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
@@ -257,7 +266,7 @@ class OuterLoop:
     def confirm(self) -> None:
         """A last round without payload: every worker learns every other's final digest and report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
-        self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0.0, 0.0, self.state.anchor_digest(), 0)
+        self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
         result = self.in_flight.pop().pending.wait().result
         self.bytes_sent += result.bytes_sent
         self.confirmed = result.members
@@ -304,7 +313,8 @@ class OuterLoop:
             self.state.loaded(numbers)
             for name in _COUNTERS:
                 setattr(self, name, numbers[name])
-            self.report = Report(**numbers["report"] | {"stopping": False})
+            self.report = Report(**numbers["report"] | {"stopping": False, "done": False})
+            self.others_done = False
             self.in_flight = rounds()
             self.state.unmerged = self.in_flight[0].key.sequence if self.in_flight else self.sequence
             self.policy.loaded()

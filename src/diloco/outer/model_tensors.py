@@ -48,6 +48,12 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensor
     optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     forgotten = [name for name, p in trainable.items() if id(p) not in optimized]
+    if not optimized & {id(p) for p in parameters.values()}:
+        raise ConfigError(
+            "the inner optimizer has none of the model's parameters: it was built for another model, or the model's "
+            "parameters were replaced since (by a copy, or by sharding). Build the inner optimizer from "
+            "model.parameters() of the model that is given to DiLoCo"
+        )
     if forgotten:
         raise ConfigError(
             f"trainable parameters that the inner optimizer does not have: {', '.join(forgotten)}. "

@@ -21,7 +21,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.pruning import pruned_gradient
 from diloco.engines.base import Connection, Engine, PendingRound
-from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
 from diloco.outer.local_tensors import local_tensors
 from diloco.outer.model_tensors import ModelTensors
@@ -211,9 +211,9 @@ class Replica:
         for one in self._sharded:
             one.check_in_place()
 
-    def encode(self, index: int, stopping: bool) -> tuple[float, bool]:
-        """The outer gradient of a fragment into what travels: its norm, and whether this worker stops."""
-        return self.lane.encode(index), stopping
+    def encode(self, index: int, report: Report) -> tuple[float, Report]:
+        """The outer gradient of a fragment into what travels: its norm, and the worker's report."""
+        return self.lane.encode(index), report
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         """One contribution for each lane; returns at once."""

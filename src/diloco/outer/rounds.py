@@ -3,7 +3,9 @@
 A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (saving.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Protocol
 
 from diloco.codecs.encoded import EncodedVector
@@ -94,3 +96,14 @@ class RoundEvent:
     def cosines(self) -> list[tuple[int, int, float]]:
         """(worker, worker, cosine of their outer gradients) of every pair of contributors."""
         return [] if self.result is None else cosines(self.result.contributors, self.result.products)
+
+    @property
+    def similarity(self) -> float | None:
+        """The mean of the `cosines`; None without a pair."""
+        return None if self.result is None else mean_cosine(self.result.contributors, self.result.products)
+
+
+def mean_cosine(contributors: Sequence[int], products: Sequence[float]) -> float | None:
+    """Between the outer gradients of every pair of contributors, from their inner products; None without a pair."""
+    pairs = cosines(contributors, products)
+    return fmean(cosine for _, _, cosine in pairs) if pairs else None

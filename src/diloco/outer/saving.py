@@ -113,7 +113,10 @@ def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> l
 
 
 def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
-    members = [member | {"report": Report(**member["report"] | {"stopping": False})} for member in saved["members"]]
+    members = [
+        member | {"report": Report(**member["report"] | {"stopping": False, "done": False})}
+        for member in saved["members"]
+    ]
     return RoundResult(
         mean=mean,
         contributors=tuple(saved["contributors"]),

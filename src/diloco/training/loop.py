@@ -304,6 +304,7 @@ class Training:
 
     def _last_evaluation(self) -> None:
         self.validation.announce()  # the one before, which the last rounds have reported
+        self.mode.ended_at = self.mode.averager.inner_steps
         self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self.log.seconds())
         self.validation.measure_end(self.mode)
 

@@ -25,6 +25,8 @@ class Mode(ABC):
     """What the loop needs of a way to train together. `averager` carries the counters and the report."""
 
     averager: OuterLoop | DataParallel
+    ended_at: int | None = None
+    """This worker's last position, noted before the confirmation, which takes all workers to that of the foremost."""
 
     @abstractmethod
     def zero_grad(self) -> None: ...
@@ -105,6 +107,7 @@ class DiLoCoMode(Mode):
             identity=identity,
             restoring=restoring,
         )
+        self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         self.averager: OuterLoop = self.optimizer.loop
         self._stop_requested = False
 

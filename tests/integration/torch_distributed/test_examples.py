@@ -9,7 +9,7 @@ import pytest
 from support.torchrun import Torchrun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-FRAMEWORKS = ("hf_trainer", "hf_accelerate", "lightning_trainer")
+FRAMEWORKS = ("hf_trainer", "trl_lora", "hf_accelerate", "lightning_trainer")
 _END = re.compile(r"worker (\d)  first loss ([\d.]+)  final loss ([\d.]+)  parameters ([0-9a-f]{16})")
 
 

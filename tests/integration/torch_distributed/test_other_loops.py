@@ -1,6 +1,7 @@
 """What the frameworks do around an optimizer keeps working with DiLoCo: schedules, clipping, scaling, checkpoints."""
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -28,10 +30,14 @@ from transformers import (
 )
 
 import diloco
+from diloco.core.digest import digest
+from diloco.engines.base import Engine
 from diloco.errors import ConfigError
 from diloco.integrations.lightning import DiLoCoCallback as LightningCallback
 from diloco.integrations.transformers import DiLoCoCallback as TransformersCallback
+from support.threads import in_threads
 
+seeding = threading.Lock()
 EVERY_TWO = diloco.SyncConfig(num_inner_steps=2, codec="fp32")
 ACROSS = diloco.SyncConfig(num_inner_steps=4, overlap_steps=2, codec="fp32")
 OVERLAPPED = diloco.SyncConfig(num_inner_steps=2, overlap_steps=1, codec="fp32")
@@ -115,7 +121,7 @@ def test_a_trainer_that_would_average_gradients_itself_is_refused(processes: int
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_trainer_ends_when_another_worker_has_asked_for_the_end(stopping: bool) -> None:
-    optimizer: Any = SimpleNamespace(loop=SimpleNamespace(stopping=stopping))
+    optimizer: Any = SimpleNamespace(stopping=stopping)
     control, args = TrainerControl(), SimpleNamespace()
     TransformersCallback(optimizer).on_step_end(args, TrainerState(), control)
     assert control.should_training_stop == stopping
@@ -176,6 +182,13 @@ def test_accelerate_saves_and_loads_the_outer_state_with_the_optimizer(
     train_again(8 - steps)
     assert optimizer.anchor_digest() == optimizer_again.anchor_digest()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_again.parameters(), strict=True))
+
+
+def test_diloco_around_a_diloco_that_accelerate_has_prepared_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    prepared = Accelerator(cpu=True).prepare(around(model))
+    with pytest.raises(ConfigError, match="a DiLoCo already"):
+        diloco.DiLoCo(model, prepared, diloco.alone())
 
 
 # Lightning
@@ -278,3 +291,31 @@ def test_a_lightning_trainer_ends_when_another_worker_has_asked_for_the_end(
     callback.on_train_start(trainer, None)
     callback.on_train_batch_end(trainer, None, None, None, 0)
     assert trainer.should_stop == stopping
+
+
+# peft
+
+
+def test_a_lora_sends_its_adapters_and_nothing_else() -> None:
+    def work(engine: Engine) -> tuple[int, int, int, str]:
+        with seeding:
+            torch.manual_seed(engine.worker)
+            base = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+            model = get_peft_model(base, LoraConfig(r=4, target_modules=["0", "2"]))
+        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = diloco.DiLoCo(model, torch.optim.AdamW(adapters, lr=1e-2), engine, H=2)
+        frozen = torch.cat([p.detach().reshape(-1) for p in model.parameters() if not p.requires_grad])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((3, 256), engine.worker + 1.0)).square().mean().backward()
+            optimizer.step()
+        after = torch.cat([p.detach().reshape(-1) for p in model.parameters() if not p.requires_grad])
+        assert torch.equal(frozen, after)
+        sent = optimizer.bytes_sent
+        optimizer.finish()
+        return sent, sum(p.numel() for p in adapters), frozen.numel(), digest(after)
+
+    first, second = in_threads(2, work)
+    sent, adapters, frozen, _ = first
+    assert sent == second[0] and first[3] == second[3]  # the frozen weights are worker 0's
+    assert 2 * adapters <= sent < 2.2 * adapters + 2000 < frozen  # fp16, each part once, and a header

@@ -232,6 +232,7 @@ class SwarmEngine(Engine):
     def close(self) -> None:
         """Tell the others that this worker leaves, and end the sidecar; takes a few seconds at most."""
         atexit.unregister(self.close)
+        self.closed = True
         self._sidecar.close()
         self._snapshots.close()
         self._memory.clear()

@@ -8,6 +8,7 @@ the worker's ranks.
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.fragments import layout_digest
 from diloco.core.lanes import LaneLayout, Piece, lay_lanes
 from diloco.engines.base import Connection, Engine
-from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import EngineError
 from diloco.outer.local_tensors import local_tensors, share, take_first
 from diloco.outer.model_tensors import ModelTensors
@@ -74,12 +75,12 @@ class RankedReplica:
         for one in self._local.values():
             one.check_in_place()
 
-    def encode(self, index: int, stopping: bool) -> tuple[float, bool]:
-        """The norm of the whole worker's outer gradient, and whether any of its ranks stops."""
+    def encode(self, index: int, report: Report) -> tuple[float, Report]:
+        """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done."""
         self.average_buffers(self.groups[index].names)
         own = math.hypot(*(lane.encode(index) for lane in self.lanes))
-        told = self.engine.ranks.gather_numbers(own, stopping)
-        return math.hypot(*(norm for norm, _ in told)), any(stops for _, stops in told)
+        norms, stopping, done = zip(*self.engine.ranks.gather_numbers(own, report.stopping, report.done), strict=True)
+        return math.hypot(*norms), replace(report, stopping=any(stopping), done=all(done))
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         """One contribution for each lane; returns at once."""

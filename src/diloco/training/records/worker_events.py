@@ -1,6 +1,5 @@
 """The fields of the events of one worker's start, rounds and end."""
 
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,15 +27,15 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
 
 def round_fields(event: RoundEvent) -> dict[str, Any]:
     """Of `round`."""
-    result, cosines = event.result, event.cosines()
+    result = event.result
     return {
         "sequence": event.key.sequence,
         "fragment": event.key.fragment,
         "step": event.inner_step,
         "norm": event.norm,
         "mean_norm": event.mean_norm,
-        "similarity": fmean(cosine for _, _, cosine in cosines) if cosines else None,
-        "cosines": cosines,
+        "similarity": event.similarity,
+        "cosines": event.cosines(),
         "waited_seconds": event.waited_seconds,
         "failure": event.failure,
         "seconds": None if result is None else result.seconds,
@@ -51,9 +50,10 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
 def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
     """Of `worker_finished` and `worker_failed`, as far as the mode knows them. `steps`: of the whole run."""
     averager = mode.averager
+    position = averager.inner_steps if mode.ended_at is None else mode.ended_at
     return {
-        "inner_steps": averager.inner_steps,
-        "stopped_early": averager.inner_steps < steps,
+        "inner_steps": position,
+        "stopped_early": position < steps,
         "rounds": averager.rounds,
         "rounds_failed": averager.rounds_failed,
         "contributions_refused": averager.contributions_refused,

@@ -1,0 +1,94 @@
+"""What DiLoCo is given, checked before anything is sent: a mistake is a ConfigError that names the remedy."""
+
+import operator
+
+import torch
+from torch import nn
+
+from diloco.codecs.registry import codec
+from diloco.core.config import SyncConfig
+from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
+from diloco.engines.base import Connection
+from diloco.errors import ConfigError
+from diloco.outer.loop import OuterLoop
+
+_ORDER = "the order is DiLoCo(model, optimizer, engine)"
+
+
+def check_model_inner_engine(model: object, inner: object, engine: object) -> None:
+    """The three in their order, and an engine with which rounds are possible."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is {_described(model)}, and must be a torch.nn.Module: {_ORDER}")
+    _check_inner(inner)
+    if not isinstance(engine, Connection):
+        raise ConfigError(
+            f"the engine is {_described(engine)}, and must be what diloco.connect(), diloco.join_swarm() or "
+            f"diloco.alone() returns: {_ORDER}"
+        )
+    if engine.closed:
+        raise ConfigError(
+            f"the engine of worker {engine.worker} is closed, and no round is possible with it: build DiLoCo before "
+            "engine.close(), or connect again"
+        )
+
+
+def _check_inner(inner: object) -> None:
+    wrapped = getattr(inner, "optimizer", None)  # what Accelerate has prepared
+    if any(isinstance(getattr(one, "loop", None), OuterLoop) for one in (inner, wrapped)):
+        raise ConfigError(
+            "the optimizer is a DiLoCo already, and would post every round twice: use it as it is, or give the one "
+            "inside it (optimizer.inner)"
+        )
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(f"the optimizer is {_described(inner)}, and must be a torch.optim.Optimizer: {_ORDER}")
+
+
+def sync_config(sync: object, H: object) -> SyncConfig:
+    """`sync`, or the defaults with H inner steps between two rounds."""
+    if sync is not None and not isinstance(sync, SyncConfig):
+        number = f" (H = {sync} inner steps between two rounds: H={sync})" if isinstance(sync, int) else ""
+        raise ConfigError(
+            f"sync is {_described(sync)}, and must be a diloco.SyncConfig, such as "
+            f"diloco.SyncConfig(num_inner_steps=30){number}"
+        )
+    if isinstance(sync, SyncConfig):
+        codec(sync.codec)
+    if H is None:
+        return sync or SyncConfig()
+    try:
+        steps = operator.index(H)  # type: ignore[arg-type]
+    except TypeError:
+        steps = 0
+    if isinstance(H, bool) or steps < 1:
+        raise ConfigError(f"H is {_described(H)}, and must be a whole number of inner steps, at least 1: H=30")
+    if sync is not None and sync.num_inner_steps != steps:
+        raise ConfigError(
+            f"H = {steps}, but sync.num_inner_steps = {sync.num_inner_steps}, which is the same thing: give one of them"
+        )
+    return sync or SyncConfig(num_inner_steps=steps)
+
+
+def chosen_outer(outer: object) -> OuterOptimizer:
+    """The outer optimizer: given itself or by name; Nesterov 0.7 / 0.9 if left out."""
+    if outer is None:
+        return Nesterov()
+    if isinstance(outer, OuterOptimizer):
+        return outer
+    if isinstance(outer, str) and outer in OUTER_OPTIMIZERS:
+        return OUTER_OPTIMIZERS[outer]()
+    own = ", ".join(f"diloco.{kind.__name__}" for kind in OUTER_OPTIMIZERS.values())
+    why = " (it would step the model's parameters, not the anchor)" if isinstance(outer, torch.optim.Optimizer) else ""
+    raise ConfigError(
+        f"outer is {_described(outer)}{why}, and must be one of diloco's outer optimizers ({own}), such as "
+        f"diloco.SGD(lr=1.0), or a name: {', '.join(OUTER_OPTIMIZERS)}"
+    )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function {value.__qualname__}, which was not called"
+    if isinstance(value, (str, int, float)):
+        return repr(value)
+    return "None" if value is None else f"of type {type(value).__module__}.{type(value).__qualname__}"
