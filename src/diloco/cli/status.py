@@ -104,7 +104,7 @@ def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) ->
     summary = summary_of(folder)
     if folder is None or summary is None:
         here = "" if folder is None else _here(folder)
-        raise RendezvousError(f"{here}{error}; if the run has ended, its end is in the run folder of each member")
+        raise RendezvousError(f"{here}{error}")
     if as_json:
         print(json.dumps({"folder": str(folder), "summary": summary}, indent=1))
         return

@@ -137,7 +137,7 @@ def test_a_duration_reads_as_minutes_or_hours(seconds: float | None, text: str) 
 def test_the_picture_shows_step_loss_workers_members_the_round_and_the_validation() -> None:
     events = [*BEGINNING, *FIRST_ROUND, posted(0, 1, 20), event("validation", step=10, loss=2.0, perplexity=7.39)]
     shown = text_of(render(view_of(events)))
-    for part in ("tiny", "1.63M", "H = 10", "int8", "step 10/40", "4.000", "5.000", "2 members", "10: 7.4", "321"):
+    for part in ("tiny", "1.63M", "H = 10", "int8", "step 10/40", "4.000", "5.000", "2 workers", "10: 7.4", "321"):
         assert part in shown, f"{part}:\n{shown}"
     for part in ("round 2 in progress", "last took 1.25 s", "similarity 0.83", "tokens/s", "left"):
         assert part in shown, f"{part}:\n{shown}"

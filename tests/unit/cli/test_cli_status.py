@@ -173,7 +173,13 @@ def test_what_is_not_known_is_an_error_that_says_what_is(
     word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
     ask(NOBODY)
     assert run(["status", word]) == 1
-    assert "if the run has ended, its end is in the run folder of each member" in capsys.readouterr().err
+    assert str(NOBODY) in capsys.readouterr().err
+    run_folder(tmp_path / "killed", [], ended=False)
+    (tmp_path / "killed" / "swarm").mkdir()
+    (tmp_path / "killed" / "swarm" / "invitation.txt").write_text(word)
+    ask(NOBODY)
+    assert run(["status", "killed"]) == 1
+    assert f"no worker of it runs on this machine, and {NOBODY}" in capsys.readouterr().err
 
 
 def test_a_machine_that_is_excluded_reads_why_though_its_own_run_has_ended(

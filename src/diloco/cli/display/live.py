@@ -245,7 +245,9 @@ def _round(view: RunView) -> Text:
     trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
-    members = "" if view.config.engine == "swarm" else f" · {_members(view)}"  # a swarm's are in the title
+    # The title has the members of a swarm, and how many workers a fixed set has.
+    shown = view.config.engine == "swarm" or view.members == view.expected_workers
+    members = "" if shown else f" · {_members(view)}"
     return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{members}", style="dim")
 
 

@@ -99,7 +99,7 @@ def sizes_printer(console: Console, folder: Path) -> Callable[[], None]:
             if event["type"] == "sizes" and not told:
                 told = True
                 for line in size_lines(event):
-                    console.print(Text(line), soft_wrap=True, highlight=False)
+                    console.print(Text(line), soft_wrap=not console.is_terminal, highlight=False)
                 for warning in event["warnings"]:
                     console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
             if event["type"] == "round" and event["fragment"] == 0 and event["mean_norm"] is not None:
@@ -108,7 +108,7 @@ def sizes_printer(console: Console, folder: Path) -> Callable[[], None]:
                 if len(mine) > 1 and not measured:
                     measured = True
                     if (took := measured_line(*mine[:2])) is not None:
-                        console.print(Text(took), soft_wrap=True, highlight=False)
+                        console.print(Text(took), soft_wrap=not console.is_terminal, highlight=False)
 
     return poll
 

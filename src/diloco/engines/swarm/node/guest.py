@@ -137,8 +137,8 @@ class Guest:
             if refused is not None:
                 raise Excluded(f"the swarm does not admit this machine: {refused}")
             raise RendezvousError(
-                f"no worker of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: is one "
-                f"running there, and its port open? Ask for a fresh invitation ({command('invite', 'RUN')}), and see "
+                f"no worker of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: the run "
+                f"has ended (each member's run folder says so), or is a port closed? Ask for a fresh invitation ({command('invite', 'RUN')}), and see "
                 f"{command('doctor', 'INVITATION')}"
             )
 
