@@ -68,6 +68,10 @@ def test_the_workers_measure_a_share_each(made: tuple[RunConfig, Corpus], tmp_pa
     swarm.end()
     windows = made[0].training.eval_windows * made[0].data.sequence_length
     shares = [{event["step"]: event["tokens"] for event in swarm.events(n, "evaluation")} for n in (0, 1)]
+    assert [[event["doing"] for event in swarm.events(n, "starting")] for n in (0, 1)] == [
+        ["validation", "first step"],
+        ["first step"],
+    ]
     assert shares[0] == {0: windows, 8: windows // 2, 12: windows // 2, 20: windows // 2}
     assert shares[1] == {8: windows // 2, 12: windows // 2, 20: windows // 2}
 
@@ -144,7 +148,9 @@ def test_a_measurement_ends_when_its_worker_is_to_stop(made: tuple[RunConfig, Co
     training = Swarm(made, tmp_path).worker(0)
     training.request_stop()
     training.validation.measure_start(training.mode, joined=False)
-    assert not read_events(tmp_path / "machine-0") and training.validation.announced_step == -1
+    assert [event["type"] for event in read_events(tmp_path / "machine-0")] == [
+        "starting"
+    ] and training.validation.announced_step == -1
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,6 @@ class Training:
         self.peers.begin(joined=self.joined, stopped=lambda: self.stop_requested)
         self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
-            self.events.emit("starting", doing="validation")
             self.validation.measure_start(self.mode, joined=self.joined)
         self.log.begin(compiled=self.compiled)
         while state.inner_steps < config.steps or self._open_step:

@@ -62,7 +62,7 @@ class SwarmValidation(Validation):
         """The worker that starts the run measures all; the others receive the figure with their first notes."""
         if not joined:
             self._due = _Round(-1, 0, (self._engine.worker,))
-            self.measure(mode)
+            super().measure_start(mode, joined=False)
 
     def after_round(self, sequence: int, members: Sequence[Member]) -> None:
         """After a round of this worker: take in the reports and notes, and see whether a measurement is due."""

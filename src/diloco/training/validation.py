@@ -27,6 +27,7 @@ class Validation:
     def measure_start(self, mode: Mode, *, joined: bool) -> None:
         """Before the first inner step of a run. `joined`: this worker has the state of a run in progress."""
         del joined
+        self._events.emit("starting", doing="validation")
         self.measure(mode)
 
     def due(self, step: int) -> bool:

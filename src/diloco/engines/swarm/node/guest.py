@@ -136,10 +136,11 @@ class Guest:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None:
                 raise Excluded(f"the swarm does not admit this machine: {refused}")
+            where = ", ".join(self._invitation.addresses) or "any address"
             raise RendezvousError(
-                f"no worker of this run answers at {', '.join(self._invitation.addresses) or 'any address'}: the run "
-                f"has ended (each member's run folder says so), or is a port closed? Ask for a fresh invitation ({command('invite', 'RUN')}), and see "
-                f"{command('doctor', 'INVITATION')}"
+                f"no worker of this run answers at {where}: the run has ended (its members' run folders say how), or "
+                f"its port is not open to this machine. Ask for a fresh invitation ({command('invite', 'RUN')}), and "
+                f"see {command('doctor', 'INVITATION')}"
             )
 
     async def _greet(self, peer: str, addresses: list[str]) -> Exception | None:
