@@ -96,10 +96,6 @@ def measure(options: tuple[str, ...], out: Path) -> list[Size]:
     if run.returncode:
         raise SystemExit((out.parent / "output.txt").read_text())
     rounds = [e["bytes_sent"] for e in read_events(out) if e["type"] == "round" and e["bytes_sent"]]
-    events = read_events(out)
-    here = next(event for event in events if event["type"] == "sizes")
-    print({name: round(size / 1e6) for name, size in here["memory"].items()})
-    print({process: round(peak / 1e6) for process, peak in peaks.items()})
     return [
         Size("memory of a process", told["process_bytes"], max(peaks.values())),
         Size("disk at most", told["disk_peak_bytes"], disk),

@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SHORT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def precision_name(name: str, device: torch.device) -> str:
@@ -37,7 +37,7 @@ class Precision:
         if name == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ConfigError(f"compute.precision = bf16, but {torch.cuda.get_device_name(device)} has none: use fp16")
         self.name = name = precision_name(name, device)
-        self.dtype: torch.dtype | None = _DTYPES.get(name)
+        self.dtype: torch.dtype | None = SHORT_TYPES.get(name)
         self._device, self._ranks = device, ranks
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 

@@ -150,7 +150,7 @@ def test_a_model_of_transformers_is_traced(text: tuple[RunConfig, Corpus], tmp_p
     config = replace(text[0], model=replace(text[0].model, name=f"hf:{make_folder(tmp_path / 'm', 'gpt2')}"))
     sizes = told(config, text[1], tmp_path)
     more = told(replace(config, training=replace(config.training, batch_size=64)), text[1], tmp_path)
-    name = "gradients and activations, estimated"
+    name = "activations, estimated"
     assert more.memory[name] > 8 * sizes.memory[name] > 0
     assert sizes.parameters == config.model.num_parameters(vocab_size=1, sequence_length=1)
 

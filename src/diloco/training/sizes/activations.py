@@ -57,7 +57,7 @@ def native_activations(
 def traced_peak(
     build: Callable[[], LanguageModel], rows: int, length: int, *, precision: torch.dtype | None = None
 ) -> int:
-    """The most that a forward and backward pass holds at a time, gradients among it, without the parameters.
+    """The most that a forward and backward pass holds at a time, without parameters and their gradients.
 
     `build` is called where tensors have no memory.
     """
@@ -70,11 +70,18 @@ def traced_peak(
         tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
     for tensor in (*model.parameters(), *model.buffers()):
         live.ignore(tensor)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     with fake, live:
         with cast:
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
     return live.peak
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class _LiveBytes(TorchDispatchMode):

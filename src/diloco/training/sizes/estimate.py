@@ -4,6 +4,7 @@ Exact are parameters, tensors, checkpoints and rounds: they follow from shapes. 
 a network and the time of a step are measured by the run itself: they are known when it is resumed, or given.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def estimate(
     bandwidth_bits: float | None = None,
 ) -> Estimate:
     """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume."""
+    importlib.import_module("torch._dynamo")  # torch's optimizers do it at their first use: 80 MB
     base = resident_bytes()
     outline = model_outline(config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
     parameters = sum(p.numel() for p in outline.parameters())

@@ -18,6 +18,7 @@ from diloco.models.registry import model_outline
 from diloco.training.compute import WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
+from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.activations import native_activations, traced_peak
 
 _FP32 = 4
@@ -62,7 +63,8 @@ def process_memory(
     model = {
         "parameters": _FP32 * held,
         "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
-        "gradients and activations, estimated": _pass_bytes(config, outline, place, _FP32 * held, vocab_size),
+        "gradients": _FP32 * held,
+        "activations, estimated": _activations(config, outline, place, vocab_size),
     }
     outer, travelling = _averaging(config, shapes, place, own)
     host = {"Python and its libraries": base}
@@ -121,16 +123,15 @@ def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
     return 0 if first is None else 2 * (workers - 1) * max(first.counts) * vector.data.shape[1]
 
 
-def _pass_bytes(config: RunConfig, outline: LanguageModel, place: Place, gradients: int, vocab_size: int) -> int:
-    """Gradients are freed before a forward pass: at its end there are activations, after the backward pass gradients.
-    With several micro-batches, or in one flat buffer, they stay."""
+def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
+    """Of one micro-batch. Gradients count in full beside them, though they are freed before a forward pass: malloc
+    and the GPU's allocator reuse little of the one's memory for the other."""
     rows = max(1, config.training.batch_size // place.ranks // config.training.accumulation)
     length, short = config.data.sequence_length, place.precision in ("bf16", "fp16")
-    stays = config.training.accumulation > 1 or config.mode == "data-parallel"
     if isinstance(outline, NativeModel):
         wanted = config.compute.compile
         large = outline.config.num_parameters() >= WORTH_COMPILING
-        activations = native_activations(
+        return native_activations(
             outline.config,
             rows,
             length,
@@ -139,11 +140,8 @@ def _pass_bytes(config: RunConfig, outline: LanguageModel, place: Place, gradien
             fused_head=place.cuda and place.precision == "bf16",
             recomputed=config.compute.checkpoint_activations,
         )
-        return activations + gradients if stays else max(activations, gradients)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(place.precision)
 
     def build() -> LanguageModel:
         return model_outline(config.model, vocab_size=vocab_size, sequence_length=length, device="cpu")
 
-    peak = traced_peak(build, rows, length, precision=dtype)
-    return peak + gradients if stays else max(peak, gradients)
+    return traced_peak(build, rows, length, precision=SHORT_TYPES.get(place.precision))
