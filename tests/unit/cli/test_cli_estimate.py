@@ -24,6 +24,7 @@ SIZES: dict[str, Any] = {
     "processes": 2,
     "process_bytes": 4_900_000_000,
     "device_bytes": 0,
+    "network_process_bytes": 0,
     "memory_available": 21_300_000_000,
     "disk": {"checkpoint_bytes": 4_304_480_256, "checkpoints": 1, "at_once": 1, "model_bytes": 538_060_032},
     "disk_peak_bytes": 4_842_540_288,
@@ -123,6 +124,8 @@ def test_a_run_begins_with_three_plain_lines() -> None:
         "disk: 4.84 GB (70 GB free): checkpoints of 4.3 GB, one, at the end; the model 538 MB",
         "network: a worker sends 269 MB every 5 steps: 22 s at 100 Mbit/s",
     ]
+    swarm = size_lines(SIZES | {"network_process_bytes": 350_000_000})[0]
+    assert swarm.startswith("memory: about 4.9 GB a process and 350 MB for its network (2 processes")
     none = SIZES | {"disk": SIZES["disk"] | {"checkpoints": 0}, "round_bytes": 0}
     assert size_lines(none)[1:] == [
         "disk: 538 MB for the model, no checkpoints",

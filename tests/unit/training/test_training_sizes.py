@@ -24,7 +24,7 @@ from diloco.training.sizes import disk, estimate
 from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import OUTER_STATES, check_disk, disk_use, size_text
 from diloco.training.sizes.estimate import Estimate, memory_warning
-from diloco.training.sizes.memory import Place, process_memory
+from diloco.training.sizes.memory import Place, encoded_vectors, network_memory, process_memory
 from diloco.training.sizes.network import bits_per_second, measured_bits_per_second, measured_step_seconds
 from support.pretrained_models import make_folder
 from support.saved_runs import events_of, quick_runs, small_config, small_corpus, train
@@ -153,6 +153,17 @@ def test_a_model_of_transformers_is_traced(text: tuple[RunConfig, Corpus], tmp_p
     name = "activations, estimated"
     assert more.memory[name] > 8 * sizes.memory[name] > 0
     assert sizes.parameters == config.model.num_parameters(vocab_size=1, sequence_length=1)
+
+
+def test_a_swarms_network_process_keeps_the_last_means_up_to_a_gibibyte(text: tuple[RunConfig, Corpus]) -> None:
+    config = replace(text[0], engine="swarm")
+    for rows, kept in ((1000, 8), (120_000, 3), (900_000, 1)):
+        shapes = {"w": (rows, 1024)}
+        mean = encoded_vectors(config, shapes)[0].num_bytes
+        found = network_memory(config, shapes, 5)
+        assert found["Python and its libraries"] == 5
+        assert kept * mean <= found["means of the last rounds"] < (kept + 1.5) * mean
+    assert network_memory(text[0], {"w": (9, 9)}, 5) == {}
 
 
 def test_the_outer_states_are_those_of_the_outer_optimizers() -> None:

@@ -22,6 +22,8 @@ def size_lines(sizes: Sizes) -> list[str]:
 
 def _memory(sizes: Sizes) -> str:
     gpu = f" and {size_text(sizes['device_bytes'])} on its GPU" if sizes["device_bytes"] else ""
+    if sizes["network_process_bytes"]:
+        gpu += f" and {size_text(sizes['network_process_bytes'])} for its network"
     there = sizes["memory_available"]
     available = "" if there is None else f", {size_text(there)} available"
     processes = "1 process" if sizes["processes"] == 1 else f"{sizes['processes']} processes"
@@ -64,7 +66,11 @@ def estimate_table(sizes: Sizes) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    for title, parts in (("memory of a process", sizes["memory"]), ("GPU memory of a process", sizes["device_memory"])):
+    for title, parts in (
+        ("memory of a process", sizes["memory"]),
+        ("GPU memory of a process", sizes["device_memory"]),
+        ("memory of its network processes", sizes["network_memory"]),
+    ):
         if parts:
             table.add_row(Text(title, style="bold"), Text(size_text(sum(parts.values())), style="bold"))
             for name, size in parts.items():

@@ -72,7 +72,7 @@ def traced_peak(
         live.ignore(tensor)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     with fake, live:
         with cast:
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])

@@ -15,7 +15,7 @@ from diloco.models.registry import model_outline
 from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
-from diloco.training.sizes.memory import Place, process_memory
+from diloco.training.sizes.memory import Place, network_memory, process_memory
 from diloco.training.sizes.network import (
     DAY_SECONDS,
     measured_bits_per_second,
@@ -38,6 +38,8 @@ class Estimate:
     """Main memory of one process, by what it holds."""
     device_memory: dict[str, int]
     """GPU memory of one process; empty on the CPU."""
+    network_memory: dict[str, int]
+    """Main memory of the processes that carry a swarm worker's rounds; empty with another engine."""
     memory_available: int | None
     """Of the machine, for all processes; None if not known."""
     disk: DiskUse
@@ -70,6 +72,7 @@ class Estimate:
         more = {
             "process_bytes": self.process_bytes,
             "device_bytes": sum(self.device_memory.values()),
+            "network_process_bytes": sum(self.network_memory.values()),
             "disk_peak_bytes": self.disk.peak_bytes,
             "disk_written_bytes": self.disk.written_bytes,
             "bytes_per_day": self.bytes_per_day,
@@ -88,6 +91,7 @@ def estimate(
     bandwidth_bits: float | None = None,
 ) -> Estimate:
     """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume."""
+    libraries = resident_bytes()
     importlib.import_module("torch._dynamo")  # torch's optimizers do it at their first use: 80 MB
     base = resident_bytes()
     outline = model_outline(config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
@@ -101,6 +105,7 @@ def estimate(
         processes=processes,
         memory=host,
         device_memory=device,
+        network_memory=network_memory(config, shapes, libraries),
         memory_available=available_memory(),
         disk=disk_use(config, parameters, max(1, processes // place.ranks)),
         disk_free=free_disk(folder),
@@ -115,7 +120,8 @@ def estimate(
 
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
     """What to say if the processes of this machine need more memory than it has."""
-    needed, there = sizes.processes * sizes.process_bytes, sizes.memory_available
+    each = sizes.process_bytes + sum(sizes.network_memory.values())
+    needed, there = sizes.processes * each, sizes.memory_available
     if there is None or needed <= there:
         return None
     ways = ["fewer --workers"] if sizes.processes > 1 else []

@@ -22,6 +22,7 @@ from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.activations import native_activations, traced_peak
 
 _FP32 = 4
+_P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
 
 
@@ -76,6 +77,17 @@ def process_memory(
     if config.sync.offload:
         return host | outer | travelling, model
     return host | travelling, model | outer
+
+
+def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) -> dict[str, int]:
+    """Of the processes that carry a swarm worker's rounds; nothing with another engine."""
+    if config.engine != "swarm":
+        return {}
+    from diloco.engines.swarm.node.rounds.recent_rounds import MAX_BYTES, MAX_ROUNDS  # of the extra `swarm`
+
+    means = [vector.mean.num_bytes for vector in encoded_vectors(config, shapes)]
+    kept = min(MAX_ROUNDS * max(means), max(max(means), MAX_BYTES))
+    return {"Python and its libraries": base, "p2pd": _P2PD_BYTES, "means of the last rounds": kept}
 
 
 def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:

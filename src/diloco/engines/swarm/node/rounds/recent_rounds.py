@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from diloco.engines.swarm.node.plan import Plan
 
-_MAX_ROUNDS = 8
-_MAX_BYTES = 1 << 30
+MAX_ROUNDS = 8
+MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecentRounds:
     def add(self, plan: Plan, mean: bytes) -> None:
         self._rounds[plan.key.sequence] = EndedRound(plan, mean)
         while len(self._rounds) > 1 and (
-            len(self._rounds) > _MAX_ROUNDS or sum(len(ended.mean) for ended in self._rounds.values()) > _MAX_BYTES
+            len(self._rounds) > MAX_ROUNDS or sum(len(ended.mean) for ended in self._rounds.values()) > MAX_BYTES
         ):
             self._rounds.popitem(last=False)
 
