@@ -113,8 +113,9 @@ def test_rows_in_another_encoding_are_named_and_read_with_the_option(
             texts(path)
 
 
-def test_an_encoding_is_refused_where_there_are_no_files_to_decode() -> None:
-    for source in ("stdlib", "hf:some/name"):
+def test_an_encoding_is_refused_where_there_are_no_files_to_decode(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    for source in ("stdlib", "hf:some/name", str(tmp_path)):
         with pytest.raises(DataError, match=r"data\.encoding"):
             open_source(DataConfig(source=source, encoding="latin-1"))
 

@@ -124,3 +124,17 @@ def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpu
     with pytest.raises(DataError, match="does not match the corpus"):
         receive_files(tmp_path, meta, [0, 2], fetch, silent)
     assert (tmp_path / shard_name(0)).exists() and not (tmp_path / shard_name(2)).exists()
+
+
+def test_metadata_that_another_version_received_is_fetched_again_and_the_shards_are_kept(
+    there: Corpus, tmp_path: Path
+) -> None:
+    data, fetched = DataConfig(cache_dir=str(tmp_path)), list[str]()
+    folder = received_corpus_folder(data, there.digest)
+    meta = receive_metadata(folder, there.digest, from_(there))
+    receive_files(folder, meta, [1], from_(there), silent)
+    (folder / META).write_text(json.dumps(json.loads((folder / META).read_text()) | {"version": 3}))
+    assert find_corpus(data, there.digest) is None
+    meta = receive_metadata(folder, there.digest, from_(there, fetched))
+    assert receive_files(folder, meta, [1], from_(there, fetched), silent).has(1)
+    assert fetched == [META]

@@ -6,6 +6,7 @@ Only folders that this package wrote are listed or deleted, never anything else 
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,7 +44,8 @@ def list_corpora(root: Path) -> list[CachedCorpus]:
     for folder in root.iterdir() if root.is_dir() else ():
         preparing = _PREPARING.fullmatch(folder.name)
         if folder.is_dir() and (preparing or _NAME.fullmatch(folder.name)):
-            found.append(_preparing(folder, preparing["name"]) if preparing else _prepared(folder))
+            with suppress(FileNotFoundError):  # it has just been finished or deleted
+                found.append(_preparing(folder, preparing["name"]) if preparing else _prepared(folder))
     return sorted(found, key=lambda one: (-one.last_used, one.name))
 
 

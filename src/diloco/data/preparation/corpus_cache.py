@@ -169,7 +169,11 @@ def _try_lock(path: Path) -> int | None:
 @contextmanager
 def lock_corpus(folder: Path) -> Iterator[bool]:
     """Whether no process prepares this corpus; while the context lasts, none can begin to."""
-    lock = _try_lock(_lock_path(folder))
+    try:
+        lock = _try_lock(_lock_path(folder))
+    except OSError:  # a cache that cannot be written, where nothing is prepared
+        yield True
+        return
     try:
         yield lock is not None
     finally:

@@ -4,13 +4,23 @@ The digest (corpus.py) covers the tokenizer and the SHA-256 of the other files. 
 is refused, and so is a file that does not match the metadata. Files are data: nothing is executed.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from diloco.atomic_files import digest_file
 from diloco.data.config import LARGEST_SHARD_COUNT, LARGEST_VOCAB_SIZE, DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, Corpus, CorpusMeta, corpus_digest, shard_name
+from diloco.data.corpus import (
+    FORMAT_VERSION,
+    META,
+    TOKENIZER,
+    VALIDATION,
+    Corpus,
+    CorpusMeta,
+    corpus_digest,
+    shard_name,
+)
 from diloco.data.preparation.corpus_cache import cache_root
 from diloco.data.preparation.corpus_use import hold
 from diloco.data.tokenizer import Tokenizer
@@ -60,6 +70,7 @@ def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
 def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
     """Receive meta.json and the tokenizer of the corpus with that digest; DataError if they do not match it."""
     folder.mkdir(parents=True, exist_ok=True)
+    _forget_other_version(folder / META)
     for name in METADATA_FILES:
         if not (folder / name).is_file():
             fetch(name, folder / name)
@@ -101,6 +112,16 @@ def check_file(meta: CorpusMeta, path: Path) -> None:
     if digest_file(path).sha256 != meta.files.get(path.name):
         path.unlink()
         raise DataError(f"the received {path.name} does not match the corpus {meta.digest[:16]}")
+
+
+def _forget_other_version(path: Path) -> None:
+    """Remove the metadata that another version of this package has received; the shards stay usable."""
+    try:
+        version = json.loads(path.read_text(encoding="utf-8"))["version"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    if version != FORMAT_VERSION:
+        path.unlink()
 
 
 def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:

@@ -20,6 +20,7 @@ from diloco.data.sources.document_file import DocumentFile
 from diloco.data.sources.files import EXPANSION, format_of, is_compressed, known_suffixes, stem_of
 from diloco.data.sources.row_formats import rows_of
 from diloco.data.sources.rows import Rows, TextRows
+from diloco.data.sources.tables import Parquet
 from diloco.data.sources.text_files import TextFile
 from diloco.errors import DataError
 
@@ -157,6 +158,8 @@ class LocalFiles(Source):
                 "the path of a file or folder, 'stdlib' for the Python library, or hf:NAME for a Hugging Face dataset"
             )
         source = cls(path.resolve(), rows_of(config), config.encoding)
+        if config.encoding is not None and all(format_of(file) is Parquet for file in source._files):
+            raise DataError(f"data.encoding is {config.encoding!r}, but Parquet files are always UTF-8: leave it out")
         if config.has_row_options:
             source._check_fields()
         return source
