@@ -122,8 +122,11 @@ def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tenso
         elif value is not out or factor != 1:
             torch.mul(value, factor, out=out)
     total = sum(factors)
-    # On a GPU, division by a number is multiplication by its reciprocal, which rounds otherwise than on the CPU.
-    return out.div_(torch.full((), total, device=out.device) if out.is_cuda else total)
+    if total == 1:
+        return out
+    # On a GPU, division by a number is multiplication by its reciprocal, which is exact for powers of two alone.
+    exact = not out.is_cuda or math.frexp(total)[0] == 0.5
+    return out.div_(total if exact else torch.full((), total, device=out.device))
 
 
 def num_products(contributors: int) -> int:

@@ -67,6 +67,7 @@ def reduce_parts(
     *,
     on_decoded: Callable[[int, Tensor], None] | None = None,
     first_part: int = 0,
+    batch_elements: int | None = None,
 ) -> list[float]:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
@@ -75,8 +76,9 @@ def reduce_parts(
     `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
     Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
     from `first_part`, are in them: it costs no more than with four.
+    `batch_elements`: how many to process at a time, if not as many as fit into a cache.
     """
-    batch = max(1, span_elements(out.device) // part)
+    batch = max(1, (batch_elements or span_elements(out.device)) // part)
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
     num_products = len(encoded) * (len(encoded) + 1) // 2
     every = -(-num_products // _PRODUCTS_OF_FOUR)
@@ -95,12 +97,15 @@ def reduce_parts(
         mean = scratch("mean", shape, device)
         values: Iterable[Tensor]
         if num_products > 1 and (first_part + some.start) % every == 0:
-            values = [mean, *(scratch(f"term {index}", shape, device) for index in range(1, len(encoded)))]
-            for index, (data, into) in enumerate(zip(encoded, values, strict=True)):
+            terms = [mean]
+            for index in range(1, len(encoded)):
+                terms.append(scratch(f"term {index}", shape, device))
+            for index, (data, into) in enumerate(zip(encoded, terms, strict=True)):
                 codec.decode(data[some], into)
                 if on_decoded is not None:
                     on_decoded(index, into)
-            products.append(inner_products(values))
+            products.append(inner_products(terms))
+            values = terms
         else:
             values = decode_one_by_one(some, mean)
         codec.for_means.encode(weighted_mean(values, weights, mean), out[some])

@@ -79,7 +79,10 @@ class TorchDistributedEngine(Engine):
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         seconds = min(deadline_seconds, self._timeout_seconds) + contribution.patience_seconds
         deadline = time.monotonic() + seconds
-        encoded = _mark(contribution.vector.data)
+        vector = contribution.vector.data
+        if self.workers == 1 and vector.is_cuda:  # nothing to wait for: some kernels in the trainer's own stream
+            return _Pending(self._submit(lambda: self._round(key, contribution, None, deadline), seconds, here=True))
+        encoded = _mark(vector)
         return _Pending(self._submit(lambda: self._round(key, contribution, encoded, deadline), seconds))
 
     def members(self) -> tuple[Member, ...]:
@@ -123,8 +126,8 @@ class TorchDistributedEngine(Engine):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _submit(self, work: Callable[[], T], seconds: float) -> "Future[T]":
-        """`seconds`: how long `work` waits for the others."""
+    def _submit(self, work: Callable[[], T], seconds: float, *, here: bool = False) -> "Future[T]":
+        """Run `work`, which waits `seconds` for the others, in the thread of the rounds, or in this one (`here`)."""
         if self._broken is not None:
             raise self._broken
         if self.closed:
@@ -154,7 +157,10 @@ class TorchDistributedEngine(Engine):
                 traceback.clear_frames(error.__traceback__)  # they hold the process groups
                 future.set_exception(self._broken)
 
-        self._jobs.put(job)
+        if here:
+            job()
+        else:
+            self._jobs.put(job)
         return future
 
     def _round(

@@ -1,6 +1,7 @@
 """Rounds of a swarm on a network in memory: what all members end with, also if one dies, freezes or lies."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
+from diloco.engines.swarm.node.rounds import recent_rounds
 from diloco.engines.swarm.node.rounds.outcomes import check_mean
 from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed
+from diloco.engines.swarm.shared_memory import SharedMemory
 from support import virtual_clock
 from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
 
@@ -352,3 +355,28 @@ def test_a_leader_gives_up_a_round_that_others_have_ended_so_that_the_next_one_c
 
     for outcome, _ in told(3, story, timeout_seconds=600.0):
         assert (outcome.failure, outcome.contributors) == (None, (0, 1, 2))
+
+
+def test_a_kept_mean_is_a_copy_that_the_next_post_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next round may use the same shared memory."""
+    released, copy = threading.Event(), recent_rounds._copy
+
+    def slow(*given: Any) -> None:
+        assert released.wait(60)
+        copy(*given)
+
+    monkeypatch.setattr(recent_rounds, "_copy", slow)
+
+    async def story() -> None:
+        recent, memory = recent_rounds.RecentRounds(), SharedMemory.copy_of(b"mean")
+        recent.add_copy(plan([0, 1]), memory)
+        waiting = asyncio.create_task(recent.copied())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        released.set()
+        await waiting
+        memory.view[:] = b"next"
+        kept = recent.get(plan([0, 1]).key.sequence)
+        assert kept is not None and bytes(kept.mean) == b"mean"
+
+    asyncio.run(story())

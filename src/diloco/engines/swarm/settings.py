@@ -28,7 +28,7 @@ class Settings:
     """The longest time that a round may take."""
     refusals_to_ban: int = 3
     threads: int = 1
-    """How many threads may reduce parts at a time."""
+    """How many threads torch uses in the trainer; the sidecar takes a share of them to reduce parts."""
     label: str = ""
     """The name of this worker's machine in `diloco status`."""
 

@@ -17,13 +17,15 @@ from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.errors import ConfigError
 
+_SHARE_OF_THREADS = 4  # one in four: the trainer and the network need the other cores
+
 
 async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> NodeWithNetwork:
     """`next_round`: the first round that the trainer has not merged, if it was in this swarm before.
 
     A worker that has the state may found the swarm again if no other worker is left.
     """
-    torch.set_num_threads(1)  # the trainer needs the other cores
+    torch.set_num_threads(max(1, settings.threads // _SHARE_OF_THREADS))
     invitation = _invitation(settings)
     network = ListenConfig(settings.host, settings.port, settings.announce)
     seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]

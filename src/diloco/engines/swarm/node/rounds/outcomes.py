@@ -46,7 +46,10 @@ class Outcomes:
         """The mean of this plan counts."""
         round_.stop_transfer()
         status, decision = self.members.status, plan.decision
-        self.recent.add(plan, bytes(round_.posted.mean.view) if plan.has_mean else b"")
+        if plan.has_mean:
+            self.recent.add_copy(plan, round_.posted.mean)
+        else:
+            self.recent.add(plan, b"")
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
             status.contributed_round = round_.sequence
@@ -132,6 +135,7 @@ class Outcomes:
         return Outcome() if ended is None else Outcome(ended.plan)
 
     async def serve_mean(self, stream: Stream, request: OpenMean) -> None:
+        await self.recent.copied()
         ended = self.recent.get(request.sequence)
         if ended is None:
             return

@@ -54,6 +54,7 @@ class Participant:
 
     async def post(self, posted: PostedRound) -> RoundOutcome:
         """Returns when the round has ended, or its deadline is over."""
+        await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
         status = self.members.status
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number)
         status.next_round = max(status.next_round, round_.sequence)
@@ -134,10 +135,7 @@ class Participant:
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
         round_.products = ()
         if plan.has_mean:
-            settings = self.settings
-            round_.transfer = Transfer(
-                plan, round_.posted, self.calls.transport, settings.stall_seconds, settings.threads
-            )
+            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, self.settings.stall_seconds)
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
         return Done()

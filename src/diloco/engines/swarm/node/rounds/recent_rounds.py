@@ -1,9 +1,13 @@
 """The last rounds, kept for workers that missed their end: plans, and the encoded means."""
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import torch
+
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.shared_memory import SharedMemory
 
 MAX_ROUNDS = 8
 MAX_BYTES = 1 << 30
@@ -12,7 +16,7 @@ MAX_BYTES = 1 << 30
 @dataclass(frozen=True)
 class EndedRound:
     plan: Plan
-    mean: bytes
+    mean: bytes | bytearray
     """Empty if the round had none."""
 
 
@@ -25,8 +29,21 @@ class RecentRounds:
         """The round after the last one that this worker's trainer has merged; None: it may have merged none."""
         self.max_mean_bytes = 1 << 40
         """A longer mean is refused before it is read."""
+        self._copying: list[asyncio.Future[None]] = []
 
-    def add(self, plan: Plan, mean: bytes) -> None:
+    def add_copy(self, plan: Plan, mean: SharedMemory) -> None:
+        """Keep a copy of `mean`, which must not change before `copied`: a thread makes it while the trainer goes on."""
+        copy = bytearray(mean.num_bytes)
+        self.add(plan, copy)
+        if copy:
+            self._copying.append(asyncio.get_running_loop().run_in_executor(None, _copy, copy, mean))
+
+    async def copied(self) -> None:
+        while self._copying:
+            await self._copying[0]
+            self._copying = [copy for copy in self._copying if not copy.done()]
+
+    def add(self, plan: Plan, mean: bytes | bytearray) -> None:
         self._rounds[plan.key.sequence] = EndedRound(plan, mean)
         while len(self._rounds) > 1 and (
             len(self._rounds) > MAX_ROUNDS or sum(len(ended.mean) for ended in self._rounds.values()) > MAX_BYTES
@@ -38,3 +55,8 @@ class RecentRounds:
 
     def get(self, sequence: int) -> EndedRound | None:
         return self._rounds.get(sequence)
+
+
+def _copy(into: bytearray, memory: SharedMemory) -> None:
+    """By torch, which lets other threads go on."""
+    torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(memory.view, dtype=torch.uint8))

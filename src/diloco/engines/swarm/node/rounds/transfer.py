@@ -16,14 +16,12 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
-from diloco.core.fragments import span_elements
 from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
@@ -36,15 +34,8 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _ALIVE_SECONDS = 1.0
-
-
-@cache
-def _reducers(threads: int) -> ThreadPoolExecutor:
-    """torch releases the GIL: transfers go on meanwhile."""
-    return ThreadPoolExecutor(threads, "diloco-reduce")
-
-
-_Chunks = asyncio.Queue[tuple[range, "asyncio.Future[tuple[Tensor, list[float], list[float]]]"] | None]
+# One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
+_reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
 
 class TransferFailed(Exception):
@@ -58,12 +49,8 @@ class TransferFailed(Exception):
 class Transfer:
     """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
 
-    def __init__(
-        self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float, threads: int = 1
-    ) -> None:
-        """`threads`: how many may reduce and check parts at a time."""
+    def __init__(self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float) -> None:
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
-        self._threads, self._reducers = threads, _reducers(threads)
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
@@ -149,7 +136,7 @@ class Transfer:
             received += await read_frame_into(stream, into[received:], self._stall)
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
-                norms.append(loop.run_in_executor(self._reducers, self._squared_norm, part))
+                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part))
                 checked = received // width
         if rows:
             data = await read_frame(stream, 8 * len(self._products), self._stall)
@@ -198,35 +185,18 @@ class Transfer:
             await write_frame(stream, struct.pack(f"<{len(self._own_products)}d", *self._own_products), self._stall)
 
     async def _reduce(self) -> None:
-        """Chunk by chunk, several at a time; they count as reduced in order."""
-        chunks: _Chunks = asyncio.Queue(self._threads)
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._begin_chunks(chunks))
-                both.create_task(self._end_chunks(chunks))
-        except ExceptionGroup as problem:
-            raise _first(problem) from None
-
-    async def _begin_chunks(self, chunks: _Chunks) -> None:
-        loop = asyncio.get_running_loop()
+        """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
+        loop, width = asyncio.get_running_loop(), self._mean_width
+        into = self._mean(self._mine)
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
             while not self._have_arrived(last):
                 await self._wait_until(partial(self._have_arrived, last), self._stall)
-            rows = range(first, last)
-            await chunks.put((rows, loop.run_in_executor(self._reducers, self._reduce_rows, rows)))
-        await chunks.put(None)
-
-    async def _end_chunks(self, chunks: _Chunks) -> None:
-        """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
-        into, width = self._mean(self._mine), self._mean_width
-        while (chunk := await chunks.get()) is not None:
-            rows, reduced = chunk
-            mean, squares, products = await reduced
+            mean, squares, products = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self._check(squares)
             self._own_products = _add(self._own_products, products)
-            into[rows.start * width : rows.stop * width] = mean.view(-1).numpy().data
-            self._reduced = rows.stop
+            into[first * width : last * width] = mean.view(-1).numpy().data
+            self._reduced = last
             self._notify()
 
     def _is_reduced(self, rows: int) -> bool:
@@ -263,7 +233,16 @@ class Transfer:
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
         part, first = self.posted.part_elements, self._mine.start + rows.start
-        products = reduce_parts(self._codec, parts, weights, part, mean, on_decoded=add_square, first_part=first)
+        products = reduce_parts(
+            self._codec,
+            parts,
+            weights,
+            part,
+            mean,
+            on_decoded=add_square,
+            first_part=first,
+            batch_elements=_CHUNK_ELEMENTS,
+        )
         return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:
@@ -279,13 +258,9 @@ class Transfer:
     @torch.no_grad()
     def _squared_norm(self, rows: range) -> float:
         """Of these rows of the mean."""
-        data, part = _rows(self._mean(rows), len(rows)), self.posted.part_elements
-        batch, total = max(1, span_elements(data.device) // part), 0.0
-        for some in torch.split(data, batch):
-            values = scratch("decoded", (len(some), part), data.device)
-            self._means.decode(some, values)
-            total += float(torch.linalg.vector_norm(values)) ** 2
-        return total
+        values = torch.empty(len(rows), self.posted.part_elements)
+        self._means.decode(_rows(self._mean(rows), len(rows)), values)
+        return float(torch.linalg.vector_norm(values)) ** 2
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:
         """A mean is finite, and never longer than the longest contribution in it."""
