@@ -97,13 +97,13 @@ def reduce_parts(
         mean = scratch("mean", shape, device)
         values: Iterable[Tensor]
         if num_products > 1 and (first_part + some.start) % every == 0:
-            terms = [mean]
-            for index in range(1, len(encoded)):
-                terms.append(scratch(f"term {index}", shape, device))
-            for index, (data, into) in enumerate(zip(encoded, terms, strict=True)):
+            terms = []
+            for index, data in enumerate(encoded):
+                into = scratch(f"term {index}", shape, device) if index else mean
                 codec.decode(data[some], into)
                 if on_decoded is not None:
                     on_decoded(index, into)
+                terms.append(into)
             products.append(inner_products(terms))
             values = terms
         else:
