@@ -147,8 +147,8 @@ def _steps(guest: "Guest") -> int | None:
 def _shown(swarm: "RunStatus", steps: int | None, console: Console) -> RenderableType:
     head = [Text(printable(line)) for line in headlines(swarm, steps)]
     if console.is_terminal:
-        return Group(*head, table(swarm, wide=console.width >= _WIDE))
-    return Group(*head, *(Text(line) for line in lines(swarm)))
+        return Group(*head, table(swarm, steps, wide=console.width >= _WIDE))
+    return Group(*head, *(Text(line) for line in lines(swarm, steps)))
 
 
 def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
@@ -172,8 +172,8 @@ def live_workers(swarm: "RunStatus") -> "list[MemberStatus]":
     return [one for one in swarm.members if one.live and one.number >= 0]
 
 
-def rows(swarm: "RunStatus") -> list[tuple[str, ...]]:
-    """One row for each worker that is here, or was and may come back."""
+def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
+    """One row for each worker that is here, or was and may come back. `steps`: of the whole run, if known."""
     first = max((one.position for one in live_workers(swarm)), default=0)
     shown = [one for one in swarm.members if one.number >= 0]
     return [
@@ -188,7 +188,7 @@ def rows(swarm: "RunStatus") -> list[tuple[str, ...]]:
             f"round {one.contributed_round + 1}" if one.contributed_round >= 0 else "none yet",
             _ago(one.silent_seconds) if _was_heard(one) else "never",
             f"{1000 * one.latency_seconds:.0f} ms" if one.latency_seconds else "-",
-            _state(one),
+            _state(one, steps),
         )
         for one in shown
     ]
@@ -210,28 +210,29 @@ def _was_heard(one: "MemberStatus") -> bool:
     return bool(one.live or one.left or one.label or one.position)
 
 
-def _state(one: "MemberStatus") -> str:
+def _state(one: "MemberStatus", steps: int | None) -> str:
     if one.left:
         return "left"
     if not _was_heard(one):
         return "not met"
     if not one.live:
         return "lost"
+    if steps is not None and one.position >= steps:
+        return "done"
     return "training" if one.has_state else "joining"
 
 
-def lines(swarm: "RunStatus") -> list[str]:
-    return [
-        "  ".join(f"{name} {cell}".strip() for name, cell in zip(_COLUMNS, row, strict=True)) for row in rows(swarm)
-    ]
+def lines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
+    cells = [zip(_COLUMNS, row, strict=True) for row in rows(swarm, steps)]
+    return ["  ".join(f"{name} {cell}".strip() for name, cell in row) for row in cells]
 
 
-def table(swarm: "RunStatus", *, wide: bool) -> Table:
+def table(swarm: "RunStatus", steps: int | None = None, *, wide: bool) -> Table:
     """Fits 80 columns if it is not `wide`."""
     shown = [name for name in _COLUMNS if wide or name not in _WIDE_ONLY]
     made = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="dim")
     for name in shown:
         made.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
-    for row in rows(swarm):
+    for row in rows(swarm, steps):
         made.add_row(*(cell for name, cell in zip(_COLUMNS, row, strict=True) if name in shown))
     return made

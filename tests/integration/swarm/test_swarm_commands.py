@@ -16,6 +16,7 @@ from diloco.models.native.saving import load_model
 from support.train_runs import Run, start, write_text
 
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=20")
+MEASURED = ("--training.eval_interval=10",)
 
 
 def invitation(run: Run) -> str:
@@ -33,10 +34,18 @@ def contributors(run: Run) -> list[list[int]]:
     return [event["contributors"] for event in run.events if event["type"] == "round"]
 
 
+def figures(run: Run) -> dict[int, tuple[float, int]]:
+    """Step -> validation loss and the tokens behind it."""
+    return {e["step"]: (e["loss"], e["tokens"]) for e in run.events if e["type"] == "validation"}
+
+
 @pytest.mark.slow
 def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_text(tmp_path / "text.txt")
-    with start(tmp_path / "first", text, *ENDLESS) as first, join(tmp_path / "second", invitation(first)) as second:
+    with (
+        start(tmp_path / "first", text, *ENDLESS, *MEASURED) as first,
+        join(tmp_path / "second", invitation(first)) as second,
+    ):
         second.wait_until(lambda: [0, 1] in contributors(second), "a round of both")
         digests = [
             {member["anchor_digest"] for member in event["members"]}
@@ -51,6 +60,9 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
             return "2 workers" in told and told.count("training") == 2
 
         second.wait_until(shows_both, "a status of both")
+        second.wait_until(lambda: len(figures(first).keys() & figures(second).keys()) >= 2, "two figures on both")
+        assert all(figures(first)[step] == loss for step, loss in figures(second).items() if step in figures(first))
+        assert "diloco join" not in second.output  # the first one has printed the invitation
         for pid in [first.process.pid, *first.workers()]:
             os.kill(pid, signal.SIGKILL)
         second.wait_until(lambda: contributors(second)[-1] == [1], "a round without the founder")

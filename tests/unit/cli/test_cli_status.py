@@ -83,6 +83,7 @@ def test_the_table_fits_80_columns_and_cuts_nothing_but_names(told: RunStatus) -
 
 
 def test_a_swarm_at_its_last_step_is_complete() -> None:
+    assert [row[-1] for row in rows(TOLD, 80)] == ["done", "lost", "joining"]
     assert headlines(TOLD, 80)[0] == "run abcd · complete after 80 steps · 2 workers · 8 rounds"
 
 

@@ -147,6 +147,14 @@ def test_a_run_at_its_end_cannot_be_joined_and_says_that_it_is_complete() -> Non
         check_unfinished(description, SimpleNamespace(members=[at]))  # type: ignore[arg-type]
 
 
+def test_a_stop_says_whether_the_swarm_continues() -> None:
+    view = view_of(event("worker_started", workers=2, parameters=1, unigram_perplexity=None))
+    view.stopping = True
+    assert "leaving the swarm, which continues; press Ctrl-C again to stop now" in shown(view)
+    view.members = 1
+    assert "stopping, with a checkpoint; press Ctrl-C again to stop now" in shown(view)
+
+
 def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
     per_step = CONFIG.tokens_per_step
     joined = event("joined", step=300, rounds=30)
