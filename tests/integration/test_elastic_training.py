@@ -153,7 +153,7 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
     for loss in (math.inf, -math.inf, math.nan):
         with pytest.raises(EngineError, match=f"the loss is {loss}: lower"):
             peers.check_progress(["no contribution"] * 3, loss)
-    monkeypatch.setattr("diloco.training.swarm_peers.CUT_OFF_SECONDS", -1.0)
+    monkeypatch.setattr("diloco.training.swarm.peers.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
         peers.check_progress(["no network"] * 3, 2.0)
 

@@ -1,7 +1,7 @@
 """One worker's training: batches in, inner steps, rounds, evaluations, events out.
 
 The same for workers started by `diloco train`, `diloco join` and torchrun. The mode says what is averaged (modes.py),
-`peers` what the other workers require (peers.py, swarm_peers.py). The loop prints nothing: it writes events.jsonl.
+`peers` what the other workers require (peers.py, swarm/peers.py). The loop prints nothing: it writes events.jsonl.
 Inputs are a pure function of (seed, shards, how far they were read).
 """
 
@@ -42,8 +42,8 @@ from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields
 from diloco.training.sharding import place_model
 from diloco.training.step_log import StepLog
-from diloco.training.swarm_peers import SwarmPeers, starting_shards
-from diloco.training.swarm_validation import SwarmValidation
+from diloco.training.swarm.peers import SwarmPeers, starting_shards
+from diloco.training.swarm.validation import SwarmValidation
 from diloco.training.validation import Validation
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 # ruff: noqa: B027 - hooks that may stay empty
 """What the training loop does because of the other workers: nothing but a check if they are a fixed set.
 
-The loop calls the methods of `Peers` at their moments. swarm_peers.py is for workers that come and go.
+The loop calls the methods of `Peers` at their moments. swarm/peers.py is for workers that come and go.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """Validation: each worker measures its share, reports it with the next round, and the leader adds the shares up.
 
-This is the validation of a fixed set of workers, which all measure at the same steps; swarm_validation.py is that of
+This is the validation of a fixed set of workers, which all measure at the same steps; swarm/validation.py is that of
 workers that come and go.
 """
 

@@ -12,7 +12,7 @@ from diloco.data.order import ShardProgress
 from diloco.errors import EngineError
 from diloco.training.batches import ShardReader
 from diloco.training.config.run import RunConfig
-from diloco.training.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
+from diloco.training.swarm.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
 from support.saved_runs import small_config, small_corpus
 
 LENGTH = 8

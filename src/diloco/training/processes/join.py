@@ -34,9 +34,9 @@ from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import check_device, check_out, check_room, create_run_folder
 from diloco.training.processes.swarm_run import SWARM_TEXT, SwarmText, check_network, check_text, run_swarm_workers
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
-from diloco.training.shard_claims import shards_of
 from diloco.training.sizes.disk import size_text
 from diloco.training.sizes.machine import free_disk
+from diloco.training.swarm.shard_claims import shards_of
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.guest import Guest

@@ -34,7 +34,7 @@ from diloco.training.processes.run_setup import (
 )
 from diloco.training.processes.swarm_launcher import SwarmWorkers
 from diloco.training.records.run_description import RUN_JSON, RunDescription
-from diloco.training.shard_claims import shards_of
+from diloco.training.swarm.shard_claims import shards_of
 
 SWARM_TEXT = "swarm"
 """data.source of a worker that reads its share of the swarm's text."""

@@ -24,8 +24,8 @@ from diloco.training.batches import ShardReader, Texts, as_json
 from diloco.training.config.run import RunConfig
 from diloco.training.peers import FAILURES_IN_A_ROW, Peers
 from diloco.training.records.events import EventLog
-from diloco.training.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
-from diloco.training.swarm_validation import SwarmValidation
+from diloco.training.swarm.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
+from diloco.training.swarm.validation import SwarmValidation
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.status import MemberStatus, RunStatus

@@ -23,7 +23,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, Evaluator
 from diloco.training.modes import Mode
 from diloco.training.records.events import EventLog
-from diloco.training.shard_claims import unpacked
+from diloco.training.swarm.shard_claims import unpacked
 from diloco.training.validation import Validation
 
 
