@@ -4,8 +4,9 @@ A model of 1M parameters (the preset `tiny`) is first trained data-parallel, the
 seed all cases begin with the same weights and see the same batches. The figure is the validation loss of the outer
 parameters at the end; differences are taken seed by seed against fp32 with the same outer optimizer.
 
-    diloco data …                                          prepare a corpus (any text)
-    python benchmarks/codec_quality.py --corpus FOLDER [--device cuda] [--processes 8]
+    python benchmarks/codec_quality.py [--device cuda] [--processes 12] [--seconds 180] [--source TEXT]
+
+The text is Python's own library, or any other source that `diloco train` takes.
 
 Three groups of cases: `codecs` (Nesterov, as DiLoCo has it, and outer SGD(1.0), as SparseLoCo has it), `means` (how the
 mean of sparse contributions travels), `prune` (readings of the paper's per-neuron sign pruning, Table 6).
@@ -19,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Empty
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +37,8 @@ from diloco.codecs.top_k import TopK, TopKMean
 from diloco.core import pruning
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
+from diloco.data.config import DataConfig
+from diloco.data.preparation.corpus_cache import prepare
 from diloco.models.native.presets import preset
 from measuring import write_results
 from stacked_replicas import Replicas, batches, start_of
@@ -169,26 +174,34 @@ class Setting:
 
 
 def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
-    """Of the first number of workers only the most important ones."""
+    """The most important ones first."""
     for k in workers:
-        few = k == workers[0] and len(workers) > 1
         for outer in OUTER:
             yield Case("codecs", "fp32", k, outer, {"codec": "fp32"})
+    for k in workers:
         if "codecs" in groups:
-            for codec in ("int4", "e3m0") if few else ("int8", "int4", "e3m0"):
+            for codec in ("int4", "e3m0"):
                 yield Case("codecs", codec, k, NESTEROV, {"codec": codec})
-            for outer in (AVERAGING,) if few else OUTER:
-                for codec in ("2bit", "topk"):
-                    yield Case("codecs", codec, k, outer, {"codec": codec})
-                    without = {"codec": codec, "error_feedback": False}
-                    yield Case("codecs", f"{codec}, no feedback", k, outer, without)
+            yield from _with_and_without_feedback("topk", k, AVERAGING)
         if "means" in groups:
-            for codec in (DenseMean.name, ForgottenMean.name, RememberedTopK.name):
-                yield Case("means", codec, k, AVERAGING, {"codec": codec, "error_feedback": True})
-        if "prune" in groups and not few:
-            for reading in READINGS:
-                for fraction in (0.25, 0.5, 0.75):
-                    yield Case("prune", f"{fraction:.0%}", k, NESTEROV, {"codec": "fp32", "prune": fraction}, reading)
+            for made in (DenseMean, ForgottenMean, RememberedTopK):
+                yield Case("means", made.name, k, AVERAGING, {"codec": made.name, "error_feedback": True})
+    if "prune" in groups:
+        for reading in READINGS:
+            for fraction in (0.25, 0.5, 0.75):
+                sync = {"codec": "fp32", "prune": fraction}
+                yield Case("prune", f"{fraction:.0%}", workers[0], NESTEROV, sync, reading)
+    if "codecs" in groups:
+        for k in workers:
+            yield from _with_and_without_feedback("2bit", k, AVERAGING)
+        yield Case("codecs", "int8", workers[0], NESTEROV, {"codec": "int8"})
+        yield from _with_and_without_feedback("2bit", workers[0], NESTEROV)
+        yield from _with_and_without_feedback("topk", workers[0], NESTEROV)
+
+
+def _with_and_without_feedback(codec: str, k: int, outer: str) -> Iterator[Case]:
+    yield Case("codecs", codec, k, outer, {"codec": codec})
+    yield Case("codecs", f"{codec}, no feedback", k, outer, {"codec": codec, "error_feedback": False})
 
 
 def rate(step: int, total: int) -> float:
@@ -268,13 +281,14 @@ class Run:
         return Result(case, self.seed, self._evaluate(replicas), self.first_loss, max(ratios), seconds)
 
 
-def work(setting: Setting, seed: int, todo: list[Case], results: Any) -> None:
+def work(setting: Setting, seed: int, todo: list[Case], ends: float, results: Any) -> None:
+    """All cases in their order, as long as there is time (time.time())."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     run = Run(setting, seed)
     for case in todo:
-        results.put(run(case))
-    results.put(None)
+        if time.time() < ends:
+            results.put(run(case))
 
 
 # All runs
@@ -302,7 +316,10 @@ def summarise(results: list[Result]) -> list[Row]:
     for runs in by_case.values():
         ordered = [runs[seed] for seed in sorted(runs)]
         case = ordered[0].case
-        apart = [one.loss - exact[case.workers, case.outer, one.seed] for one in ordered]
+        exact_of = {one.seed: exact.get((case.workers, case.outer, one.seed)) for one in ordered}
+        apart = [one.loss - base for one in ordered if (base := exact_of[one.seed]) is not None]
+        if not apart:  # the run with fp32 was not reached in time
+            continue
         change = math.expm1(statistics.mean(apart))
         rows.append(Row(case, [one.loss for one in ordered], apart, change, max(one.norm_ratio for one in ordered)))
     return sorted(rows, key=lambda row: (row.case.workers, row.case.group, row.case.outer, row.case.reading))
@@ -321,10 +338,11 @@ def show(rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--corpus", required=True, help="a prepared corpus with a vocabulary of 2048")
+    parser.add_argument("--source", default="stdlib", help="the text, as data.source")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further run after so many")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--groups", nargs="+", default=["codecs", "means", "prune"])
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--workers", nargs="+", type=int, default=[8, 2])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pretraining", type=int, default=500)
     parser.add_argument("--steps", type=int, default=1000)
@@ -332,27 +350,36 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=3, help="at least one for each seed")
     given = parser.parse_args()
-    setting = Setting(given.corpus, given.device, given.pretraining, given.steps, given.H, given.batch_size)
+    corpus = prepare(DataConfig(source=given.source, vocab_size=CONFIG.vocab_size))
+    setting = Setting(str(corpus.folder), given.device, given.pretraining, given.steps, given.H, given.batch_size)
     todo = list(cases(given.groups, given.workers))
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     shares = max(1, given.processes // given.seeds)
     tasks = [(seed, todo[part::shares]) for seed in range(given.seeds) for part in range(shares)]
-    processes = [context.Process(target=work, args=(setting, seed, part, queue)) for seed, part in tasks]
+    ends = time.time() + given.seconds
+    processes = [context.Process(target=work, args=(setting, seed, part, ends, queue)) for seed, part in tasks]
     for process in processes:
         process.start()
     results: list[Result] = []
-    running = len(processes)
-    while running:
-        one = queue.get(timeout=900)
-        running -= one is None
-        if one is not None:
+    while any(process.is_alive() for process in processes) or not queue.empty():
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+            raise SystemExit("a process failed; its error is above")
+        with suppress(Empty):
+            one = queue.get(timeout=0.5)
             results.append(one)
             print(f"{len(results)}/{len(todo) * given.seeds} {one.case.name} k={one.case.workers} {one.seconds:.0f} s")
     rows = summarise(results)
     show(rows)
     name = torch.cuda.get_device_name() if given.device == "cuda" else None
-    described = asdict(setting) | {"corpus": Path(given.corpus).name, "seeds": given.seeds, "model": "tiny"}
+    described = asdict(setting) | {
+        "corpus": given.source,
+        "tokens": sum(corpus.meta.shard_tokens),
+        "seeds": given.seeds,
+        "model": "tiny",
+    }
     report = {"setting": described, "rows": [asdict(row) for row in rows]}
     print(f"written: {write_results('codec-quality', report, device=name).name}")
     return 0

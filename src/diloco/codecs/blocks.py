@@ -30,6 +30,11 @@ def batches(values: Tensor) -> Iterator[slice]:
         yield slice(first, min(first + step, rows))
 
 
+def divided(values: Tensor, by: float) -> Tensor:
+    """values / by, exactly rounded: by a plain number a GPU would multiply with its inverse."""
+    return values / torch.full_like(values, by)
+
+
 def largest_of(blocks: Tensor, buffer: Tensor) -> Tensor:
     """max|block| of [blocks, size] as [blocks, 1]; overwrites `buffer`."""
     return torch.abs(blocks, out=buffer).amax(dim=1, keepdim=True)

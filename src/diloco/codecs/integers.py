@@ -17,6 +17,7 @@ from diloco.codecs.blocks import (
     INT8_LARGEST_SCALE,
     SMALLEST_SCALE,
     batches,
+    divided,
     largest_of,
     scales_of,
 )
@@ -45,7 +46,7 @@ class Int8(Codec):
         for rows in batches(values):
             blocks = values[rows].reshape(-1, INT8_BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
-            scales = (largest_of(blocks, buffer) / 127).clamp_(max=INT8_LARGEST_SCALE)
+            scales = divided(largest_of(blocks, buffer), 127).clamp_(max=INT8_LARGEST_SCALE)
             # A block whose scale is 0 has nothing but zeros, or numbers that 127 times less is 0.
             divisors = torch.where(scales == 0, 1.0, scales)
             codes = torch.div(blocks, divisors, out=buffer).round_().clamp_(-127, 127)
@@ -94,7 +95,7 @@ class Int4(Codec):
         for rows in batches(values):
             blocks = values[rows].reshape(-1, INT4_BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
-            scales = (largest_of(blocks, buffer) / 7).clamp_(SMALLEST_SCALE, INT4_LARGEST_SCALE)
+            scales = divided(largest_of(blocks, buffer), 7).clamp_(SMALLEST_SCALE, INT4_LARGEST_SCALE)
             codes = torch.div(blocks, scales, out=buffer).round_().view(-1, elements)
             packed = codes[:, :half].add_(codes[:, half:], alpha=16).add_(8)  # whole numbers from -111 to 127
             out[rows, :half].view(torch.int8).copy_(packed)

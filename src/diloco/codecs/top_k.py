@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.codecs.blocks import divided
 from diloco.codecs.two_bits import mean_of
 from diloco.core.fragments import PART_QUANTUM
 
@@ -126,7 +127,7 @@ class TopKMean(_Sparse):
         sizes = values.abs()
         most = sizes.amax(dim=1, keepdim=True)
         least = torch.where(sizes == 0, torch.inf, sizes).amin(dim=1, keepdim=True).minimum(most)
-        step = (most - least) / 6
+        step = divided(most - least, 6)
         level = torch.where(step == 0, 0.0, (sizes - least) / step).round().clamp(0, 6) + 1
         codes = torch.where(sizes == 0, 0.0, level).to(torch.uint8) + 8 * (values < 0).to(torch.uint8)
         return codes, torch.cat([least, most], dim=1)
@@ -134,7 +135,7 @@ class TopKMean(_Sparse):
     def _restore(self, codes: Tensor, scales: Tensor) -> Tensor:
         least, most = scales[:, :1], scales[:, 1:]
         level = (codes & 7).to(torch.float32)
-        sizes = ((level - 1) * ((most - least) / 6) + least).minimum(most)
+        sizes = ((level - 1) * divided(most - least, 6) + least).minimum(most)
         sizes = torch.where(level == 0, 0.0, sizes)
         return torch.where((codes & 8).bool(), -sizes, sizes)
 
