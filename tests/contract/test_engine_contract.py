@@ -226,6 +226,7 @@ class Told:
 
 CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(4, "int8", fragments=2, overlap_steps=1), 14, {}),  # they join, and start from worker 0's parameters
+    (SyncConfig(3, "fp16", outer_overlap="eager"), 8, {"seed": 0}),
     (SyncConfig(3, "topk"), 8, {"seed": 0}),  # they hold a state already
 ]
 
@@ -295,7 +296,7 @@ def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "topk"])
+@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "eager", "topk"])
 def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, object]] = {
     "topk": {"sync": replace(PLAIN, codec="topk")},
     "streamed 2bit, pruned": {"sync": replace(STREAMED, codec="2bit", prune=0.25)},
     "fp16 autocast, a loss scale": {"sync": PLAIN, "compute": ComputeConfig(precision="fp16")},
+    "eager": {"sync": replace(PLAIN, outer_overlap="eager")},
     "warm start": {"sync": replace(PLAIN, warm_start=H + 3)},
     "data-parallel": {"sync": replace(PLAIN, codec="fp32"), "mode": "data-parallel"},
 }

@@ -90,6 +90,9 @@ class SyncConfig:
     """A round that takes longer than this has failed."""
     warm_start: int = option(0, unused_with=_DATA_PARALLEL)
     """Inner steps at the start that are data-parallel: gradients are averaged at every step. 0: none."""
+    outer_overlap: Literal["none", "eager", "delayed"] = option("none", unused_with=_DATA_PARALLEL)
+    """eager: a round travels during the whole next one, and each worker's own share of it counts at once (1-outer-step
+    overlap); delayed: the same without that share, for comparison."""
     fragment_order: Literal["strided", "sequential"] = option("strided", unused_with=_DATA_PARALLEL)
     """strided: block i is in fragment i mod P; sequential: neighbouring blocks are in the same fragment."""
     fragments_by_hand: str | None = option(None, unused_with=_DATA_PARALLEL)
@@ -102,6 +105,8 @@ class SyncConfig:
             raise ConfigError(f"sync.warm_start = {self.warm_start} must be at least 0")
         if self.fragments < 1:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
+        if self.outer_overlap != "none":
+            self._check_outer_overlap()
         if self.fragments_by_hand is not None and self.fragments != 1:
             raise ConfigError(
                 f"sync.fragments = {self.fragments} and sync.fragments_by_hand = {self.fragments_by_hand!r}: give one "
@@ -141,6 +146,25 @@ class SyncConfig:
                 raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
         if self.prune is not None and not 0 < self.prune < 1:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
+
+    def _check_outer_overlap(self) -> None:
+        for name, off in (("overlap_steps", 0), ("mixing", 0.0), ("prune", None), ("offload", False)):
+            if getattr(self, name) != off:
+                reason = {
+                    "overlap_steps": "a round is merged after H steps, not after fewer",
+                    "mixing": "the parameters never follow a mean, but the worker's own share of it",
+                    "prune": "a share of a pruned outer gradient would not be what the mean gets",
+                    "offload": "a worker's start stays on its device",
+                }[name]
+                raise ConfigError(
+                    f"sync.outer_overlap = {self.outer_overlap} and sync.{name} = {getattr(self, name)}: {reason}; "
+                    f"leave out sync.{name}"
+                )
+
+    @property
+    def merges_at_once(self) -> bool:
+        """A round is merged in the step in which it is posted."""
+        return not self.overlap_steps and self.outer_overlap == "none"
 
     @property
     def gradient_codec(self) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState
 from diloco.errors import Excluded, RoundFailed
+from diloco.outer.eager_starts import moving_starts
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.rounds import Posted
@@ -37,7 +38,8 @@ class CatchUp:
         state, lanes, theirs = self._state, self._replica.lanes, states[0]
         self._check(states, start=start)
         shares = {} if start else self._absences(theirs.numbers["sequence"], following)
-        with state.lock:
+        moving = [] if start else [index for index in range(state.num_fragments) if index not in following]
+        with state.lock, moving_starts(lanes, moving):
             self._add_anchors(shares, -1.0)
             if theirs.tensors:
                 for lane, one in zip(lanes, states, strict=True):

@@ -176,7 +176,7 @@ class ElasticMembership(Policy):
                 if not taken:
                     self.merge(posted, outcome)
                 elif posted.key.sequence < self.state.sequence:
-                    self._catch_up.follow(posted, loop.sync.mixing)
+                    self._catch_up.follow(posted, loop.mixing)
             self.state.unmerged = self.state.sequence
         loop.sync_seconds += time.monotonic() - started
         if taken:

@@ -82,6 +82,8 @@ class FixedMembership(Policy):
 
     def due(self) -> Iterator[int]:
         for index in self.schedule.posts_at(self.state.inner_steps):
+            while any(one.key.fragment == index for one in self.loop.in_flight):
+                self.loop.merge_next()  # a round that travels until the fragment's next one
             self._catch_up(index)
             yield index
 

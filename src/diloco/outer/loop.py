@@ -32,6 +32,7 @@ from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
+from diloco.outer.eager_starts import take_back
 from diloco.outer.evaluation import Evaluation
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
@@ -95,6 +96,10 @@ class OuterLoop:
         self.restoring = restoring
         self._inner = inner
         self._has_feedback = sync.feedback_decay is not None
+        late = sync.outer_overlap != "none"
+        self._merge_after = sync.num_inner_steps if late else sync.overlap_steps
+        self.mixing = 1.0 if late else sync.mixing
+        """The share of its own parameters that a worker keeps at a merge: all, where it has moved on when it posted."""
         self._lay_out(tensors, outer, identity)
         self.policy = policy(self)
         self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.policy.serves_copies)
@@ -156,7 +161,7 @@ class OuterLoop:
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.refuse_while_evaluating()
-        while self.in_flight and self.in_flight[0].at_step <= self.inner_steps - self.schedule.overlap_steps:
+        while self.in_flight and self.in_flight[0].at_step <= self.inner_steps - self._merge_after:
             self.merge_next()
 
     def merge_pending(self) -> None:
@@ -229,6 +234,8 @@ class OuterLoop:
             self.policy.failed(posted, error)
             if self._has_feedback:
                 self.state.end_feedback(posted.key.fragment, None)
+            if not take_back(self.replica.lanes, posted.key.fragment):
+                self.state.merged_at[posted.key.fragment] = posted.work
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
             result, waited = outcome.result, time.monotonic() - started
@@ -259,7 +266,7 @@ class OuterLoop:
     def outer_step(self, posted: Posted, outcome: Outcome) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
         with self.state.lock:
-            norm = self.replica.merge(posted.key.fragment, outcome.means, self.sync.mixing)
+            norm = self.replica.merge(posted.key.fragment, outcome.means, self.mixing)
             self.state.merged(posted.key, posted.work)
         return norm
 

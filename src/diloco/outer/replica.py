@@ -15,6 +15,7 @@ from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
+from diloco.core.eager import Eager
 from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
 from diloco.core.lanes import Piece
 from diloco.core.outer_optimizers import OuterOptimizer
@@ -52,19 +53,21 @@ class Sending:
     vector: EncodedVector
     feedback: ErrorFeedback | None = None
     prune: float | None = None
+    eager: Eager | None = None
 
     @classmethod
     def of(cls, fragment: Fragment | None, group: Group, sync: SyncConfig, *, alone: bool) -> "Sending":
         """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
         how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
         prune = None if group.buffers else sync.prune
-        if fragment is None or (how.lossless and alone and not sync.overlap_steps and prune is None):
+        if fragment is None or (how.lossless and alone and sync.merges_at_once and prune is None):
             return cls(EncodedVector(how, PartLayout(0)))
+        eager = None if sync.outer_overlap == "none" else Eager(fragment, delayed=sync.outer_overlap == "delayed")
         device = torch.device("cpu") if sync.offload else fragment.device
         vector = EncodedVector(how, fragment.layout, device, pinned=sync.offload)
         if group.buffers or sync.feedback_decay is None:
-            return cls(vector, None, prune)
-        return cls(vector, ErrorFeedback(fragment.numel, sync.feedback_decay, device), prune)
+            return cls(vector, None, prune, eager)
+        return cls(vector, ErrorFeedback(fragment.numel, sync.feedback_decay, device), prune, eager)
 
 
 @dataclass(eq=False)
@@ -109,7 +112,9 @@ class Lane:
         return self._norms[index]
 
     def _gradient(self, index: int, fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
-        prune = self.sending[index].prune
+        prune, eager = self.sending[index].prune, self.sending[index].eager
+        if eager is not None:
+            return eager.outer_gradient(self.engine.workers)
         return outer_gradient(fragment) if prune is None else pruned_gradient(fragment, self.pieces[index], prune)
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:

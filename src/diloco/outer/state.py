@@ -17,6 +17,7 @@ from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError
+from diloco.outer.eager_starts import eagers, moving_starts
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
@@ -107,7 +108,7 @@ class OuterState:
 
     def take_over_fragment(self, index: int, states: Sequence[GlobalState]) -> None:
         """The others' anchor and momentum of one fragment; the parameters stay this worker's own."""
-        with self.lock:
+        with self.lock, moving_starts(self.lanes, [index]):
             for lane, state in zip(self._replica.lanes, states, strict=True):
                 mine = {name: tensor for name, tensor in lane.outer_tensors().items() if name.startswith(f"{index}.")}
                 lane.copy(state.tensors, mine)
@@ -129,8 +130,11 @@ class OuterState:
 
     def adopt_anchors(self) -> None:
         """θ_i ← anchor, everywhere."""
-        for fragment in self.fragments:
-            fragment.adopt_anchor()
+        for index in range(self.num_fragments):
+            for _, fragment in self.fragments_of(index):
+                fragment.adopt_anchor()
+            for eager in eagers(self.lanes, index):
+                eager.reset()
         self._replica.changed()
 
     def start_from_anchor(self) -> None:
@@ -145,6 +149,8 @@ class OuterState:
             fragment.adopt_anchor()
         for feedback, _ in self._feedbacks(index):
             feedback.clear()
+        for eager in eagers(self.lanes, index):
+            eager.reset()
         self.merged_at[index] = self.steps_taken
 
     # Error feedback
@@ -174,6 +180,10 @@ class OuterState:
             for kind in group.outer.state_names:
                 saved |= self.tensor_pieces(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
             means = (taken or {}).get(index)
+            if late := eagers(self.lanes, index):
+                saved |= self.tensor_pieces(index, "outer.start", [eager.start for eager in late])
+                for kind in late[0].state:
+                    saved |= self.tensor_pieces(index, f"outer.own_{kind}", [eager.state[kind] for eager in late])
             if errors := [feedback.error_after(mean) for feedback, mean in self._feedbacks(index, means)]:
                 saved |= self.tensor_pieces(index, "outer.error", errors)
         return saved

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.codecs.registry import codec
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.outer.eager_starts import eagers
 from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
 from diloco.outer.replica import Replica
@@ -104,6 +105,8 @@ class WarmStart:
                 if not buffers & set(group.names):
                     for _, fragment in state.fragments_of(index):
                         fragment.take_anchor()
+                    for eager in eagers(loop.replica.lanes, index):
+                        eager.reset()
                     state.merged_at[index] = state.steps_taken
         if not self.active:
             self._gradients = None

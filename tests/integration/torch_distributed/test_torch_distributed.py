@@ -57,6 +57,14 @@ def overlap_without_mixing(engine: Engine) -> Story:
     return train(engine, SyncConfig(4, overlap_steps=2), 11)
 
 
+def eager_fragments(engine: Engine) -> Story:
+    return train(engine, SyncConfig(4, "int4", fragments=2, outer_overlap="eager"), 14)
+
+
+def warm_start(engine: Engine) -> Story:
+    return train(engine, SyncConfig(4, "int4", warm_start=5), 14)
+
+
 def early_end(engine: Engine) -> Story:
     return train(engine, SyncConfig(4), 20, stop_after=6 if engine.worker == 1 else None)
 
@@ -131,6 +139,8 @@ STORIES = (
     streaming,
     sparse_streaming,
     overlap_without_mixing,
+    eager_fragments,
+    warm_start,
     early_end,
     early_end_of_all,
     one_nan_then_all_nan,

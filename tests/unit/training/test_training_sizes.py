@@ -52,6 +52,7 @@ CASES = {
     "int8, sgd": {"sync": SyncConfig(3, codec="int8"), "outer": OuterConfig("sgd")},
     "2bit with error feedback": {"sync": SyncConfig(3, codec="2bit")},
     "fragments, adam": {"sync": SyncConfig(3, fragments=2), "outer": OuterConfig("adam")},
+    "eager": {"sync": SyncConfig(3, outer_overlap="eager")},
     "muon": {"inner": InnerConfig(optimizer="muon", lr=1e-3, warmup_steps=1)},
     "warm start, int4": {"sync": SyncConfig(3, codec="int4", warm_start=2)},
     "data-parallel": {"mode": "data-parallel", "sync": SyncConfig(codec="fp32")},

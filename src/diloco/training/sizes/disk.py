@@ -39,9 +39,16 @@ class DiskUse:
 
 def saved_copies(config: RunConfig) -> int:
     """How many fp32 copies of the parameters a worker's checkpoint holds: parameters, moments, anchor,
-    outer state, error feedback."""
-    outer = 1 + OUTER_STATES[config.outer.optimizer] + (config.sync.feedback_decay is not None)
-    return 1 + _INNER_STATES + (outer if config.mode == "diloco" else 0)
+    outer state, error feedback, starts of eager updates."""
+    outer = 1 + OUTER_STATES[config.outer.optimizer] + (config.sync.feedback_decay is not None) + eager_copies(config)
+    in_flight = config.sync.outer_overlap != "none"  # the mean of the round that travels when the worker is saved
+    return 1 + _INNER_STATES + (outer + in_flight if config.mode == "diloco" else 0)
+
+
+def eager_copies(config: RunConfig) -> int:
+    """Copies that eager updates need: a worker's start, and the momentum of its own shares."""
+    own = {"none": 0, "delayed": 1, "eager": 1 + OUTER_STATES[config.outer.optimizer]}
+    return own[config.sync.outer_overlap]
 
 
 def disk_use(config: RunConfig, parameters: int, workers: int | None = None) -> DiskUse:

@@ -20,6 +20,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
 from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.activations import native_activations, traced_peak
+from diloco.training.sizes.disk import eager_copies
 
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
@@ -112,10 +113,12 @@ def _averaging(
     states = len(OUTER_OPTIMIZERS[config.outer.optimizer].state_names)
     if states:
         outer["outer optimizer"] = _FP32 * own * states
+    if eager_copies(config):
+        outer["starts of eager updates"] = _FP32 * own * eager_copies(config)
     if config.sync.feedback_decay is not None:
         outer["error feedback"] = _FP32 * own
     swarm = config.engine == "swarm"
-    if place.alone and not swarm and lossless and not config.sync.overlap_steps and config.sync.prune is None:
+    if place.alone and not swarm and lossless and config.sync.merges_at_once and config.sync.prune is None:
         return outer, {}
     travelling = {"encoded outer gradient": encoded}
     if config.sync.feedback_decay is not None:
