@@ -163,13 +163,14 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.loop.inner_steps += 1
         return loss
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, weight: float | None = None) -> None:
         """During the warm start: every worker's gradients become their mean, before the loop clips them.
 
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
+        `weight`: of this worker's gradients in the mean (default: of its contributions).
         """
         if self.loop.inner_steps < self.warm_start.steps:
-            self.warm_start.average()
+            self.warm_start.average(weight=weight)
 
     def _warm_step(self, *, skip: bool) -> None:
         """A step of the warm start: all workers take it alike, or none of them does."""

@@ -67,8 +67,9 @@ class WarmStart:
                 "and they cannot be averaged; use bf16 or fp32, or no warm start"
             )
 
-    def average(self, *, skip: bool = False) -> bool:
+    def average(self, *, skip: bool = False, weight: float | None = None) -> bool:
         """Every worker's gradients become the mean; whether there is one. `skip`: leave this worker's own out of it.
+        `weight`: of this worker's gradients, if not that of its contributions.
 
         A second call at the same step does nothing. Raises EngineError if the round fails, since no worker may step
         alone.
@@ -80,7 +81,7 @@ class WarmStart:
         if self._gradients is None:
             how = codec(loop.sync.gradient_codec)
             self._gradients = GradientMean(loop.replica.tensors.averaged, how, loop.sync.max_norm_ratio)
-        weight = 0.0 if skip else loop.weight
+        weight = 0.0 if skip else loop.weight if weight is None else weight
         layout = loop.replica.lanes[0].layout_digest
         contribution = self._gradients.contribution(weight, layout, self._report())
         result = self._round(RoundKey(step - self.steps, _GRADIENTS), contribution)

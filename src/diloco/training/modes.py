@@ -21,6 +21,12 @@ _LEAST_WEIGHT = 1e-6
 """Of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""
 
 
+def _gradient_weight(learnt: int | None, is_iid: bool) -> float | None:
+    """Of a step's gradients in a mean: the tokens that were learnt. None without a loss mask, or if shards have weights
+    of their own."""
+    return max(float(learnt), _LEAST_WEIGHT) if learnt is not None and is_iid else None
+
+
 class Mode(ABC):
     """What the loop needs of a way to train together. `averager` carries the counters and the report."""
 
@@ -110,13 +116,14 @@ class DiLoCoMode(Mode):
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         self.averager: OuterLoop = self.optimizer.loop
         self._stop_requested = False
+        self._is_iid = config.data.partition == "iid"
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:  # noqa: ARG002
+    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:
         """A worker's gradients are its own, but for a warm start's."""
-        self.optimizer.average_gradients()
+        self.optimizer.average_gradients(_gradient_weight(learnt, self._is_iid))
         precision.unscale(self.optimizer)
 
     def step(self, precision: Precision) -> None:
@@ -184,14 +191,13 @@ class DataParallelMode(Mode):
         self.averager: DataParallel = DataParallel(
             model, inner, engine, sync=config.sync, weight=weight, identity=identity, restoring=restoring
         )
-        self._weighs_tokens = config.data.partition == "iid"
+        self._is_iid = config.data.partition == "iid"
 
     def zero_grad(self) -> None:
         self.averager.zero_grad()
 
     def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:  # noqa: ARG002 - fp16 is refused
-        if learnt is not None and self._weighs_tokens:
-            self.averager.weight = max(float(learnt), _LEAST_WEIGHT)
+        self.averager.weight = _gradient_weight(learnt, self._is_iid) or self.averager.weight
         self.averager.average_gradients()
 
     def step(self, precision: Precision) -> None:  # noqa: ARG002

@@ -50,6 +50,24 @@ def test_prepare_merges_file_and_options_and_says_what_the_corpus_holds(
     assert "training the tokenizer" in shown and "tokenising" in shown  # plain lines: this is no terminal
 
 
+def test_prepare_says_what_is_learnt_of_conversations_and_what_was_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]}
+            for i in range(60)]  # fmt: skip
+    rows[7]["messages"].pop()
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--data.source", "chat.jsonl", "--data.format", "chat", "--data.chat_template", "chatml"]
+    options += ["--data.vocab_size", "300", "--data.shards", "2"]
+    assert run(["data", "prepare", *options]) == 2
+    assert "chat.jsonl, line 8 has no message of the assistant" in " ".join(capsys.readouterr().err.split())
+    assert run(["data", "prepare", *options, "--data.on_bad_row", "skip"]) == 0
+    shown = capsys.readouterr().out
+    assert "learnt tokens" in shown and "(answers only)" in shown and "1 unreadable rows" in shown
+    assert run(["data", "prepare", *options, "--data.on_bad_row", "skip", "--data.loss_on", "all"]) == 0
+    assert "learnt tokens" not in capsys.readouterr().out
+
+
 def test_the_recipe_of_a_model_counts_as_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "prepare", "--model", "150m", "--data.source", "rows.jsonl", "--data.text_field", "body"]) == 0
     assert "sequences of 1024" in capsys.readouterr().out

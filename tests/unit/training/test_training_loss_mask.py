@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.order import validation_batches
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.engines.rounds import Contribution
 from diloco.engines.worker_ranks import ALONE
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
+from diloco.outer.gradient_mean import GradientMean
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.evaluation import evaluate
 from diloco.training.micro_batches import MicroBatch, micro_batches
@@ -143,6 +146,23 @@ def test_a_run_learns_the_answers_to_questions_that_are_noise(tmp_path: Path, mo
     assert told["learnt_tokens"] == corpus.meta.learnt_tokens
     if mode == "data-parallel":  # each gradient weighs as much as it has tokens behind it
         assert all(0 < worker.mode.averager.weight < 4 * 16 for worker in workers)  # type: ignore[union-attr]
+
+
+def test_gradients_of_a_warm_start_weigh_as_much_as_they_have_learnt_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = chat_config(tmp_path / "data")
+    weights, contribution = [], GradientMean.contribution
+
+    def seen(self: GradientMean, weight: float, *rest: Any) -> Contribution:
+        weights.append(weight)
+        return contribution(self, weight, *rest)
+
+    monkeypatch.setattr(GradientMean, "contribution", seen)
+    config = small_config(data, SyncConfig(num_inner_steps=2, warm_start=2), steps=4)
+    with quick_runs():
+        train(tmp_path / "run", config, prepare(data))
+    assert len(weights) == 4 and all(0 < weight < 2 * 16 and weight == int(weight) for weight in weights)
 
 
 def test_a_model_that_was_trained_on_conversations_has_their_template(tmp_path: Path) -> None:
