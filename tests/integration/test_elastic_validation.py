@@ -9,10 +9,13 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
+from diloco.engines.rounds import Member, Report
+from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import read_events
 from diloco.training.records.summary import summarize
+from diloco.training.swarm.validation import SwarmValidation
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.saved_runs import quick_runs
 
@@ -74,6 +77,28 @@ def test_the_workers_measure_a_share_each(made: tuple[RunConfig, Corpus], tmp_pa
     ]
     assert shares[0] == {0: windows, 8: windows // 2, 12: windows // 2, 20: windows // 2}
     assert shares[1] == {8: windows // 2, 12: windows // 2, 20: windows // 2}
+
+
+def test_before_the_first_step_only_the_worker_that_starts_the_run_measures(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    swarm = Swarm(made, tmp_path)
+    both = [swarm.worker(0), swarm.worker(1)]
+    for training in both:
+        swarm.start(training)
+    swarm.end()
+    assert swarm.events(1, "evaluation")[0]["step"] > 0
+    assert figures(swarm, 0) == figures(swarm, 1) and 0 in figures(swarm, 0)
+
+
+def test_an_anchor_that_has_moved_on_is_not_measured(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    training = Swarm(made, tmp_path).worker(0)
+    validation, outer = training.validation, training.mode.averager
+    assert isinstance(validation, SwarmValidation) and isinstance(outer, OuterLoop)
+    validation.after_round(1, [Member(0, "", 1.0, 1.0, Report())])  # the round of step 8, the first after 6
+    for merged, due in ((1, False), (2, True), (3, False)):
+        outer.state.unmerged = merged
+        assert validation.due(8) is due
 
 
 def test_what_a_worker_that_left_did_not_report_is_measured_again_after_the_next_round(

@@ -48,7 +48,8 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
         lines = [f"complete after {steps:,} steps ({folder})"]
     else:
         of = read_run_file(folder / RUN_FILE).get("steps", steps)
-        lines = [f"{status} on this machine after {steps:,} of {of:,} steps ({folder})"]
+        here = " on this machine" if summary.get("engine") == "swarm" else ""
+        lines = [f"{status}{here} after {steps:,} of {of:,} steps ({folder})"]
         if summary["error"]:
             lines.append(f"reason: {summary['error']}")
     perplexity = summary["validation_perplexity"]
@@ -56,6 +57,7 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
         lines.append(f"validation perplexity {perplexity:,.2f} at step {summary['validation_step']:,}")
     lines.append(f"{summary['rounds']:,} rounds, {summary['tokens']:,} tokens, {duration(summary['seconds'])} here")
     if status != "complete":
-        lines.append("no worker answers: the others have ended too, or cannot be reached from here")
+        if summary.get("engine") == "swarm":
+            lines.append("no worker answers: the others have ended too, or cannot be reached from here")
         lines.append(f"to continue: {resume_command(folder)}")
     return lines

@@ -18,9 +18,11 @@ from rich.text import Text
 from diloco.cli.display.notes import printable
 from diloco.cli.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
+from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.training.processes.run_lock import is_training
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
+from diloco.training.records.summary import Summary
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.node.guest import Guest
@@ -57,10 +59,13 @@ def status(
     """
     if watch and as_json:
         raise ConfigError("--watch with --json: leave out one of the two")
+    folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
+    if folder is not None and not (folder / SWARM_FOLDER).exists() and (summary := summary_of(folder)) is not None:
+        _print_summary(folder, summary, as_json=as_json)  # not of a swarm: the folder knows it all
+        return
     check_swarm()
     from diloco.engines.swarm.node.guest import Guest
 
-    folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     invitation = _invitation(run, folder)
     console = Console()
     try:
@@ -105,6 +110,10 @@ def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) ->
     if folder is None or summary is None:
         here = "" if folder is None else _here(folder)
         raise RendezvousError(f"{here}{error}")
+    _print_summary(folder, summary, as_json=as_json)
+
+
+def _print_summary(folder: Path, summary: Summary, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(folder), "summary": summary}, indent=1))
         return

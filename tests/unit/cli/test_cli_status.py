@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,10 +130,10 @@ ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4
 
 
 def ended_run(folder: Path, **changes: Any) -> str:
-    """A run folder that has ended; its invitation."""
+    """A run folder of a swarm that has ended; its invitation."""
     run_folder(folder, [], ended=False)
     summary = summarize(CONFIG, []) | {"status": "complete", "error": None, "inner_steps": 400, "seconds": 60.0}
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary | changes))
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary | {"engine": "swarm"} | changes))
     word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
     (folder / "swarm").mkdir()
     (folder / "swarm" / "invitation.txt").write_text(word)
@@ -155,6 +156,17 @@ def test_a_run_that_has_ended_is_complete_after_so_many_steps_and_no_error(
     ask(NOBODY)
     assert run(["status", "runs/mine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["inner_steps"] == 400
+
+
+def test_a_run_of_a_fixed_set_of_workers_that_has_ended_says_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_run(tmp_path / "mine", engine="torch_distributed", status="stopped", inner_steps=30)
+    shutil.rmtree(tmp_path / "mine" / "swarm")
+    assert run(["status", str(tmp_path / "mine")]) == 0
+    told = capsys.readouterr().out
+    assert "stopped after 30 of 40 steps" in told and "to continue: diloco train --resume" in told
+    assert "no worker answers" not in told
 
 
 def test_a_run_that_was_left_early_says_so_and_how_to_go_on(
