@@ -53,7 +53,7 @@ class ChatTemplate:
                 )
             return _unmarked(text)
         return text, tuple(
-            (self._start(text, messages[:number], tools), self._end(text, messages[: number + 1], tools))
+            (self._start(text, messages[:number], tools), self._end(text, messages, number + 1, tools))
             for number, message in enumerate(messages)
             if message["role"] == "assistant"
         )
@@ -66,10 +66,11 @@ class ChatTemplate:
                 return len(beginning)
         raise DataError(self._unsteady(len(before)))
 
-    def _end(self, text: str, until: Sequence[Message], tools: object) -> int:
-        beginning = self._text(until, tools)
+    def _end(self, text: str, messages: Sequence[Message], count: int, tools: object) -> int:
+        """Where the first `count` messages end."""
+        beginning = text if count == len(messages) else self._text(messages[:count], tools)
         if not text.startswith(beginning):
-            raise DataError(self._unsteady(len(until)))
+            raise DataError(self._unsteady(count))
         return len(beginning)
 
     def _unsteady(self, messages: int) -> str:
