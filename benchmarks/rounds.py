@@ -11,6 +11,7 @@ worker's memory in fp32 copies of the model, on a GPU as its allocator counts, o
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import socket
@@ -30,7 +31,7 @@ import search_path  # noqa: F401  `support` of the tests
 from diloco.engines.base import Connection as Engine
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from measuring import Spread, peak_memory, reset_peak_memory, write_results
+from measuring import Spread, peak_memory, reset_peak_memory, results_path, write_results
 
 LIMIT_SECONDS = 300.0
 CASES = ("alone", "gloo", "swarm")
@@ -165,6 +166,16 @@ def summarise(case: str, task: Task, told: list[Measured]) -> dict[str, Any]:
     return row
 
 
+def rows_before(rows: list[dict[str, Any]], device: str | None) -> list[dict[str, Any]]:
+    """What an earlier run has measured on such a machine and this one has not."""
+    path = results_path("rounds", device)
+    if not path.exists():
+        return []
+    new = {(row["case"], row["codec"], row["model"], row["device"]) for row in rows}
+    old = json.loads(path.read_text())["results"]
+    return [row for row in old if (row["case"], row["codec"], row["model"], row["device"]) not in new]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -180,7 +191,7 @@ def main() -> None:
             told = in_a_swarm(2, task) if case == "swarm" else in_processes(1 if case == "alone" else 2, task)
             rows.append(summarise(case, task, told))
     device = torch.cuda.get_device_name() if given.device == "cuda" else None
-    print(write_results("rounds", rows, device=device))
+    print(write_results("rounds", rows_before(rows, device) + rows, device=device))
 
 
 if __name__ == "__main__":

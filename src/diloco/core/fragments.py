@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PART_QUANTUM = 1024  # every part is a multiple of this, so that codecs can use blocks that divide it
 _MAX_PART_ELEMENTS = 64 * PART_QUANTUM
 _PARTS_WANTED = 64  # small fragments are still cut into enough parts to share the reducing evenly
-_SPAN_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}
+_SPAN_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 def span_elements(device: torch.device) -> int:

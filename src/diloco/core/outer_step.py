@@ -67,5 +67,6 @@ def outer_step(
                 delta = theta - fragment.read(span)
             fragment.outer_opt.update(theta, delta, state, fragment.rounds)  # line 14
             fragment.write(span, fragment.read(span).lerp_(theta, 1.0 - mixing) if mixing else theta)  # line 3
+        del delta  # before the next one is made
         if digest is not None:
             digest.add(theta)

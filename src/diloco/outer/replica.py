@@ -108,6 +108,7 @@ class Lane:
                 norms.append(torch.linalg.vector_norm(delta))
                 if sending.vector.num_bytes:
                     sending.vector.encode(span.first_part, delta)
+                del delta  # before the next one is made
         self._norms[index] = _total(norms)
         return self._norms[index]
 
