@@ -278,3 +278,20 @@ def test_indices_of_a_strange_peer_stay_within_their_chunk() -> None:
     made.for_means.decode(
         torch.full((2, made.for_means.part_bytes(5120)), 255, dtype=torch.uint8), torch.empty(2, 5120)
     )
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if codec(name).stable])
+@given(st.lists(finite, min_size=1, max_size=64), st.integers(0, 100), st.sampled_from([0.0, 1e-40, 1e-8, 1.0, 1e30]))
+@example([LARGEST, -LARGEST, 1.0, 1e-45], 0, 0.0)
+@example([32767.9, 1e-3], 0, 0.0)
+@example([-0.0, 2.0**-126, 2.0**-127, 1e-45], 0, 0.0)
+def test_what_a_stable_codec_decodes_it_encodes_to_the_same_bytes(
+    name: str, values: list[float], seed: int, noise: float
+) -> None:
+    """So the mean of one contribution is that contribution, byte for byte."""
+    made, source = codec(name), row(values, seed, noise)
+    assert torch.equal(encoded(made, through(made, source)), encoded(made, source))
+
+
+def test_the_codecs_of_single_floats_are_stable() -> None:
+    assert {name for name in CODECS if codec(name).stable} == {"fp32", "fp16", "bf16"}

@@ -20,6 +20,8 @@ class Codec(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
     """Decoding gives exactly the bits that were encoded."""
+    stable: ClassVar[bool] = False
+    """Decoded values encode to the same bytes again."""
     norm_slack: ClassVar[float] = 1.1
     """The decoded values of any finite input have at most this many times its norm: a swarm refuses longer ones."""
 

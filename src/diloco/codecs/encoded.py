@@ -62,6 +62,11 @@ class EncodedVector:
         self.codec.decode(self.data[first_part : first_part + num_parts].to(device, non_blocking=True), out)
         return out.view(-1)[: self.layout.numel - first_part * part]
 
+    def squared_error(self, first_part: int, num_parts: int, values: Tensor) -> Tensor:
+        """Of these parts against the flat fp32 `values` that were encoded, and the squared norm of those."""
+        error = self.decode(first_part, num_parts, values.device).sub_(values)
+        return torch.stack([torch.dot(error, error), torch.dot(values, values)])
+
     def is_finite(self, data: Tensor | None = None) -> bool:
         """Whether all values of this vector, or of other encoded bytes of the same layout, are finite."""
         rows = (self.data if data is None else data).view(self.data.shape)

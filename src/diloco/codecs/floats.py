@@ -20,7 +20,7 @@ class Float32(Codec):
     """The fp32 bits unchanged."""
 
     name = "fp32"
-    lossless = True
+    lossless = stable = True
 
     def part_bytes(self, elements: int) -> int:
         return 4 * elements
@@ -39,6 +39,7 @@ class BFloat16(Codec):
     """Rounded to 8 significant bits; |error| ≤ 2^-8 |x|. Values beyond bf16's largest number become that number."""
 
     name = "bf16"
+    stable = True
 
     def part_bytes(self, elements: int) -> int:
         return 2 * elements
@@ -62,6 +63,7 @@ class Float16(Codec):
     """
 
     name = "fp16"
+    stable = True  # the largest value of a part keeps its exponent, so the scale is the same
 
     def part_bytes(self, elements: int) -> int:
         return 2 * elements + 4

@@ -66,7 +66,8 @@ class WaveExchange:
         """
         part = vector.layout.part_elements
         if self._workers == 1:  # its mean is its own contribution, encoded once more: nothing leaves the device
-            reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
+            if vector.mean is not vector or not vector.codec.stable:
+                reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
             return (0.0,)
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)

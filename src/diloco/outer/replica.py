@@ -4,6 +4,7 @@ A `Lane` is what one engine averages. A worker of one rank has a single lane wit
 this file. Workers of several ranks have several lanes, and agree on what a round did: ranks/replica.py.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from diloco.outer.tensor_pieces import Piece as TensorPiece
 from diloco.outer.tensor_pieces import TensorPieces
 
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
+_ERROR_EVERY = 16  # spans: what a codec loses is measured on a share of them
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
 
 
@@ -89,6 +91,8 @@ class Lane:
     def __post_init__(self) -> None:
         self.digests = [NO_DIGEST] * len(self.fragments)
         self._norms = [0.0] * len(self.fragments)  # of this worker's latest outer gradients
+        self.codec_errors: list[float | None] = [None] * len(self.fragments)
+        """‖sent − Δ‖ / ‖Δ‖ of the latest outer gradients, from some spans; None if they are sent as they are."""
         self.take_digests()
 
     def take_digests(self) -> None:
@@ -99,17 +103,20 @@ class Lane:
     def encode(self, index: int) -> float:
         """Put the outer gradient of a fragment into its vector; its norm, with error feedback that of what is sent."""
         fragment, sending = self.fragments[index], self.sending[index]
-        norms = []
+        norms, errors = [], []
         if fragment is not None:
-            for span, delta in self._gradient(index, fragment):
+            for number, (span, delta) in enumerate(self._gradient(index, fragment)):
                 if sending.feedback is not None:
                     norms.append(sending.feedback.encode(sending.vector, span, delta))
-                    continue
-                norms.append(torch.linalg.vector_norm(delta))
-                if sending.vector.num_bytes:
-                    sending.vector.encode(span.first_part, delta)
+                else:
+                    norms.append(torch.linalg.vector_norm(delta))
+                    if sending.vector.num_bytes:
+                        sending.vector.encode(span.first_part, delta)
+                if number % _ERROR_EVERY == 0 and sending.vector.num_bytes and not sending.vector.codec.lossless:
+                    errors.append(sending.vector.squared_error(span.first_part, span.num_parts, delta))
                 del delta  # before the next one is made
         self._norms[index] = _total(norms)
+        self.codec_errors[index] = _relative(errors)
         return self._norms[index]
 
     def _gradient(self, index: int, fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
@@ -290,6 +297,12 @@ def cut_fragments(
         for i, fragment in zip(mine, built, strict=True):
             fragments[i] = fragment
     return fragments
+
+
+def _relative(squares: Sequence[Tensor]) -> float | None:
+    """The error of some values, from (squared error, squared norm) of each."""
+    error, whole = torch.stack(list(squares)).double().sum(0).tolist() if squares else (0.0, 0.0)
+    return math.sqrt(error / whole) if whole > 0 and math.isfinite(error / whole) else None
 
 
 def _total(norms: Sequence[Tensor]) -> float:

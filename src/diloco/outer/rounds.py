@@ -90,6 +90,8 @@ class RoundEvent:
     norm: float
     """Of this worker's own outer gradient."""
     mean_norm: float | None
+    codec_error: float | None
+    """‖sent − Δ‖ / ‖Δ‖ of this worker's outer gradient Δ, measured on a share of it; None if it is sent as it is."""
     result: RoundResult | None
     failure: str | None
 

@@ -7,7 +7,7 @@ from diloco.sinks.base import Point
 from diloco.training.records.events import Event
 
 _OF_STEP = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
-_OF_WORKER_IN_ROUND = ("norm", "waited_seconds", "bytes_sent")
+_OF_WORKER_IN_ROUND = ("norm", "codec_error", "waited_seconds", "bytes_sent")
 _OF_ROUND = ("mean_norm", "similarity", "seconds")
 _Number = tuple[str, Any, int, int | None]  # name, value, step, worker
 

@@ -44,6 +44,7 @@ def merged(worker: int, sequence: int, number: int, **more: Any) -> Event:
         "failure": None,
         "mean_norm": 0.5,
         "similarity": 0.83,
+        "codec_error": 0.0051,
         "seconds": 1.25,
         "bytes_sent": 2_000_000,
         "members": [{}, {}],
@@ -139,7 +140,14 @@ def test_the_picture_shows_step_loss_workers_members_the_round_and_the_validatio
     shown = text_of(render(view_of(events)))
     for part in ("tiny", "1.63M", "H = 10", "int8", "step 10/40", "4.000", "5.000", "2 workers", "10: 7.4", "321"):
         assert part in shown, f"{part}:\n{shown}"
-    for part in ("round 2 in progress", "last took 1.25 s", "similarity 0.83", "tokens/s", "left"):
+    for part in (
+        "round 2 in progress",
+        "last took 1.25 s",
+        "similarity 0.83",
+        "codec error 0.0051",
+        "tokens/s",
+        "left",
+    ):
         assert part in shown, f"{part}:\n{shown}"
 
 

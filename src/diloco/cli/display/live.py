@@ -242,13 +242,14 @@ def _round(view: RunView) -> Text:
         state = f"next round in {H - view.step % H} steps"
     last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
     alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
+    lost = f" · codec error {view.codec_error:.2g}" if view.codec_error is not None else ""
     trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
     shown = view.config.engine == "swarm" or view.members == view.expected_workers
     members = "" if shown else f" · {_members(view)}"
-    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{members}", style="dim")
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{lost}{members}", style="dim")
 
 
 def _members(view: RunView) -> str:

@@ -74,6 +74,7 @@ class RunView:
         self.round_in_progress: int | None = None
         self.last_round_seconds: float | None = None
         self.similarity: float | None = None
+        self.codec_error: float | None = None
 
     def update(self, event: Event) -> None:
         worker = self.workers.setdefault(event["worker"], WorkerView())
@@ -134,6 +135,7 @@ class RunView:
                 seen.contributed = event["sequence"]
         self.last_round_seconds = event["seconds"]
         self.similarity = event["similarity"]
+        self.codec_error = event.get("codec_error")  # events of an earlier version have none
 
     def _on_validation(self, event: Event, worker: WorkerView) -> None:
         del worker

@@ -34,6 +34,7 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
         "step": event.inner_step,
         "norm": event.norm,
         "mean_norm": event.mean_norm,
+        "codec_error": event.codec_error,
         "similarity": event.similarity,
         "cosines": event.cosines(),
         "waited_seconds": event.waited_seconds,
