@@ -244,9 +244,9 @@ class OuterLoop:
         if result is not None and mean_norm is not None and len(result.contributors) > 1:
             self.compared = (result.contributors, result.products)
         if self.on_round is not None:
-            error = self.replica.lanes[0].codec_errors[posted.key.fragment]
+            lost = self.replica.lanes[0].codec_errors[posted.key.fragment]
             self.on_round(
-                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, error, result, failure)
+                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, lost, result, failure)
             )
 
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
