@@ -34,6 +34,12 @@ RECIPES: dict[str, dict[str, object]] = {
     "llama-150m": _LARGE,
     "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
 }
+_TINY_WARM: dict[str, object] = {
+    # Found by measuring (docs/methods.md): a quarter of the steps data-parallel, then short rounds, all with 4 bits.
+    "sync.codec": "int4",
+    "sync.num_inner_steps": 15,
+    "outer.momentum": 0.8,
+}
 FINE_TUNING: dict[str, object] = {
     # A pre-trained model knows most of what it needs: small steps that change it gently, and no long warm-up.
     "steps": 500,
@@ -73,7 +79,7 @@ def model_recipe(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """The defaults of a model. A preset brings its shape, a pre-trained model its tokenizer, where nothing else is
     `asked` for (values by dotted key, as text if they are options)."""
     if not is_pretrained(model):
-        return dict(RECIPES.get(model, {})) | _shape(model, asked)
+        return dict(RECIPES.get(model, {})) | _warm(model, asked) | _shape(model, asked)
     found = check_model(model, weights=False)
     assert found is not None
     recipe = dict(FINE_TUNING)
@@ -83,6 +89,17 @@ def model_recipe(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
     if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain SGD does not take
         del recipe["outer.optimizer"]
     return recipe
+
+
+def _warm(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """The warm start of the smallest model and what goes with it, unless something is asked for that decides it."""
+    chosen = any(key.startswith(("sync.", "outer.")) for key in asked if key not in ("sync.codec", "outer.lr"))
+    elsewhere = asked.get("engine") == "swarm" or asked.get("mode") == "data-parallel"
+    cannot = str(asked.get("ranks", "1")) != "1" or asked.get("compute.precision") == "fp16"
+    if model != "tiny" or chosen or elsewhere or cannot:
+        return {}
+    steps = _whole(asked.get("steps", RECIPES["tiny"]["steps"])) or 0
+    return _TINY_WARM | {"sync.warm_start": steps // 4}
 
 
 def _shape(model: str, asked: Mapping[str, Any]) -> dict[str, object]:

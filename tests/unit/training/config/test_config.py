@@ -70,7 +70,7 @@ def test_the_recipe_is_that_of_the_model_that_is_asked_for(tmp_path: Path, where
 
 def test_the_baseline_sends_fp32_unless_something_else_is_asked_for(tmp_path: Path) -> None:
     assert resolved("--mode", "data-parallel").sync.codec == "fp32"
-    assert resolved("--mode", "diloco").sync.codec == "fp16"
+    assert resolved("--mode", "diloco", "--H", "30").sync.codec == "fp16"
     assert resolved(run_file(tmp_path, 'mode = "data-parallel"')).sync.codec == "fp32"
     assert resolved("--mode", "data-parallel", "--codec", "bf16").sync.codec == "bf16"
 
@@ -353,8 +353,27 @@ def test_evaluations_are_about_ten_and_at_ends_of_rounds(steps: int, H: int, exp
 
 def test_train_without_any_option_is_the_recipe_of_the_small_model() -> None:
     tokens, notes = merge([])
-    assert "--steps=800" in tokens and "--sync.num_inner_steps=30" in tokens
+    assert "--steps=800" in tokens and "--sync.num_inner_steps=15" in tokens
     assert notes == []
+
+
+def test_the_small_model_begins_with_a_warm_start_unless_something_is_asked_for_that_decides_it() -> None:
+    def value(key: str, *tokens: str) -> object:
+        return resolved(*tokens).values()[key]
+
+    assert value("sync.warm_start") == 200
+    assert value("sync.warm_start", "--steps=2000", "--codec=fp16") == 500
+    assert value("sync.codec", "--codec=fp16") == "fp16"
+    for tokens in (
+        ["--H=30"],
+        ["--outer.momentum=0.9"],
+        ["--engine=swarm"],
+        ["--mode=data-parallel"],
+        ["--ranks=2"],
+        ["--compute.precision=fp16"],
+        ["--model=60m"],
+    ):
+        assert value("sync.warm_start", *tokens) == 0
 
 
 @pytest.mark.parametrize(
