@@ -1,6 +1,7 @@
 """`--estimate` of `diloco train` and `diloco join`: the sizes of a run, without starting it."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ def print_estimate(
         folder=folder,
         events=[] if resume is None else read_events(resume),
         bandwidth_bits=bits,
+        threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
     )
     told = warnings(config, found, device)
     try:

@@ -1,5 +1,6 @@
 """A swarm by its commands, as two people with a terminal each have it: train, join, status, a kill, Ctrl-C, resume."""
 
+import json
 import os
 import re
 import signal
@@ -63,6 +64,11 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
         second.wait_until(lambda: len(figures(first).keys() & figures(second).keys()) >= 2, "two figures on both")
         assert all(figures(first)[step] == loss for step, loss in figures(second).items() if step in figures(first))
         assert "diloco join" not in second.output  # the first one has printed the invitation
+        third = ["--estimate", "--json", f"--data.cache_dir={tmp_path / 'third-cache'}", "--device=cpu"]
+        assert command(["join", invitation(first), *third]) == 0
+        sizes = json.loads(capsys.readouterr().out)  # of a machine that has nothing of the run yet
+        started = next(event for event in second.events if event["type"] == "worker_started")
+        assert sizes["workers"] == 3 and sizes["parameters"] == started["parameters"]
         for pid in [first.process.pid, *first.workers()]:
             os.kill(pid, signal.SIGKILL)
         second.wait_until(lambda: contributors(second)[-1] == [1], "a round without the founder")

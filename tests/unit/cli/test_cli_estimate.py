@@ -33,6 +33,8 @@ SIZES: dict[str, Any] = {
     "round_steps": 5,
     "round_seconds": {"100": 21.52},
     "bytes_per_day": None,
+    "step_seconds": None,
+    "step_measured": False,
     "warnings": ["this machine has too little"],
 }
 
@@ -59,6 +61,8 @@ def test_as_json_it_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> 
     assert told["process_bytes"] == sum(told["memory"].values())
     assert told["round_seconds"]["1000"] == pytest.approx(8e-9 * told["round_bytes"])
     assert told["disk_peak_bytes"] == 3 * told["disk"]["checkpoint_bytes"] + 4 * told["parameters"]
+    assert told["step_seconds"] > 0 and not told["step_measured"]
+    assert told["bytes_per_day"] == pytest.approx(told["round_bytes"] * 86_400 / (30 * told["step_seconds"]))
     four = json.loads(estimated(capsys, "--json"))
     assert four["parameters"] > told["parameters"]
 
@@ -73,7 +77,7 @@ def test_a_run_that_has_measured_its_speed_tells_bytes_a_day(
     log.emit("round", bytes_sent=10**6, seconds=1.0)
     log.close()
     told = json.loads(estimated(capsys, "--resume=run", "--json"))
-    assert list(told["round_seconds"]) == ["8"]
+    assert list(told["round_seconds"]) == ["8"] and told["step_measured"]
     assert told["bytes_per_day"] == pytest.approx(told["round_bytes"] * 86_400 / (500 * 2.0))
 
 

@@ -311,6 +311,24 @@ def test_a_full_disk_while_receiving_is_one_sentence(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_checkpoints_without_room_are_refused_before_the_text_is_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    corpus = small_corpus(tmp_path / "there")[1]
+    asked = []
+
+    def fetch(name: str, path: Path, most_bytes: int = 0, digest: str | None = None, *, first: int = 0) -> None:
+        asked.append(name)
+        shutil.copyfile(corpus_files(corpus)[name], path)
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    config = replace(CONFIG, data=replace(CONFIG.data, source="swarm", cache_dir=str(tmp_path / "here")))
+    with pytest.raises(ConfigError, match=r"no room for this run's checkpoints in .*--checkpoint.interval 0"):
+        receive_text(config, RunDescription.of(config, corpus.digest), fetch, 1, lambda *_: None)
+    assert not [name for name in asked if name.endswith(".bin")]
+
+
 def test_a_disk_without_room_is_told_before_anything_is_received(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

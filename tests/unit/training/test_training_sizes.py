@@ -24,7 +24,7 @@ from diloco.training.sizes import disk, estimate
 from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import OUTER_STATES, check_disk, disk_use, size_text
 from diloco.training.sizes.estimate import Estimate, memory_warning
-from diloco.training.sizes.memory import Place, encoded_vectors, network_memory, process_memory
+from diloco.training.sizes.memory import ACTIVATIONS, Place, encoded_vectors, network_memory, process_memory
 from diloco.training.sizes.network import bits_per_second, measured_bits_per_second, measured_step_seconds
 from support.pretrained_models import make_folder
 from support.saved_runs import events_of, quick_runs, small_config, small_corpus, train
@@ -225,6 +225,17 @@ def test_too_little_memory_is_told_with_what_helps(text: tuple[RunConfig, Corpus
         "--checkpoint.asynchronous false",
     ):
         assert part in said
+
+
+def test_the_accumulation_that_is_told_makes_the_run_fit(text: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
+    config = replace(text[0], training=TrainingConfig(batch_size=64))
+    sizes = told(config, text[1], tmp_path)
+    there = config.workers * (sizes.process_bytes - sizes.memory[ACTIVATIONS] // 2 - 1)
+    said = memory_warning(config, replace(sizes, memory_available=there))
+    assert said is not None and "--training.accumulation 4" in said  # 2 is just not enough
+    smaller = told(replace(config, training=TrainingConfig(batch_size=64, accumulation=4)), text[1], tmp_path)
+    assert memory_warning(config, replace(smaller, memory=sizes.memory | {
+        ACTIVATIONS: smaller.memory[ACTIVATIONS]}, memory_available=there)) is None
 
 
 # Rates

@@ -53,12 +53,15 @@ def _network(sizes: Sizes) -> str:
     times = ", ".join(
         f"{_seconds(took)} at {_rate(1e6 * float(rate))}" for rate, took in sizes["round_seconds"].items()
     )
-    daily = (
-        "" if sizes["bytes_per_day"] is None else f"; {size_text(sizes['bytes_per_day'])} a day at the measured speed"
-    )
+    daily = f"; {_daily(sizes)}" if sizes["bytes_per_day"] is not None else ""
     warm = sizes.get("warm_start_bytes", 0)  # older runs do not tell it
     first = f"{size_text(warm)} in the warm start, then " if warm else ""
     return f"network: a worker sends {first}{size_text(sizes['round_bytes'])} {often}: {times}{daily}"
+
+
+def _daily(sizes: Sizes) -> str:
+    size = f"{size_text(sizes['bytes_per_day'])} a day"
+    return f"{size} at the measured speed" if sizes["step_measured"] else f"roughly {size}"
 
 
 def estimate_table(sizes: Sizes) -> Table:
@@ -86,7 +89,9 @@ def estimate_table(sizes: Sizes) -> Table:
     for rate, took in sizes["round_seconds"].items():
         table.add_row(f"  time at {_rate(1e6 * float(rate))}", _seconds(took))
     if sizes["bytes_per_day"] is not None:
-        table.add_row("  sent by a worker a day, at the measured speed", size_text(sizes["bytes_per_day"]))
+        how = "measured" if sizes["step_measured"] else "roughly, by this machine's matrix speed"
+        table.add_row(f"  an inner step, {how}", _seconds(sizes["step_seconds"]))
+        table.add_row("  sent by a worker a day, at that speed", size_text(sizes["bytes_per_day"]))
     return table
 
 

@@ -69,11 +69,18 @@ def _what(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]
     start = f"the weights of {_public(model)}" if is_pretrained(model) else f"random weights, preset {model}"
     return [
         ("started from", start),
+        ("shape", _shape(options)),
         ("parameters", _number(summary["parameters"])),
         ("data", _public(options["data.source"])),
         ("tokenizer", _tokenizer(model, tokenizer, options["data.vocab_size"])),
         ("sequence length", _number(options["data.sequence_length"])),
     ]
+
+
+def _shape(options: Mapping[str, Any]) -> str:
+    """Of a model that began with random weights; empty for others, whose config.json has it."""
+    given = {key.removeprefix("model."): value for key, value in options.items() if key.startswith("model.")}
+    return ", ".join(f"{key} {value}" for key, value in given.items() if key != "name")
 
 
 def _tokenizer(model: str, tokenizer: str | None, vocab_size: int) -> str:

@@ -15,7 +15,7 @@ from diloco.models.registry import model_outline
 from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
-from diloco.training.sizes.memory import Place, network_memory, process_memory
+from diloco.training.sizes.memory import ACTIVATIONS, Place, network_memory, process_memory
 from diloco.training.sizes.network import (
     DAY_SECONDS,
     measured_bits_per_second,
@@ -23,6 +23,7 @@ from diloco.training.sizes.network import (
     round_bytes,
     warm_start_bytes,
 )
+from diloco.training.sizes.speed import rough_step_seconds
 
 _USUAL_BITS = (10e6, 100e6, 1e9)
 
@@ -55,7 +56,9 @@ class Estimate:
     round_seconds: dict[str, float]
     """By rate in Mbit/s: usual ones, or the one that was given or measured."""
     step_seconds: float | None
-    """Of an inner step, if it was measured."""
+    """Of an inner step, if it is known."""
+    step_measured: bool
+    """By the run itself, rounds included; otherwise it is a rough estimate."""
 
     @property
     def process_bytes(self) -> int:
@@ -63,7 +66,7 @@ class Estimate:
 
     @property
     def bytes_per_day(self) -> float | None:
-        """Sent by a worker, at the measured speed."""
+        """Sent by a worker, at that speed."""
         return (
             None if self.step_seconds is None else self.round_bytes * DAY_SECONDS / self.round_steps / self.step_seconds
         )
@@ -89,8 +92,12 @@ def estimate(
     folder: Path,
     events: Sequence[Mapping[str, Any]] = (),
     bandwidth_bits: float | None = None,
+    threads: int | None = None,
 ) -> Estimate:
-    """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume."""
+    """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
+
+    `threads`: of a process, to estimate the time of a step, which takes a moment of computing; None: only if measured.
+    """
     libraries = resident_bytes()
     importlib.import_module("torch._dynamo")  # torch's optimizers do it at their first use: 80 MB
     base = resident_bytes()
@@ -100,6 +107,8 @@ def estimate(
     host, device = process_memory(config, outline, place, base, vocab_size)
     sent = round_bytes(config, shapes, place.workers)
     known = bandwidth_bits or measured_bits_per_second(events)
+    measured = measured_step_seconds(events)
+    rough = None if threads is None or measured else rough_step_seconds(config, parameters, place, threads)
     return Estimate(
         parameters=parameters,
         processes=processes,
@@ -114,7 +123,8 @@ def estimate(
         round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
         warm_start_bytes=warm_start_bytes(config, shapes, place.workers),
         round_seconds={f"{bits / 1e6:g}": 8 * sent / bits for bits in ([known] if known else _USUAL_BITS)},
-        step_seconds=measured_step_seconds(events),
+        step_seconds=measured or rough,
+        step_measured=measured is not None,
     )
 
 
@@ -126,7 +136,8 @@ def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
         return None
     ways = ["fewer --workers"] if sizes.processes > 1 else []
     if not sizes.device_memory:
-        ways.append(f"--training.accumulation {2 * config.training.accumulation}")
+        over = each - there // sizes.processes
+        ways += _smaller_batches(config, sizes.memory[ACTIVATIONS], over)
         ways += [] if config.compute.checkpoint_activations else ["--compute.checkpoint_activations true"]
     ways += ["--checkpoint.asynchronous false"] if config.checkpoint.asynchronous and config.num_checkpoints else []
     return (
@@ -140,13 +151,21 @@ def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
     needed = sum(sizes.device_memory.values())
     if needed <= free:
         return None
-    ways = [f"--training.accumulation {2 * config.training.accumulation}"]
+    ways = _smaller_batches(config, sizes.device_memory[ACTIVATIONS], needed - free)
     ways += [] if config.compute.checkpoint_activations else ["--compute.checkpoint_activations true"]
     ways += [] if config.sync.offload or config.mode != "diloco" else ["--sync.offload true"]
     return (
         f"the GPU has {size_text(free)} of memory free, and a process needs about {size_text(needed)}: "
         f"try {', or '.join(ways)}"
     )
+
+
+def _smaller_batches(config: RunConfig, activations: int, over: int) -> list[str]:
+    """The accumulation with which activations are smaller by `over` bytes, or that with the smallest ones."""
+    now, most = config.training.accumulation, config.training.batch_size // max(map(int, config.ranks.split(",")))
+    larger = [count for count in range(now + 1, most + 1) if most % count == 0]
+    enough = [count for count in larger if activations * now / count <= activations - over]
+    return [f"--training.accumulation {(enough or larger[-1:])[0]}"] if larger else []
 
 
 def vocabulary_of(config: RunConfig) -> int:

@@ -22,6 +22,7 @@ from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import eager_copies
 
+ACTIVATIONS = "activations, estimated"
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
@@ -66,7 +67,7 @@ def process_memory(
         "parameters": _FP32 * held,
         "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
         "gradients": _FP32 * held,
-        "activations, estimated": _activations(config, outline, place, vocab_size),
+        ACTIVATIONS: _activations(config, outline, place, vocab_size),
     }
     outer, travelling = _averaging(config, shapes, place, own)
     host = {"Python and its libraries": base}
