@@ -221,7 +221,7 @@ def test_too_little_memory_is_told_with_what_helps(text: tuple[RunConfig, Corpus
         "1 kB",
         "2 processes",
         "fewer --workers",
-        "--training.accumulation 2",
+        "--training.accumulation 4",
         "--checkpoint.asynchronous false",
     ):
         assert part in said
@@ -234,8 +234,13 @@ def test_the_accumulation_that_is_told_makes_the_run_fit(text: tuple[RunConfig, 
     said = memory_warning(config, replace(sizes, memory_available=there))
     assert said is not None and "--training.accumulation 4" in said  # 2 is just not enough
     smaller = told(replace(config, training=TrainingConfig(batch_size=64, accumulation=4)), text[1], tmp_path)
-    assert memory_warning(config, replace(smaller, memory=sizes.memory | {
-        ACTIVATIONS: smaller.memory[ACTIVATIONS]}, memory_available=there)) is None
+    assert (
+        memory_warning(
+            config,
+            replace(smaller, memory=sizes.memory | {ACTIVATIONS: smaller.memory[ACTIVATIONS]}, memory_available=there),
+        )
+        is None
+    )
 
 
 # Rates

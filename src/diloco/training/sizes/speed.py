@@ -31,7 +31,8 @@ def _matrix_speed(place: Place, threads: int) -> float:
     try:
         one, other = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         torch.mm(one, other)
-        taken, end = [], time.monotonic() + _SECONDS
+        taken: list[float] = []
+        end = time.monotonic() + _SECONDS
         while not taken or time.monotonic() < end:
             started = time.perf_counter()
             product = torch.mm(one, other)
