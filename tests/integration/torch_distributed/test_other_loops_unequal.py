@@ -34,7 +34,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*treespec, LeafSpec:FutureWarning",  # Lightning's own, where torch is newer than it
     "ignore:The 'train_dataloader' does not have many workers",
 )
-building = threading.Lock()  # what frameworks keep for the whole process is made by one thread at a time
+# What a framework keeps for the whole process is made by one thread at a time, and by all before the first one trains.
+building = threading.Lock()
+built = threading.Barrier(2, timeout=100.0)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +77,7 @@ def with_trainer(engine: Engine, steps: int, folder: Path, **options: Any) -> En
     callbacks = [TransformersCallback(watched.optimizer, **options)]
     with building:
         trainer = Trainer(model, args, train_dataset=data, optimizers=(watched.optimizer, None), callbacks=callbacks)
+    built.wait()
     trainer.train()
     return watched.ended()
 
@@ -87,6 +90,7 @@ def with_accelerate(engine: Engine, steps: int, folder: Path) -> Ended:
     data = DataLoader(TensorDataset(torch.ones(2 * steps, 4)), batch_size=2)
     with building:
         model, optimizer, data = accelerator.prepare(model, watched.optimizer, data)
+    built.wait()
     for (x,) in data:
         accelerator.backward(F.mse_loss(model(x), x.sum(-1, keepdim=True)))
         optimizer.step()
@@ -117,6 +121,7 @@ def with_lightning(engine: Engine, steps: int, folder: Path, **options: Any) -> 
             accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder,
             callbacks=[LightningCallback(**options)], **quiet,
         )  # fmt: skip
+    built.wait()
     trainer.fit(model, DataLoader(TensorDataset(torch.ones(2 * steps, 4)), batch_size=2))
     return model.watched.ended()
 
