@@ -222,6 +222,7 @@ class Told:
     answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     calm: list[list[Story]] = field(default_factory=list)
     after_loss: list[Any] = field(default_factory=list)
+    apart: list[Story] = field(default_factory=list)
 
 
 CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
@@ -231,20 +232,25 @@ CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
 ]
 
 
+PLAIN, APART = SyncConfig(6, "fp32"), (23, 11)
+
+
 @functools.cache
 def swarm() -> Told:
     """Three workers join, train, answer; then they leave one by one, and the others answer again."""
     world, first, told = LoopbackSwarm(3), 0, Told()
     for sync, steps, options in CALM:
         stories, first = world.train(sync, steps, first, **options)
-        told.calm.append(stories)
+        told.calm.append([story.without_mean() for story in stories])
     for workers in (3, 2, 1):
         told.answers[workers], first = in_one_swarm(world, first)
         if workers == 2:
             world.lose_p2pd(1)
             told.after_loss = together([Shifted(engine, first) for engine in world.engines], weighted)
             first += 1
-        world.leave()
+            told.apart, first = world.train(PLAIN, APART, first, seed=0)  # the one with fewer steps leaves
+        else:
+            world.leave()
     world.close()
     return told
 
@@ -309,6 +315,15 @@ def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) 
 def test_a_worker_whose_p2pd_was_killed_is_in_the_swarm_again_under_its_number() -> None:
     mean, total, contributors = equal(swarm().after_loss)
     assert (total, contributors) == (3.0, (0, 1)) and len(mean) == NUMEL
+
+
+@pytest.mark.slow
+def test_in_a_swarm_a_loop_with_fewer_steps_leaves_with_its_work_in_the_mean_and_the_other_goes_on() -> None:
+    long, short = swarm().apart
+    assert (long.steps, short.steps) == APART
+    assert [result.total_weight for result in long.results] == [12.0, 6.0 + 5.0, 6.0, 5.0]
+    assert short.digests[-1] in long.digests[:-1]
+    assert long.member_digests == (long.digests[-1],)
 
 
 @over_engines
@@ -459,7 +474,7 @@ def test_workers_that_train_something_else_are_told_so_on_every_worker(engine: s
 @several_workers
 def test_workers_in_different_rounds_are_told_so_on_every_worker(engine: str, workers: int) -> None:
     for text in answers(engine, workers, "other_round"):
-        assert "in round 0 (fragment 1)" in text and "all must take the same steps" in text
+        assert "in round 0 (fragment 1)" in text and "Call finish() on every worker" in text
 
 
 # start_round returns at once

@@ -65,7 +65,7 @@ def test_all_end_with_the_same_parameters_and_all_work_is_in_the_means(
             assert work_in_means(stories[0], fragment) == sum(counts)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.sampled_from(list(SYNCS.values())), st.lists(st.integers(0, 4 * H), min_size=2, max_size=3))
 def test_any_counts_end_together(sync: SyncConfig, counts: list[int]) -> None:
     ended_together(sync, counts)

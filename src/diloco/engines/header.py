@@ -59,8 +59,9 @@ def check_same_round(headers: list[Header], mine: Header) -> None:
         if other.key != mine.key:
             raise EngineError(
                 f"worker {other.worker} is in round {other.key.sequence} (fragment {other.key.fragment}), worker "
-                f"{mine.worker} in round {mine.key.sequence} (fragment {mine.key.fragment}): all must take "
-                "the same steps"
+                f"{mine.worker} in round {mine.key.sequence} (fragment {mine.key.fragment}). Call finish() on every "
+                "worker after its last step, and leave the loop when optimizer.stopping; within a warm start all must "
+                "take the same steps"
             )
 
 

@@ -66,9 +66,15 @@ class LoopbackSwarm:
             assert time.monotonic() < deadline, "the workers do not see each other"
             time.sleep(0.02)
 
-    def train(self, sync: SyncConfig, steps: int, first: int, **options: Any) -> tuple[list[Story], int]:
-        """All together from the first step on; their stories, and the round after the last."""
+    def train(
+        self, sync: SyncConfig, steps: int | Sequence[int], first: int, **options: Any
+    ) -> tuple[list[Story], int]:
+        """All together from the first step on; their stories, and the round after the last.
+
+        `steps`: of all, or of each; the last worker, if it has fewer than the first, leaves when it has taken them.
+        """
         gate = threading.Barrier(len(self.engines))
+        counts = [steps] * len(self.engines) if isinstance(steps, int) else list(steps)
 
         def built() -> None:
             gate.wait(200.0)
@@ -76,8 +82,14 @@ class LoopbackSwarm:
             gate.wait(200.0)
 
         engines = [Shifted(engine, first) for engine in self.engines]
-        stories = together(engines, lambda engine: train(engine, sync, steps, built=built, **options).without_mean())
-        return stories, first + engines[0].rounds
+
+        def work(engine: Shifted) -> Story:
+            story = train(engine, sync, counts[engine.worker], built=built, **options)
+            if counts[engine.worker] < counts[0]:
+                self.leave()
+            return story
+
+        return together(engines, work), first + engines[0].rounds
 
     def lose_p2pd(self, number: int) -> None:
         """It is killed; returns when its worker is in the swarm again."""
