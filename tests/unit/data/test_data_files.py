@@ -1,7 +1,9 @@
 """Files of documents: every format gives the same documents, from any of them on; broken ones are named."""
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable
@@ -50,15 +52,31 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> Path:
     if name.endswith(".parquet"):
         return write_parquet(path, rows)
     suffix = path.suffix if path.suffix in COMPRESS else ""
-    path.write_bytes(COMPRESS[suffix](as_lines(rows)))
+    kind = Path(path.stem).suffix if suffix else path.suffix
+    content = {".json": as_array, ".csv": as_table, ".tsv": as_table}.get(kind, as_lines)(rows)
+    path.write_bytes(COMPRESS[suffix](content.replace(b";", b"\t") if kind == ".tsv" else content))
     return path
+
+
+def as_array(rows: list[dict[str, object]]) -> bytes:
+    return json.dumps(rows, indent=1).encode()
+
+
+def as_table(rows: list[dict[str, object]]) -> bytes:
+    """With semicolons, and without commas in the header: the delimiter is found."""
+    content = io.StringIO(newline="")
+    writer = csv.DictWriter(content, ["kind", "text", "n"], delimiter=";")
+    writer.writeheader()
+    writer.writerows(rows)
+    return content.getvalue().encode()
 
 
 def documents(path: Path, start: int = 0, **options: str) -> list[Document]:
     return list(open_source(DataConfig(source=str(path), **options)).documents(start))  # type: ignore[arg-type]
 
 
-FORMATS = ["a.parquet", *(f"a.jsonl{suffix}" for suffix in COMPRESS)]
+STREAMED = ["a.json", "a.json.zst", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.xz"]
+FORMATS = ["a.parquet", *(f"a.jsonl{suffix}" for suffix in COMPRESS), *STREAMED]
 
 
 def test_every_compression_is_tested() -> None:
