@@ -53,7 +53,10 @@ def test_every_machine_tells_the_same_figure_once_over_the_whole_text(
     assert third == {step: first[step] for step in third} and third.keys() >= {12, 20, STEPS}
 
 
-@pytest.mark.parametrize("sync", [SyncConfig(4, fragments=2), SyncConfig(4, fragments=2, overlap_steps=2)])
+@pytest.mark.parametrize(
+    "sync",
+    [SyncConfig(4, fragments=2), SyncConfig(4, fragments=2, overlap_steps=2), SyncConfig(4, outer_overlap="eager")],
+)
 def test_the_figure_is_the_same_with_fragments_and_overlap(
     made: tuple[RunConfig, Corpus], tmp_path: Path, sync: SyncConfig
 ) -> None:
