@@ -65,7 +65,7 @@ class EncodedVector:
     def squared_error(self, first_part: int, num_parts: int, values: Tensor) -> Tensor:
         """Of these parts against the flat fp32 `values` that were encoded, and the squared norm of those."""
         error = self.decode(first_part, num_parts, values.device).sub_(values)
-        return torch.stack([torch.dot(error, error), torch.dot(values, values)])
+        return torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(values)]).square()
 
     def is_finite(self, data: Tensor | None = None) -> bool:
         """Whether all values of this vector, or of other encoded bytes of the same layout, are finite."""

@@ -62,6 +62,7 @@ class TorchDistributedEngine(Engine):
         self.worker = self._ranks.index(dist.get_rank())
         self.workers = len(self._ranks)
         self._exchange = WaveExchange(groups, self.worker, backend)
+        self._stream: torch.cuda.Stream | None = None
         self._owns_world = owns_world
         self._hidden: dist.ProcessGroup | None = None
         self._timeout_seconds = timeout_seconds
@@ -183,7 +184,7 @@ class TorchDistributedEngine(Engine):
         sent, received = 0, 0
         products = (0.0,) * num_products(len(decision.contributors))
         if decision.total_weight > 0 and contribution.vector.num_bytes:
-            with _own_stream(encoded):
+            with self._own_stream(contribution.vector.data.device, encoded):
                 products = self._exchange.average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
@@ -199,6 +200,22 @@ class TorchDistributedEngine(Engine):
             resync=decision.resync,
             products=products,
         )
+
+    @contextmanager
+    def _own_stream(self, device: torch.device, after: "torch.cuda.Event | None") -> Iterator[None]:
+        """On a GPU: a stream beside the trainer's, entered once `after` has happened and drained on leaving.
+
+        The same one for all rounds: memory that one stream has used does not serve another.
+        """
+        if after is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            yield
+        self._stream.synchronize()
 
     def _gather(self, mine: bytes, deadline: float) -> list[bytes]:
         """The bytes of every worker, in worker order; all must give the same number."""
@@ -255,21 +272,8 @@ def _mark(data: Tensor) -> "torch.cuda.Event | None":
     if data.device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(data.device))
     return event
-
-
-@contextmanager
-def _own_stream(after: "torch.cuda.Event | None") -> Iterator[None]:
-    """On a GPU: a stream beside the trainer's, entered once `after` has happened and drained on leaving."""
-    if after is None:
-        yield
-        return
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        stream.wait_event(after)
-        yield
-    stream.synchronize()
 
 
 def _first_line(error: BaseException) -> str:

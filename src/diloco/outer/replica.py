@@ -32,7 +32,7 @@ from diloco.outer.tensor_pieces import Piece as TensorPiece
 from diloco.outer.tensor_pieces import TensorPieces
 
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
-_ERROR_EVERY = 16  # spans: what a codec loses is measured on a share of them
+_ERROR_EVERY, _ERROR_ELEMENTS = 16, 1 << 22  # what a codec loses is measured on these spans, at most so much of each
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
 
 
@@ -113,7 +113,9 @@ class Lane:
                     if sending.vector.num_bytes:
                         sending.vector.encode(span.first_part, delta)
                 if number % _ERROR_EVERY == 0 and sending.vector.num_bytes and not sending.vector.codec.lossless:
-                    errors.append(sending.vector.squared_error(span.first_part, span.num_parts, delta))
+                    part = fragment.layout.part_elements
+                    parts = min(span.num_parts, max(1, _ERROR_ELEMENTS // part))
+                    errors.append(sending.vector.squared_error(span.first_part, parts, delta[: parts * part]))
                 del delta  # before the next one is made
         self._norms[index] = _total(norms)
         self.codec_errors[index] = _relative(errors)

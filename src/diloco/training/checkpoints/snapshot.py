@@ -8,7 +8,7 @@ on a full GPU        are copied to pinned CPU memory, which is kept for the next
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,15 +41,16 @@ def _copy_all(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         logger.info("no room on the GPU for a copy of the state: it is copied to the CPU")
         copies = [_copy(tensor, within_gpu=False) for tensor in tensors]
     done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    done.record()
+    done.record(torch.cuda.current_stream(on_gpu[0].device))
     return copies, done.synchronize
 
 
-def _has_room(tensors: Iterable[Tensor]) -> bool:
+def _has_room(tensors: Sequence[Tensor]) -> bool:
     """Whether a copy of all leaves as much free again: training may need more at times."""
+    device = tensors[0].device
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    free, _ = torch.cuda.mem_get_info()
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + cached >= 2 * needed
 
 
