@@ -209,7 +209,8 @@ def bytes_by_both_counts(engine: TorchDistributedEngine) -> dict[str, tuple[int,
 def test_i7_the_bytes_reported_are_the_bytes_on_the_wire_within_framing(workers: int) -> None:
     for counts in in_processes(workers, bytes_by_both_counts):
         for reported, on_the_wire in counts.values():
-            assert reported <= on_the_wire <= 1.03 * reported + 4096
+            # gloo's own messages around each part, and the inner products of each round: some hundred bytes a peer
+            assert reported <= on_the_wire <= 1.03 * reported + 4096 * (workers - 1)
         assert counts["fp32"][0] > 500_000
         assert counts["fp16"][0] / counts["fp32"][0] == pytest.approx(0.5, abs=0.01)
         assert counts["int8"][0] / counts["fp32"][0] == pytest.approx(0.254, abs=0.01)
