@@ -34,7 +34,8 @@ class DataConfig:
     """The field that says where a document comes from, to measure or make a partition (default: the file's name)."""
 
     encoding: str | None = None
-    """The encoding of files without a byte-order mark, such as latin-1 (default: UTF-8)."""
+    """The encoding of files without a byte-order mark, such as latin-1 (default: UTF-8). Several with commas: each file
+    is read in the first one that fits all of it."""
 
     on_bad_row: Literal["fail", "skip"] = "fail"
     """A row or file that cannot be used is an error, or is left out and counted."""
@@ -127,12 +128,12 @@ class DataConfig:
             )
         if self.encoding is not None:
             try:
-                known = codecs.lookup(self.encoding)
-                "".encode(known.name)
+                for name in self.encoding.split(","):
+                    "".encode(codecs.lookup(name.strip()).name)
             except (LookupError, ValueError) as error:
                 raise ConfigError(
                     f"data.encoding is {self.encoding!r}, but must be an encoding that Python knows, such as utf-8, "
-                    "latin-1, cp1252, utf-16-le, shift_jis or gb18030"
+                    "latin-1, cp1252, utf-16-le, shift_jis or gb18030, or several with commas"
                 ) from error
 
     def _check_choice(self, name: str, *choices: str) -> None:

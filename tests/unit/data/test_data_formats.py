@@ -63,6 +63,19 @@ def test_a_mixture_of_encodings_is_counted_file_by_file(tmp_path: Path, caplog: 
     assert "4 unreadable files" in caplog.text and "00.txt is not UTF-8" in caplog.text
 
 
+def test_of_several_encodings_each_file_has_the_first_that_fits_all_of_it(tmp_path: Path) -> None:
+    contents = {"a.txt": TEXT, "b.csv": f'text\n"{TEXT}"\n', "c.json": json.dumps([TEXT], ensure_ascii=False)}
+    for name, content in contents.items():
+        for encoding_name in ("utf-8", "latin-1"):
+            folder = tmp_path / encoding_name
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content.encode(encoding_name))
+    assert texts(tmp_path, encoding="utf-8, latin-1") == [TEXT] * 6
+    assert texts(tmp_path / "utf-8", encoding="latin-1") != [TEXT] * 3, "every byte is latin-1"
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-16-LE text"):
+        texts(tmp_path / "latin-1", encoding="utf-8,utf-16-le")
+
+
 MARKS = {
     "utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
     "utf-32-le": codecs.BOM_UTF32_LE, "utf-32-be": codecs.BOM_UTF32_BE,

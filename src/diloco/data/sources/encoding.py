@@ -1,7 +1,8 @@
 """Bytes to characters: UTF-8, the encoding that `data.encoding` names, or the one that a byte-order mark names.
 
 A byte-order mark (UTF-8, UTF-16, UTF-32) comes first: it says what the file is, whatever the option says, and is not
-part of the text. Bytes that do not fit are named by their offset in the file; they are never replaced.
+part of the text. Of several encodings a file has the first one that fits all of it. Bytes that do not fit are named by
+their offset in the file; they are never replaced.
 """
 
 import codecs
@@ -56,6 +57,18 @@ def splits_at_line_ends(encoding: str) -> bool:
     return "a\n".encode(encoding) == b"a\n"
 
 
+def fits(stream: Readable, encoding: str) -> bool:
+    """Whether all bytes of a stream are text in this encoding."""
+    reader = TextReader(stream, encoding)
+    try:
+        while chunk := reader.read():
+            if "\0" in chunk:
+                return False
+    except NotText:
+        return False
+    return True
+
+
 @final
 class TextReader:
     """The characters of a stream, a chunk at a time."""
@@ -97,10 +110,10 @@ class TextReader:
 
 def _not_text(encoding: str, offset: int, error: UnicodeDecodeError) -> NotText:
     byte = error.object[error.start : error.start + 1]
-    guess = "latin-1, cp1252, utf-16-le" if encoding == "utf-8" else "utf-8, latin-1"
+    guess = "latin-1, cp1252, …; utf-8,latin-1 for a mixture" if encoding == "utf-8" else "utf-8, latin-1, …"
     return NotText(
         f"is not {_display(encoding)} text: byte 0x{byte.hex()} at offset {offset} does not fit ({error.reason}); name "
-        f"its encoding with --data.encoding ({guess}, …), or convert it (iconv -t UTF-8)"
+        f"its encoding with --data.encoding ({guess}), or convert it (iconv -t UTF-8)"
     )
 
 

@@ -16,7 +16,9 @@ from typing import ClassVar, final
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document, Source
+from diloco.data.sources.compression import open_decompressed
 from diloco.data.sources.document_file import DocumentFile
+from diloco.data.sources.encoding import fits
 from diloco.data.sources.files import EXPANSION, format_of, is_compressed, known_suffixes, stem_of
 from diloco.data.sources.row_formats import rows_of
 from diloco.data.sources.rows import Rows, TextRows
@@ -201,7 +203,16 @@ class LocalFiles(Source):
     def _file(self, path: Path) -> DocumentFile:
         kind = format_of(path)
         assert kind is not None, path
-        return kind(path, self.rows, self.encoding)
+        return kind(path, self.rows, self._encoding_of(path))
+
+    def _encoding_of(self, path: Path) -> str | None:
+        """The first of several encodings that fits a file; if none of the others does, the last."""
+        *others, last = (name.strip() for name in (self.encoding or "").split(","))
+        for name in others:
+            with open_decompressed(path) as (stream, _):
+                if fits(stream, name):
+                    return name
+        return last or None
 
 
 def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_result]:
