@@ -1,6 +1,7 @@
 """Workers with different numbers of steps: `finish()` brings them together, and the work of all is in the mean."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +159,28 @@ def test_after_finish_all_are_at_the_same_position_and_train_on_together(sync: S
     assert (first[1], second[1]) == (H + 1, H + 1 + gap)
     assert first[2] == second[2] and first[3:] == second[3:]
     assert first[3] == 3 * H + 2 + gap
+
+
+def test_a_state_saved_after_finish_lets_all_go_on_together() -> None:
+    def first_run(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = build(engine, SYNCS["fragments"])
+        steps(model, optimizer, engine.worker, H + 1 + 2 * engine.worker)
+        optimizer.finish()
+        return model.state_dict(), optimizer.state_dict()
+
+    saved = in_threads(2, first_run)
+
+    def second_run(engine: Engine) -> tuple[int, int, str]:
+        model, optimizer = build(engine, SYNCS["fragments"])
+        of_model, of_optimizer = saved[engine.worker]
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        steps(model, optimizer, engine.worker, 2 * H)
+        optimizer.finish()
+        return optimizer.position, optimizer.failures, optimizer.anchor_digest()
+
+    first, second = in_threads(2, second_run)
+    assert first == second and first[:2] == (H + 3 + 2 * H, 0)
 
 
 def test_after_an_early_end_all_may_train_on_together_too() -> None:

@@ -147,7 +147,7 @@ class TorchDistributedEngine(Engine):
                 future.set_exception(error)
             except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
                 self._broken = EngineError(
-                    f"worker {self.worker} lost the others: one of {self.workers} workers died or did not answer "
+                    f"worker {self.worker} lost the others: one of {self.workers} workers died, left or did not answer "
                     f"within {seconds:.0f} s ({_first_line(error)}). torch.distributed cannot go on "
                     "without it; start the run again"
                 )

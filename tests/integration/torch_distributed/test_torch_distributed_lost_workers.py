@@ -69,7 +69,9 @@ def test_the_others_get_an_error_that_names_the_workers_and_the_remedy(
         os.kill(pid, how)
         survivors = [world.result(worker, seconds=200.0) for worker in (0, 2)]
         for survivor in survivors:
-            assert f"one of 3 workers died or did not answer within {sync.timeout_seconds:g} s" in survivor["text"]
+            assert (
+                f"one of 3 workers died, left or did not answer within {sync.timeout_seconds:g} s" in survivor["text"]
+            )
             assert "start the run again" in survivor["text"]
             assert survivor["again"] == survivor["text"]
             assert survivor["fine"] and survivor["rounds"] >= 1

@@ -40,7 +40,7 @@ def join_swarm(
     as the same worker. Several workers of a machine share one folder, each with a `name` of its own. Without an
     invitation the first call founds a swarm, and later calls rejoin it. `on_event(type, fields)` is called in another
     thread when workers join, leave or are lost. The schedule may jump: compute the learning rate from
-    `optimizer.loop.inner_steps`.
+    `optimizer.position`.
     """
     check_swarm()  # before the modules that need the packages of the swarm extra
     from diloco.engines.swarm.engine import SwarmEngine
