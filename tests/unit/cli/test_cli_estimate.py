@@ -62,7 +62,9 @@ def test_as_json_it_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> 
     assert told["round_seconds"]["1000"] == pytest.approx(8e-9 * told["round_bytes"])
     assert told["disk_peak_bytes"] == 3 * told["disk"]["checkpoint_bytes"] + 4 * told["parameters"]
     assert told["step_seconds"] > 0 and not told["step_measured"]
-    assert told["bytes_per_day"] == pytest.approx(told["round_bytes"] * 86_400 / (30 * told["step_seconds"]))
+    assert told["bytes_per_day"] == pytest.approx(
+        told["round_bytes"] * 86_400 / (told["round_steps"] * told["step_seconds"])
+    )
     four = json.loads(estimated(capsys, "--json"))
     assert four["parameters"] > told["parameters"]
 
