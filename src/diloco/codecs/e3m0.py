@@ -53,7 +53,7 @@ class E3M0(Codec):
             signs = whole_numbers("signs", blocks, torch.int8)
             signs.copy_(torch.bitwise_right_shift(blocks.view(torch.int32), 31, out=sizes))  # 0 or -1
             codes = codes.bitwise_or_(signs.bitwise_and_(8)).view(-1, elements)
-            codes[:, :half].bitwise_or_(codes[:, half:].bitwise_left_shift_(4))
+            codes[:, :half].add_(codes[:, half:], alpha=16)
             out[rows, :half].view(torch.int8).copy_(codes[:, :half])
             scales_of(out[rows], half).copy_(scales.view(len(codes), -1))
 
@@ -68,11 +68,11 @@ class E3M0(Codec):
             into, packed = out[rows], data[rows, :half]
             codes, bits = whole_numbers("codes", packed, torch.int16), whole_numbers("bits", into, torch.int16)
             codes.copy_(packed)
-            # The code becomes bf16's exponent field: 2^(code − 127), and 0 for 0.
-            for codes_of, here in ((codes, bits[:, :half]), (codes >> 4, bits[:, half:])):
-                torch.bitwise_and(codes_of, 8, out=here).bitwise_left_shift_(12)
-                here.bitwise_or_(codes_of.bitwise_and(7).bitwise_left_shift_(7))
-            into.copy_(bits.view(torch.bfloat16)).mul_(2.0**_LEAST)
+            # The code becomes fp16's exponent field: 2^(code − 15), and 0 for 0.
+            for here, exponent, sign in ((bits[:, :half], 7, 8), (bits[:, half:], 7 << 4, 8 << 4)):
+                torch.bitwise_and(codes, exponent, out=here).mul_((7 << 10) // exponent)
+                here.add_(codes & sign, alpha=(1 << 15) // sign)
+            into.copy_(bits.view(torch.float16)).mul_(2.0**8)
             into.view(len(into), -1, BLOCK).mul_(scales_of(data[rows], half).unsqueeze(2))
 
     def error_bound(self, values: Tensor) -> Tensor:

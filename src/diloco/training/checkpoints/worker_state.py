@@ -2,7 +2,7 @@
 
     model.NAME                 parameters θ_i and saved buffers
     inner.KEY.NAME             the inner optimizer's state by parameter: the order of its groups does not matter
-    outer.KIND.NAME            anchors and outer momentum; in_flight.SEQUENCE.NAME: means that are not merged yet
+    outer.KIND.NAME            anchors, outer momentum, errors; in_flight.SEQUENCE.NAME: means that are not merged yet
     rng.RANK.DEVICE            torch's random number generators
     also.PART.KEY              everything else that has a state_dict(): the loop, the gradient scaler
 
