@@ -25,6 +25,7 @@ SYNCS = {
     "fragments": SyncConfig(H, fragments=2),
     "overlap": SyncConfig(H, overlap_steps=4),
     "streaming": SyncConfig(H, "int8", fragments=2, overlap_steps=3, mixing=0.5),
+    "eager": SyncConfig(H, "int4", outer_overlap="eager"),
 }
 GAPS = {"1": 1, "H - 1": H - 1, "H": H, "3 H": 3 * H}
 over_syncs = pytest.mark.parametrize("sync", SYNCS.values(), ids=SYNCS)
@@ -121,6 +122,11 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, worker: int,
         optimizer.step()
 
 
+@pytest.mark.parametrize("counts", [[3, 20], [20, 4], [9, 10, 3]])
+def test_workers_that_have_all_taken_the_warm_start_may_end_apart(counts: list[int]) -> None:
+    ended_together(replace(SYNCS["fragments"], warm_start=3), counts)
+
+
 # What a loop sees, and decides
 
 
@@ -139,7 +145,7 @@ def test_a_loop_that_leaves_when_another_worker_is_done_ends_within_a_turn(sync:
 
     (short, first), (long, second) = in_threads(2, work)
     assert first == second and short == 5
-    assert long <= 5 + sync.num_inner_steps + sync.overlap_steps
+    assert long <= 5 + H + (H if sync.outer_overlap == "eager" else sync.overlap_steps)
 
 
 @over_syncs
