@@ -1,4 +1,4 @@
-"""Validation in a swarm: one figure for each step, over the whole validation text, the same on every machine (ADR 26).
+"""Validation in a swarm: one figure for each step, over the whole validation text, the same on every machine (ADR 29).
 
 What is measured is the anchor after a round, which all members of that round have, bit for bit:
 
