@@ -46,7 +46,7 @@ SIZES = {
     "10.5M": (2048, 320, 816, 9, 10, 5, 32),
     "50M": (8192, 512, 1344, 16, 8, 4, 64),
 }
-CODECS = ("fp16", "bf16", "int8", "fp32")
+CODECS = ("fp16", "bf16", "int8", "int4", "fp32")
 TOKENS = 8  # a step's activations are not what is measured
 MAX_BYTES, MAX_COPIES = 2.1, 7.0
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
