@@ -183,7 +183,7 @@ class Setting:
 def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
     """The most important ones first."""
     for k in workers:
-        for outer in OUTER:
+        for outer in (AVERAGING,) if groups == ["means"] else OUTER:
             yield Case("codecs", "fp32", k, outer, {"codec": "fp32"})
     for k in workers:
         if "codecs" in groups:
@@ -191,6 +191,8 @@ def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
                 yield Case("codecs", codec, k, NESTEROV, {"codec": codec})
             yield from _with_and_without_feedback("topk", k, AVERAGING)
         if "means" in groups:
+            if "codecs" not in groups:
+                yield from _with_and_without_feedback("topk", k, AVERAGING)
             for made in (DenseMean, ForgottenMean, RememberedTopK):
                 yield Case("means", made.name, k, AVERAGING, {"codec": made.name, "error_feedback": True})
     if "prune" in groups:
@@ -349,6 +351,7 @@ def show(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", default="stdlib", help="the text, as data.source")
+    parser.add_argument("--name", default="codec-quality", help="of the file of results")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further run after so many")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--groups", nargs="+", default=["codecs", "means", "prune"])
@@ -391,7 +394,7 @@ def main() -> int:
         "seeds": given.seeds,
     }
     report = {"setting": described, "rows": [asdict(row) for row in rows]}
-    print(f"written: {write_results('codec-quality', report, device=name).name}")
+    print(f"written: {write_results(given.name, report, device=name).name}")
     return 0
 
 

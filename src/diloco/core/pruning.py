@@ -1,4 +1,10 @@
-"""Per-neuron pruning of outer gradients (DiLoCo, arXiv 2311.08105, Table 6, after TIES, arXiv 2306.01708)."""
+"""Per-neuron pruning of outer gradients (DiLoCo, arXiv 2311.08105, Table 6, after TIES, arXiv 2306.01708).
+
+The paper prunes 25, 50 and 75 % "per neuron" by "sign pruning" and gives no formula. The reading here is the trimming
+of TIES, neuron by neuron: of each row the smallest values go, whatever their sign. Electing a sign for each neuron and
+pruning the values of the other sign first was tried too: it is much further from the paper's figures at 50 and 75 %
+(benchmarks/codec_quality.py has both; docs/codecs.md the figures).
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +17,7 @@ from diloco.core.outer_step import outer_gradient
 
 
 def prune_(rows: Tensor, fraction: float) -> None:
-    """Set ⌊fraction · n⌋ values of each row [neurons, n] to zero, in place."""
+    """Set the ⌊fraction · n⌋ smallest |values| of each row [neurons, n] to zero, in place, and any of the same size."""
     count = int(fraction * rows.shape[1])
     if not count:
         return
