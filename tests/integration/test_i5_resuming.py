@@ -129,10 +129,11 @@ def test_i5_after_ctrl_c_a_run_goes_on_as_if_it_had_never_been_stopped(
 
 
 @pytest.mark.parametrize("stops", [{0: 9, 1: 9}, {0: 13, 1: 16}])
+@pytest.mark.parametrize("sync", [STREAMED, replace(PLAIN, outer_overlap="eager")], ids=["streamed", "eager"])
 def test_i5_after_ctrl_c_with_rounds_in_flight(
-    data: tuple[DataConfig, Corpus], tmp_path: Path, stops: dict[int, int]
+    data: tuple[DataConfig, Corpus], tmp_path: Path, sync: SyncConfig, stops: dict[int, int]
 ) -> None:
-    config, corpus = small_config(data[0], STREAMED), data[1]
+    config, corpus = small_config(data[0], sync), data[1]
     train(tmp_path / "whole", config, corpus)
     train(tmp_path / "stopped", config, corpus, stops=stops)
     train(tmp_path / "stopped", config, corpus, resume=True)

@@ -90,6 +90,19 @@ def test_any_counts_with_early_ends_among_them_end_together(
     assert_same_end(in_threads(len(plans), work))
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("stop", [0, 2, H + 1])
+def test_with_eager_updates_the_steps_after_which_the_others_hear_of_an_early_end_are_in_a_mean(
+    stop: int, fragments: int
+) -> None:
+    """They hear of it when they post again, H steps later."""
+    sync = replace(SYNCS["eager"], fragments=fragments)
+    stories = in_threads(2, lambda engine: train(engine, sync, 50, stop_after=stop if engine.worker == 0 else None))
+    assert_same_end(stories)
+    for fragment in {event.key.fragment for event in stories[0].events}:
+        assert work_in_means(stories[0], fragment) == sum(story.steps for story in stories)
+
+
 @pytest.mark.parametrize("lost", [(0, 2), (1, 2), (0, 3), (1, 3)])
 def test_a_round_that_a_worker_misses_while_the_others_are_done_changes_nothing_of_that(lost: tuple[int, int]) -> None:
     """8 and 20 steps, H = 6: worker 0 is done in round 1 already."""

@@ -7,7 +7,7 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.error_feedback import ErrorFeedback
-from diloco.codecs.registry import codec
+from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout, Span
 from diloco.core.outer_optimizers import SGD
@@ -77,6 +77,18 @@ def test_the_norm_is_that_of_what_is_sent_and_not_finite_if_anything_is_not() ->
     bad = gradient(0)
     bad[7] = math.nan
     assert not math.isfinite(float(feedback.encode(vector, WHOLE, bad)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("numel", [1, 10, 257, 1500])
+def test_the_norm_covers_all_that_a_receiver_decodes_however_short_the_fragment(name: str, numel: int) -> None:
+    """A swarm refuses a contribution whose parts, padding included, are longer than it claims."""
+    layout = PartLayout(numel)
+    feedback, vector = ErrorFeedback(numel, 0.95, "cpu"), EncodedVector(codec(name), layout)
+    norm = feedback.encode(vector, Span(0, numel, 0, layout.num_parts), gradient(1)[:numel])
+    received = torch.empty(layout.num_parts, layout.part_elements)
+    vector.codec.decode(vector.data, received)
+    assert float(received.norm()) <= float(norm) * vector.codec.norm_slack
 
 
 def test_a_worker_whose_contribution_was_lost_sends_the_same_work_again() -> None:

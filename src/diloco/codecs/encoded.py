@@ -51,8 +51,10 @@ class EncodedVector:
         self.codec.encode(values.view(rows, part), encoded)
         out.copy_(encoded, non_blocking=True)
 
-    def decode(self, first_part: int, num_parts: int, device: torch.device | None = None) -> Tensor:
-        """The flat fp32 values of consecutive parts, without the padding of the last one.
+    def decode(
+        self, first_part: int, num_parts: int, device: torch.device | None = None, *, padded: bool = False
+    ) -> Tensor:
+        """The flat fp32 values of consecutive parts; `padded`: with the padding of the last one.
 
         They are on `device`, or where `data` is, and in scratch memory: use them before this thread's next call.
         """
@@ -60,7 +62,7 @@ class EncodedVector:
         device = device or self.data.device
         out = scratch("decoded", (num_parts, part), device)
         self.codec.decode(self.data[first_part : first_part + num_parts].to(device, non_blocking=True), out)
-        return out.view(-1)[: self.layout.numel - first_part * part]
+        return out.view(-1) if padded else out.view(-1)[: self.layout.numel - first_part * part]
 
     def squared_error(self, first_part: int, num_parts: int, values: Tensor) -> Tensor:
         """Of these parts against the flat fp32 `values` that were encoded, and the squared norm of those."""

@@ -31,7 +31,10 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def encode(self, vector: EncodedVector, span: Span, delta: Tensor) -> Tensor:
-        """Encode a span of the outer gradient with its error; the norm of what is sent, not finite if a is not."""
+        """Encode a span of the outer gradient with its error; the norm of what is sent, not finite if a is not.
+
+        Of all that is sent: with 2 bits the padding of the last part is not zero, and the receivers measure it too.
+        """
         if self._next_error is None:
             self._next_error = torch.empty_like(self.error)
         if span.start == 0:
@@ -41,9 +44,9 @@ class ErrorFeedback:
         a = scratch("feedback", delta.shape, delta.device)
         a.copy_(self.error[span.slice]).mul_(self._decay).add_(delta)
         vector.encode(span.first_part, a)
-        sent = vector.decode(span.first_part, span.num_parts, delta.device)
+        sent = vector.decode(span.first_part, span.num_parts, delta.device, padded=True)
         whole, norm = torch.linalg.vector_norm(a), torch.linalg.vector_norm(sent)
-        self._next_error[span.slice].copy_(a.sub_(sent))
+        self._next_error[span.slice].copy_(a.sub_(sent[: a.numel()]))
         return torch.where(torch.isfinite(whole), norm, whole)
 
     def end_round(self, mean: EncodedVector | None) -> None:

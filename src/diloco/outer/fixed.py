@@ -140,8 +140,12 @@ class FixedMembership(Policy):
         return self._last_round is not None
 
     def _end_after(self, posted: Posted) -> None:
-        """A worker stops, or all are done: all end one full turn after the round that told of it."""
-        last = posted.key.sequence + self.state.num_fragments - 1
+        """A worker stops, or all are done: all end one full turn after the round that told of it.
+
+        With eager updates the others hear of it a turn late, when they have steps to post again: two turns.
+        """
+        turns = 1 if self.loop.sync.outer_overlap == "none" else 2
+        last = posted.key.sequence + turns * self.state.num_fragments - 1
         self._last_round = last if self._last_round is None else min(last, self._last_round)
 
     def _save_before_cut(self, posted: Posted) -> None:
