@@ -156,6 +156,23 @@ def test_between_rounds_the_picture_says_when_the_next_one_is() -> None:
     assert "1 round · next round in 7 steps" in shown
 
 
+def test_the_picture_of_a_warm_start_says_when_the_first_round_is() -> None:
+    config = RunConfig(steps=80, sync=SyncConfig(num_inner_steps=10, warm_start=16))
+    shown = text_of(render(view_of(BEGINNING, config)), width=80)
+    assert "warm start: averaging gradients up to step 16 · first round after step 26" in shown
+
+
+def test_after_a_warm_start_rounds_are_counted_from_its_end() -> None:
+    config = RunConfig(steps=80, sync=SyncConfig(num_inner_steps=10, warm_start=16))
+    shown = text_of(render(view_of([*BEGINNING, step(0, 19, 3.0), step(1, 19, 3.0)], config)))
+    assert "next round in 7 steps" in shown
+
+
+def test_with_fragments_the_picture_does_not_count_whole_rounds() -> None:
+    config = RunConfig(steps=80, sync=SyncConfig(num_inner_steps=10, fragments=2))
+    assert "every fragment once in 10 steps" in text_of(render(view_of(BEGINNING, config)))
+
+
 def test_one_member_is_a_member() -> None:
     view = view_of(BEGINNING)
     view.members = 1

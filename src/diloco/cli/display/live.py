@@ -235,11 +235,15 @@ def _worker_cells(worker: WorkerView) -> list[str]:
 def _round(view: RunView) -> Text:
     if view.config.mode == "data-parallel":
         return Text(f"averaging gradients at every step · {_members(view)}", style="dim")
+    warm, H = view.config.sync.warm_start, view.config.sync.num_inner_steps
+    if view.step < warm:
+        return Text(f"warm start: averaging gradients up to step {warm} · first round after step {warm + H}", "dim")
     if view.round_in_progress is not None:
         state = f"round {view.round_in_progress + 1} in progress"
+    elif view.config.sync.fragments > 1 or view.config.sync.fragments_by_hand:
+        state = f"every fragment once in {H} steps"
     else:
-        H = view.config.sync.num_inner_steps
-        state = f"next round in {H - view.step % H} steps"
+        state = f"next round in {H - (view.step - warm) % H} steps"
     last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
     alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
     lost = f" · codec error {view.codec_error:.2g}" if view.codec_error is not None else ""
