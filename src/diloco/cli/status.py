@@ -21,7 +21,9 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.training.processes.run_lock import is_training
+from diloco.training.records.events import EVENTS_FILE
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
+from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary
 
 if TYPE_CHECKING:
@@ -60,8 +62,8 @@ def status(
     if watch and as_json:
         raise ConfigError("--watch with --json: leave out one of the two")
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
-    if folder is not None and not (folder / SWARM_FOLDER).exists() and (summary := summary_of(folder)) is not None:
-        _print_summary(folder, summary, as_json=as_json)  # not of a swarm: the folder knows it all
+    if folder is not None and (folder / RUN_FILE).exists() and not (folder / SWARM_FOLDER).exists():
+        _print_summary(folder, _summary_without_swarm(folder), as_json=as_json)
         return
     check_swarm()
     from diloco.engines.swarm.node.guest import Guest
@@ -102,6 +104,18 @@ def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
             console.print(Text(f"complete after {steps:,} steps"))
             return
         raise RendezvousError(str(error)) from error
+
+
+def _summary_without_swarm(folder: Path) -> Summary:
+    """Of a run that is not a swarm's, whose folder knows it all once it has ended."""
+    summary = summary_of(folder)
+    if summary is not None:
+        return summary
+    state = "is training" if is_training(folder) else f"was killed: {resume_command(folder)} continues it"
+    raise ConfigError(
+        f"{folder} is not a run of a swarm, whose workers could be asked. It {state}; what it has done so far is in "
+        f"{folder / EVENTS_FILE}"
+    )
 
 
 def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) -> None:

@@ -169,6 +169,21 @@ def test_a_run_of_a_fixed_set_of_workers_that_has_ended_says_so_too(
     assert "no worker answers" not in told
 
 
+def test_a_run_of_a_fixed_set_of_workers_that_has_not_ended_says_where_its_progress_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("status of such a run needs no package of the swarm")
+
+    monkeypatch.setattr("diloco.cli.status.check_swarm", refuse)
+    folder = tmp_path / "killed"
+    run_folder(folder, [], ended=False)
+    assert run(["status", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert f"{folder} is not a run of a swarm" in told and f"train --resume {folder} continues it" in told
+    assert str(folder / "events.jsonl") in told
+
+
 def test_a_run_that_was_left_early_says_so_and_how_to_go_on(
     tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
