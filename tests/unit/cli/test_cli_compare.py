@@ -78,6 +78,19 @@ def test_what_the_runs_were_asked_to_do_has_rows(tmp_path: Path, capsys: pytest.
     assert rows["seed"] == ["7", "1"]
     assert rows["partition"] == ["iid", "clusters"]
     assert rows["codec"] == ["int8", "fp16"]
+    assert "warm start" not in rows and "fragments" not in rows  # no run has them
+
+
+def test_what_only_some_runs_use_has_a_row_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm = RunConfig(sync=SyncConfig(warm_start=40, outer_overlap="eager"))
+    pruned = RunConfig(sync=SyncConfig(prune=0.5))
+    runs = [make_run(tmp_path / "a", pruned), make_run(tmp_path / "b", warm), make_run(tmp_path / "c", BASELINE)]
+    rows = rows_of(compared(capsys, *runs))
+    assert rows["warm start"] == ["-", "40", "-"]
+    assert rows["outer overlap"] == ["-", "eager", "-"]
+    assert rows["prune"] == ["0.5", "-", "-"]
+    told = json.loads(compared(capsys, *runs, "--json"))["runs"]
+    assert [one["warm_start"] for one in told] == [0, 40, None]
 
 
 def test_the_gap_and_the_reduction_are_against_the_data_parallel_run(

@@ -283,6 +283,10 @@ def test_the_report_has_perplexity_before_and_after_bytes_utilisation_sample_and
         assert part in shown, f"{part}:\n{shown}"
 
 
+def test_few_bytes_are_not_reported_as_none(tmp_path: Path) -> None:
+    assert "sent by a worker         12.8 kB" in reported(tmp_path, summary_of(bytes_sent_per_worker=12_776))
+
+
 def test_the_report_says_what_was_not_measured_and_what_is_not_equal(tmp_path: Path) -> None:
     shown = reported(tmp_path, summary_of(None, anchor_digests=["aa", "bb"], compute_utilization=None))
     assert "not measured" in shown

@@ -14,6 +14,7 @@ from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
 from diloco.models.folders import size_bytes
 from diloco.training.config.run import RunConfig
+from diloco.training.config.tables import InnerConfig
 from support.pretrained_models import FAMILIES, logits, make_folder, make_run, some_tokens
 
 FILES = {
@@ -74,7 +75,8 @@ def test_the_card_tells_what_the_run_says(tmp_path: Path) -> None:
     config = RunConfig(
         model=ModelChoice(f"hf:{folder}"),
         outer=OuterConfig(optimizer="nesterov", momentum=0.35),
-        sync=SyncConfig(num_inner_steps=77, codec="int8"),
+        sync=SyncConfig(num_inner_steps=77, codec="int8", warm_start=60),
+        inner=InnerConfig(optimizer="muon"),
         data=DataConfig(source="/home/someone/secret/texts", tokenizer=str(folder), sequence_length=48),
     )
     numbers = {
@@ -87,7 +89,8 @@ def test_the_card_tells_what_the_run_says(tmp_path: Path) -> None:
     card = (tmp_path / "new" / "README.md").read_text()
     for part in (
         *("1,234,567", "| workers | 5 |", "4,321", "56, 3 failed", "98,765,432", "(H) | 77 |", "| codec | int8 |"),
-        *("17.25 (before: 301.50)", "111,222,333 bytes", "444,555,666,777", "3,601", "nesterov, momentum 0.35"),
+        *("17.25 (before: 301.50)", "111,222,333 bytes", "444,555,666,777", "3,601", "nesterov, lr 0.7, momentum 0.35"),
+        *("| warm start | the first 60 steps data-parallel |", "Muon, peak learning rate 0.0004, batch"),
         *("the weights of base", "| data | texts |", "the model's own", "| sequence length | 48 |", "bfloat16"),
         *(f"diloco {summary['versions']['diloco']}", f"torch {torch.__version__}", "The run came to its end."),
         *("library_name: transformers", "- diloco"),

@@ -210,6 +210,16 @@ def test_what_is_not_known_is_an_error_that_says_what_is(
     assert f"no worker of it runs on this machine, and {NOBODY}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "join"])
+def test_an_invitation_without_addresses_says_so_and_how_to_get_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([command, invite(RunKey.create(), [], 600.0, time.time()).text()]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the invitation has no address of a worker" in told and "invite RUN" in told
+
+
 def test_a_machine_that_is_excluded_reads_why_though_its_own_run_has_ended(
     tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,18 @@ from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import short_name
 from diloco.training.records.summary import Summary, perplexity_gap
 
+_SYNC: dict[str, tuple[str, object]] = {
+    "warm_start": ("warm start", 0),
+    "fragments": ("fragments", 1),
+    "fragments_by_hand": ("fragments by hand", None),
+    "overlap_steps": ("overlap steps", 0),
+    "mixing": ("mixing", 0.0),
+    "outer_overlap": ("outer overlap", "none"),
+    "error_feedback": ("error feedback", None),
+    "error_decay": ("error decay", None),
+    "prune": ("prune", None),
+}
+"""More of `sync.`: the title of its row, which is there if a run has another value than this usual one."""
 _NARROWEST = 14  # characters of a run's column: with more runs than fit, there are several tables
 
 
@@ -55,6 +67,7 @@ class ComparedRun:
             "outer_optimizer": option("outer.optimizer") if diloco else None,
             **{f"outer_{name}": outer.get(name) for name in ("lr", "momentum", "beta1", "beta2", "epsilon")},
             "codec": summary["codec"],
+            **{name: option(f"sync.{name}") if diloco else None for name in _SYNC},
             "rounds": summary["rounds"],
             "rounds_failed": summary["rounds_failed"],
             "validation_loss": summary["validation_loss"],
@@ -136,6 +149,10 @@ def _plain(key: str) -> Cell:
     return lambda values: "-" if values[key] is None else str(values[key])
 
 
+def _unusual(key: str, usual: object) -> Cell:
+    return lambda values: "-" if values[key] in (None, usual) else str(values[key])
+
+
 def _number(key: str, form: str) -> Cell:
     return lambda values: "-" if values[key] is None else format(values[key], form)
 
@@ -189,6 +206,7 @@ _ROWS: dict[str, Cell] = {
     "outer learning rate": _plain("outer_lr"),
     "outer momentum": _plain("outer_momentum"),
     "codec": _plain("codec"),
+    **{title: _unusual(name, usual) for name, (title, usual) in _SYNC.items()},
     "outer steps": _number("rounds", ","),
     "validation loss": _number("validation_loss", ".4f"),
     "validation perplexity": _number("validation_perplexity", ".2f"),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.notes import printable
+from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import MemberView, RunView, WorkerView, duration
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig
@@ -227,7 +228,7 @@ def _worker_cells(worker: WorkerView) -> list[str]:
         "-" if worker.loss is None else f"{worker.loss:.3f}",
         f"{worker.tokens_per_second:,.0f}" if worker.tokens else "-",
         f"{worker.sync_share:.1%}" if worker.tokens else "-",
-        f"{worker.bytes_sent / 1e6:.1f} MB" if worker.bytes_sent else "-",
+        megabytes(worker.bytes_sent) if worker.bytes_sent else "-",
         worker.state,
     ]
 

@@ -14,11 +14,14 @@ from diloco.training.records import history
 from diloco.training.records.events import read_events
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
+from diloco.training.sizes.disk import size_text
 
 
 def megabytes(count: float | None) -> str:
     if count is None:
         return "-"
+    if count < 1e6:
+        return size_text(count)
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 

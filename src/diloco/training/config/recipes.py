@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
 }
 _TINY_WARM: dict[str, object] = {
-    # Found by measuring (docs/methods.md): a quarter of the steps data-parallel, then short rounds, all with 4 bits.
+    # Found by measuring (docs/figures.md): a quarter of the steps data-parallel, then short rounds, all with 4 bits.
     "sync.codec": "int4",
     "sync.num_inner_steps": 15,
     "outer.momentum": 0.8,

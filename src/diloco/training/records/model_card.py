@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
@@ -95,14 +96,27 @@ def _how(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("workers", str(summary["workers"])),
         ("inner steps of each", _number(summary["inner_steps"])),
         ("tokens, all workers", _number(summary["tokens"])),
-        ("inner optimizer", f"AdamW, peak learning rate {options['inner.lr']}, batch {options['training.batch_size']}"),
+        ("inner optimizer", _inner(options)),
     ]
     if summary["mode"] == "diloco":
-        numbers = {key.removeprefix("outer."): value for key, value in options.items() if key.startswith("outer.")}
-        outer = ", ".join([numbers.pop("optimizer"), *(f"{name} {value}" for name, value in numbers.items())])
-        rows += [("inner steps between rounds (H)", str(summary["num_inner_steps"])), ("outer optimizer", outer)]
+        if options.get("sync.warm_start"):
+            rows.append(("warm start", f"the first {_number(options['sync.warm_start'])} steps data-parallel"))
+        rows.append(("inner steps between rounds (H)", str(summary["num_inner_steps"])))
+        rows.append(("outer optimizer", _outer(options)))
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
     return [*rows, ("rounds", f"{_number(summary['rounds'])}{failed}"), ("codec", summary["codec"])]
+
+
+def _inner(options: Mapping[str, Any]) -> str:
+    name = {"adamw": "AdamW", "muon": "Muon"}[options.get("inner.optimizer", "adamw")]
+    return f"{name}, peak learning rate {options['inner.lr']}, batch {options['training.batch_size']}"
+
+
+def _outer(options: Mapping[str, Any]) -> str:
+    """With its numbers, those included that the run file leaves to their defaults."""
+    name = options["outer.optimizer"]
+    numbers = {key: options.get(f"outer.{key}", default) for key, default in OUTER_NUMBERS[name].items()}
+    return ", ".join([name, *(f"{key} {value}" for key, value in numbers.items())])
 
 
 def _result(summary: Summary) -> list[tuple[str, str]]:

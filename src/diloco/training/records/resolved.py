@@ -48,6 +48,8 @@ def resolved_values(
         values["inner.momentum"] = MUON_MOMENTUM
     if isinstance(mode.averager, OuterLoop):
         values |= {f"outer.{name}": number for name, number in asdict(outer_optimizer(config.outer)).items()}
+        decay = config.sync.feedback_decay
+        values |= {"sync.error_feedback": decay is not None, "sync.error_decay": decay}
         values["model.fragments"] = mode.averager.state.num_fragments
     return values | {f"version.{name}": version for name, version in versions().items()}
 

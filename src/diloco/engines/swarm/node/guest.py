@@ -53,6 +53,11 @@ class Guest:
         """The members that have admitted this guest."""
 
     def __enter__(self) -> "Guest":
+        if not self._invitation.addresses:
+            raise RendezvousError(
+                "the invitation has no address of a worker; the copy in a run folder (swarm/invitation.txt) never has "
+                f"one. Make an invitation for others with {command('invite', 'RUN')}"
+            )
         self._folder = TemporaryDirectory(prefix="diloco-guest-")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-guest", daemon=True)
@@ -136,7 +141,7 @@ class Guest:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None:
                 raise Excluded(f"the swarm does not admit this machine: {refused}")
-            where = ", ".join(self._invitation.addresses) or "any address"
+            where = ", ".join(self._invitation.addresses)
             raise RendezvousError(
                 f"no worker of this run answers at {where}: the run has ended (its members' run folders say how), or "
                 f"its port is not open to this machine. Ask for a fresh invitation ({command('invite', 'RUN')}), and "
