@@ -55,8 +55,9 @@ def test_no_work_is_lost_with_a_round() -> None:
     assert stories[0].final == stories[1].final
 
 
-def test_a_joiner_begins_at_the_anchor_and_all_stay_equal() -> None:
-    world = ElasticWorld(2, EAGER)
+@pytest.mark.parametrize("codec", ["fp32", "2bit", "topk"])
+def test_a_joiner_begins_at_the_anchor_and_all_stay_equal(codec: str) -> None:
+    world = ElasticWorld(2, replace(EAGER, codec=codec))
     world.step(times=2 * H + 1)
     world.join(2)
     world.step(times=2 * H)

@@ -138,7 +138,7 @@ class Round:
         first = self.posted[present[0]]
         self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
         if self.decision.total_weight > 0:
-            self.mean = torch.empty_like(first.vector.data)
+            self.mean = torch.empty_like(first.vector.mean.data)
             encoded = [self.posted[w].vector.data for w in self.decision.contributors]
             reduce_parts(
                 first.vector.codec, encoded, self.decision.weights, first.vector.layout.part_elements, self.mean
@@ -216,10 +216,10 @@ class _Pending(PendingRound):
         apart = {members[position].worker for position in diverged([m.anchor_digest for m in members])}
         engine.must_fetch = engine.must_fetch or worker in apart
         if round_.mean is not None:
-            self.vector.data.copy_(round_.mean)
+            self.vector.mean.data.copy_(round_.mean)
         others = HEADER_BYTES * (len(round_.roster) - 1)
         return RoundResult(
-            mean=self.vector,
+            mean=self.vector.mean,
             contributors=decision.contributors,
             refused=decision.refused,
             total_weight=decision.total_weight,

@@ -131,7 +131,8 @@ class WarmStart:
             result = engine.start_round(key, contribution, loop.sync.timeout_seconds).wait()
         except RoundFailed as failure:
             raise EngineError(
-                f"step {loop.inner_steps + 1} of the warm start has no mean gradient: {failure}"
+                f"step {loop.inner_steps + 1} of the warm start has no mean gradient: {failure}. All workers must take "
+                f"all of its sync.warm_start = {self.steps} steps"
             ) from failure
         loop.bytes_sent += result.bytes_sent
         return result

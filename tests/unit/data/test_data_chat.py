@@ -218,6 +218,13 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         prepare(config(tmp_path, chats()))
 
 
+@pytest.mark.parametrize("fails", ["1 / 0", "range(1000000)", "'{5}'.format(1)", "again()"])
+def test_a_template_that_fails_in_any_way_refuses_the_conversation(tmp_path: Path, fails: str) -> None:
+    tokenizer_with(tmp_path, "{% macro again() %}{{ again() }}{% endmacro %}{{ " + fails + " }}")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: .*refuses the conversation: "):
+        prepare(config(tmp_path, chats()))
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

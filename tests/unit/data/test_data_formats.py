@@ -170,6 +170,7 @@ def test_one_object_and_objects_one_after_another_are_rows_too(tmp_path: Path) -
         ('[{"text": "a"}, {"text": "b', r"after row 1: Unterminated string"),
         ('[{"text": "a"} {"text": "b"}]', r"after row 1: ',' or '\]' is missing"),
         ('[{"text": "a"}, {text: "b"}]', r"after row 1: .* at character 18"),
+        ('[{"text": "a"}, {"text": ' + "9" * 5000 + "}]", r"after row 1: .*digits.* at character 17"),
         ('[{"text": "a"}] x', r"after row 1: there is more after the end"),
         ('[{"text": "a"}, 3]', r"row 2 is neither a text nor an object with fields, but 3"),
         ('{"data": [{"text": "a"}]}', r"row 1 has no field 'text'; its fields are: data\. .*jq -c '\.data\[\]'"),
@@ -219,6 +220,7 @@ def test_csv_with_quoted_line_ends_and_delimiters_is_read_by_column_names(tmp_pa
         ('id,text\n1,"a\n2,b\n', r"row 1 .*a quotation mark has no end, so the following rows are lost"),
         ('id,text\n1,"a"b\n', r"row 1 \(to line 2\) is not a row of CSV"),
         ("text,text\n1,2\n", r"two columns of the same name"),
+        ("id,text\r1,a\r", r"a\.csv has a first line that is not one of CSV .*repair its line ends"),
     ],
 )
 def test_broken_csv_is_named_by_file_row_and_line(tmp_path: Path, content: str, reason: str) -> None:

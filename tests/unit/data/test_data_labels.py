@@ -16,6 +16,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation import builder
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.labels import share_out
+from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
@@ -135,3 +136,11 @@ def test_workers_weigh_as_much_as_their_labels_have_text_and_the_run_says_which_
     notes.update({"type": "corpus", "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}}, [0, 1])
     assert "3 unreadable rows" in notes.lines[0]
     assert notes.lines[1].startswith("worker 0 reads law") and notes.lines[2].startswith("worker 1 reads sea")
+
+
+def test_a_label_that_is_not_unicode_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "\\ud800"}\n')
+    source = open_source(DataConfig(source=str(path), label_field="label"))
+    with pytest.raises(DataError, match=r"line 2: field 'label' is not Unicode text"):
+        list(source.documents())

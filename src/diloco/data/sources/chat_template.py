@@ -81,13 +81,11 @@ class ChatTemplate:
         )
 
     def _text(self, messages: Sequence[Message], tools: object, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
             return str(self._template.render(**values, **self.special_tokens))
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{self.name} refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program, which may fail in any way: 1 / 0, endless recursion
+            raise DataError(f"{self.name} refuses the conversation: {str(error) or type(error).__name__}") from error
 
 
 def load_template(config: DataConfig) -> ChatTemplate:

@@ -152,6 +152,8 @@ class JsonValues:
                     raise _BrokenJson(f"a row is longer than {LONGEST_ROW >> 20} Mi characters") from error
                 if not (cut and self._read_more()):
                     raise _BrokenJson(f"{error.msg} at character {place:,}") from error
+            except ValueError as error:  # a number of thousands of digits
+                raise _BrokenJson(f"{error}, in the value at character {self._before + self._at + 1:,}") from error
             else:
                 if end < len(self._text) or not self._read_more():  # a number may go on
                     self._at = end

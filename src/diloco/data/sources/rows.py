@@ -71,7 +71,7 @@ class Rows(ABC):
             raise DataError(
                 f"{where}: field {self.label!r} is {shortened(value)}, not a label; repair or remove the row"
             )
-        return str(value)
+        return checked_text(str(value), self.label, where)
 
 
 @final

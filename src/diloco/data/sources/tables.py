@@ -53,7 +53,10 @@ class Csv(DocumentFile):
         """The delimiter and the names of the columns."""
         problem: DataError | None = None
         for delimiter in self.DELIMITERS:
-            columns = next(csv.reader([header], delimiter=delimiter))
+            try:
+                columns = next(csv.reader([header], delimiter=delimiter))
+            except csv.Error as error:  # line ends of old Macs: the whole file is one line
+                raise DataError(f"has a first line that is not one of CSV ({error}); repair its line ends") from error
             try:
                 self.rows.check_columns(columns)
             except DataError as error:
