@@ -225,6 +225,7 @@ class Told:
     apart: list[Story] = field(default_factory=list)
 
 
+MOST_ATTEMPTS = 3  # at a round, on a busy machine
 CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(4, "int8", fragments=2, overlap_steps=1), 14, {}),  # they join, and start from worker 0's parameters
     (SyncConfig(3, "fp16", outer_overlap="eager"), 8, {"seed": 0}),
@@ -450,17 +451,19 @@ def test_contributions_and_means_of_different_sizes_are_counted_as_they_are(work
     headers = workers * (workers - 1) * HEADER_BYTES
     assert sum(sent for sent, _ in local) == sum(got for _, got in local) == total + headers
     swarm_sent = sum(sent for sent, _ in answers("swarm", workers, "sparse_traffic"))
-    assert total <= swarm_sent <= 1.05 * total + 200 * workers**2
+    assert total <= swarm_sent <= MOST_ATTEMPTS * (1.05 * total + 200 * workers**2)
 
 
 @pytest.mark.slow
 @over_workers
 def test_a_swarm_moves_every_part_once_to_its_reducer_and_once_back(workers: int) -> None:
-    """Each reducer's own parts stay where they are; around the rest is a little framing."""
+    """Each reducer's own parts stay where they are; around the rest is a little framing. A busy machine may need more
+    than one attempt, whose parts may be sent in vain."""
     told = answers("swarm", workers, "traffic")
     total = 2 * (workers - 1) * EncodedVector(codec("int8"), PartLayout(NUMEL)).num_bytes
-    assert sum(sent for sent, _ in told) == sum(got for _, got in told)
-    assert total <= sum(sent for sent, _ in told) <= 1.05 * total
+    sent, got = sum(sent for sent, _ in told), sum(got for _, got in told)
+    assert total <= got <= sent <= MOST_ATTEMPTS * 1.05 * total
+    assert sent == got or sent > 1.05 * total, "nothing is lost within one attempt"
 
 
 @over_fixed_engines

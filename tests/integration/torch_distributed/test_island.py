@@ -97,4 +97,5 @@ def test_two_islands_average_while_nothing_else_in_their_processes_sees_a_world(
     script = tmp_path / "worker.py"
     script.write_text(_WORKER)
     output = Torchrun(script, 2, tmp_path).wait()
-    assert sorted(output.splitlines()) == ["worker 0 fine", "worker 1 fine"]
+    told = [line for line in output.splitlines() if line.startswith("worker")]  # beside the warning of a single round
+    assert sorted(told) == ["worker 0 fine", "worker 1 fine"]
