@@ -58,11 +58,16 @@ def check_same_round(headers: list[Header], mine: Header) -> None:
     for other in headers:
         if other.key != mine.key:
             raise EngineError(
-                f"worker {other.worker} is in round {other.key.sequence} (fragment {other.key.fragment}), worker "
-                f"{mine.worker} in round {mine.key.sequence} (fragment {mine.key.fragment}). Call finish() on every "
-                "worker after its last step, and leave the loop when optimizer.stopping; within a warm start all must "
-                "take the same steps"
+                f"worker {other.worker} is in {_place(other.key)}, worker {mine.worker} in {_place(mine.key)}. Call "
+                "finish() on every worker after its last step, and leave the loop when optimizer.stopping; within a "
+                "warm start all must take the same steps"
             )
+
+
+def _place(key: RoundKey) -> str:
+    if key.sequence < 0:  # outer/warm_start.py
+        return f"the warm start, {-key.sequence} {'step' if key.sequence == -1 else 'steps'} before its end"
+    return f"round {key.sequence} (fragment {key.fragment})" if key.fragment >= 0 else "finish()"
 
 
 def check_same_layout(digests: Mapping[int, str], worker: int) -> None:

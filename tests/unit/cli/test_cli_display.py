@@ -283,6 +283,11 @@ def test_the_report_has_perplexity_before_and_after_bytes_utilisation_sample_and
         assert part in shown, f"{part}:\n{shown}"
 
 
+def test_the_report_of_a_warm_start_says_from_where_rounds_count(tmp_path: Path) -> None:
+    shown = reported(tmp_path, summary_of(resolved={"sync.warm_start": 200}))
+    assert "4, one every 10 inner steps after 200 data-parallel ones, int8" in shown
+
+
 def test_few_bytes_are_not_reported_as_none(tmp_path: Path) -> None:
     assert "sent by a worker         12.8 kB" in reported(tmp_path, summary_of(bytes_sent_per_worker=12_776))
 

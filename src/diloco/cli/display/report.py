@@ -101,7 +101,10 @@ def _rounds(summary: Summary) -> str:
     if summary["mode"] != "diloco":
         return f"{summary['rounds']:,} (gradients averaged at every step)"
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
-    return f"{summary['rounds']:,}{failed}, one every {summary['num_inner_steps']} inner steps, {summary['codec']}"
+    warm = summary.get("resolved", {}).get("sync.warm_start")
+    after = f" after {warm:,} data-parallel ones" if warm else ""
+    every = f"one every {summary['num_inner_steps']} inner steps{after}"
+    return f"{summary['rounds']:,}{failed}, {every}, {summary['codec']}"
 
 
 def _baseline(summary: Summary) -> str:
