@@ -12,7 +12,7 @@ from diloco.cli.display.sizes import estimate_table, size_lines
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
 from diloco.training.precision import precision_name
-from diloco.training.records.events import read_events
+from diloco.training.records.events import Event, read_events
 from diloco.training.sizes.disk import check_disk
 from diloco.training.sizes.estimate import estimate, vocabulary_of
 from diloco.training.sizes.memory import Place
@@ -40,13 +40,14 @@ def print_estimate(
     workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
     place = Place(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
+    events = [] if resume is None else read_events(resume)
     found = estimate(
         config,
-        vocabulary_of(config) if vocab_size is None else vocab_size,
+        vocab_size or _vocabulary_of_run(events) or vocabulary_of(config),
         place,
         processes=sum(sizes),
         folder=folder,
-        events=[] if resume is None else read_events(resume),
+        events=events,
         bandwidth_bits=bits,
         threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
     )
@@ -65,3 +66,9 @@ def print_estimate(
     console.print(estimate_table(values), highlight=False)
     for text in told:
         console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True, highlight=False)
+
+
+def _vocabulary_of_run(events: list[Event]) -> int | None:
+    """Of a run that has started: a small text supports fewer tokens than were asked for."""
+    told = (event.get("resolved", {}).get("data.vocab_size") for event in events if event["type"] == "worker_started")
+    return next(told, None)

@@ -83,6 +83,17 @@ def test_a_run_that_has_measured_its_speed_tells_bytes_a_day(
     assert told["bytes_per_day"] == pytest.approx(told["round_bytes"] * 86_400 / (500 * 2.0))
 
 
+def test_a_run_that_has_started_has_the_vocabulary_that_its_text_supports(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("run")
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(RunConfig()))
+    asked = json.loads(estimated(capsys, "--resume=run", "--json"))["parameters"]
+    log = EventLog(folder, 0)
+    log.emit("worker_started", resolved={"data.vocab_size": 324})
+    log.close()
+    assert json.loads(estimated(capsys, "--resume=run", "--json"))["parameters"] < asked
+
+
 def test_what_would_be_refused_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "free_disk", lambda _: 1000)
     shown = " ".join(estimated(capsys).split())
