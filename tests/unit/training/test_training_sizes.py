@@ -18,7 +18,7 @@ from diloco.outer.loop import OuterLoop
 from diloco.training.checkpoints.manifests import worker_folder
 from diloco.training.checkpoints.tensor_files import saved_tensors
 from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
+from diloco.training.config.tables import CheckpointConfig, ComputeConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.sizes import disk, estimate
 from diloco.training.sizes.activations import native_activations, traced_peak
@@ -225,6 +225,20 @@ def test_too_little_memory_is_told_with_what_helps(text: tuple[RunConfig, Corpus
         "--checkpoint.asynchronous false",
     ):
         assert part in said
+
+
+def test_where_no_option_would_need_less_a_smaller_model_is_told(
+    text: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    config = replace(
+        text[0],
+        workers=1,
+        checkpoint=CheckpointConfig(asynchronous=False),
+        training=TrainingConfig(batch_size=1),
+        compute=ComputeConfig(checkpoint_activations=True),
+    )
+    sizes = replace(told(config, text[1], tmp_path), memory_available=1000, processes=1)
+    assert str(memory_warning(config, sizes)).endswith(": try a smaller model")
 
 
 def test_the_accumulation_that_is_told_makes_the_run_fit(text: tuple[RunConfig, Corpus], tmp_path: Path) -> None:

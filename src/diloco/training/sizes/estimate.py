@@ -26,6 +26,7 @@ from diloco.training.sizes.network import (
 from diloco.training.sizes.speed import rough_step_seconds
 
 _USUAL_BITS = (10e6, 100e6, 1e9)
+_SMALLER = "a smaller model"  # where no option is left that would need less
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
     ways += ["--checkpoint.asynchronous false"] if config.checkpoint.asynchronous and config.num_checkpoints else []
     return (
         f"this machine has {size_text(there)} of memory available, and {sizes.processes} processes need about "
-        f"{size_text(needed)}: try {', or '.join(ways)}"
+        f"{size_text(needed)}: try {', or '.join(ways or [_SMALLER])}"
     )
 
 
@@ -156,7 +157,7 @@ def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
     ways += [] if config.sync.offload or config.mode != "diloco" else ["--sync.offload true"]
     return (
         f"the GPU has {size_text(free)} of memory free, and a process needs about {size_text(needed)}: "
-        f"try {', or '.join(ways)}"
+        f"try {', or '.join(ways or [_SMALLER])}"
     )
 
 
