@@ -47,6 +47,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("inner steps", _steps(summary)),
         ("trained here", _here(summary)),
         ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
+        ("warm start", _warm_start(summary)),
         ("outer steps", _rounds(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
         ("states fetched from others", str(summary.get("resyncs") or "")),
@@ -101,10 +102,12 @@ def _rounds(summary: Summary) -> str:
     if summary["mode"] != "diloco":
         return f"{summary['rounds']:,} (gradients averaged at every step)"
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
-    warm = summary.get("resolved", {}).get("sync.warm_start")
-    after = f" after {warm:,} data-parallel ones" if warm else ""
-    every = f"one every {summary['num_inner_steps']} inner steps{after}"
-    return f"{summary['rounds']:,}{failed}, {every}, {summary['codec']}"
+    return f"{summary['rounds']:,}{failed}, one every {summary['num_inner_steps']} inner steps, {summary['codec']}"
+
+
+def _warm_start(summary: Summary) -> str:
+    steps = summary.get("resolved", {}).get("sync.warm_start")
+    return f"the first {steps:,} steps, data-parallel" if steps and summary["mode"] == "diloco" else ""
 
 
 def _baseline(summary: Summary) -> str:
