@@ -140,6 +140,19 @@ def test_gradients_that_are_not_finite_are_refused_and_all_go_on_equal() -> None
     assert torch.equal(one, other) and torch.isfinite(one).all() and refused == 1
 
 
+def test_a_gradient_that_is_much_larger_than_the_others_is_in_the_mean() -> None:
+    def run(engine: Engine) -> int:
+        model, optimizer = build(engine, SYNC)
+        for step in range(WARM):
+            optimizer.zero_grad()
+            (loss_of(model, engine.worker, step) * (100 if engine.worker == 1 else 1)).backward()
+            optimizer.step()
+        optimizer.finish()
+        return optimizer.loop.contributions_refused
+
+    assert in_threads(3, run) == [0, 0, 0]
+
+
 class Normed(nn.Module):
     """With running statistics, which differ between workers until a round averages them."""
 

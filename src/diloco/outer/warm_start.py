@@ -6,7 +6,8 @@ round comes H inner steps later. From scratch this decides, since the outer grad
 point apart. Workers on different devices may round differently; the first round then makes them equal again.
 
 Gradients travel through the codec and the engine of the outer gradients, and their bytes are counted with those. A
-codec that needs error feedback would leave too much out of a single gradient: int4 carries them then.
+codec that needs error feedback would leave too much out of a single gradient: int4 carries them then. A gradient is
+refused only if it is not finite: single batches differ in norm by large factors, and clipping the mean bounds it.
 """
 
 import logging
@@ -80,7 +81,7 @@ class WarmStart:
         started, self._averaged_at = time.monotonic(), step
         if self._gradients is None:
             how = codec(loop.sync.gradient_codec)
-            self._gradients = GradientMean(loop.replica.tensors.averaged, how, loop.sync.max_norm_ratio)
+            self._gradients = GradientMean(loop.replica.tensors.averaged, how, max_norm_ratio=None)
         weight = 0.0 if skip else loop.weight if weight is None else weight
         layout = loop.replica.lanes[0].layout_digest
         contribution = self._gradients.contribution(weight, layout, self._report())
