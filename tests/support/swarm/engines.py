@@ -100,6 +100,10 @@ class LoopbackSwarm:
         for child in children:
             os.kill(int(child), signal.SIGKILL)
         assert sidecar.exits_within(20.0)
+        deadline = time.monotonic() + 100.0
+        while engine._sidecar.process in (sidecar, None):  # until its worker has seen that, a round would fail
+            assert time.monotonic() < deadline, "the swarm's process is not restarted"
+            time.sleep(0.02)
         engine.fetch_state()
         self.settle()
 
