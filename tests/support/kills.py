@@ -47,15 +47,27 @@ def options(folder: Path, steps: int, extra: list[str]) -> list[str]:
 
 
 def kill_all(process: Launched) -> None:
-    """The launcher and everything it started: all processes of its session."""
+    """The launcher and everything it started, all processes of its session; returns when none of them runs any more."""
+    deadline = time.monotonic() + 60.0
+    while running := _running(process.pid):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the processes {running} do not end after SIGKILL")
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    process.wait()
+
+
+def _running(session: int) -> list[int]:
+    """The processes of a session that have not exited."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             after_name = path.read_text().rpartition(")")[2].split()
-            if int(after_name[3]) == process.pid:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    process.wait()
+            if int(after_name[3]) == session and after_name[0] not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def steps_of(events: list[Event]) -> list[int]:
