@@ -82,32 +82,23 @@ def reduce_parts(
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
     num_products = len(encoded) * (len(encoded) + 1) // 2
     every = -(-num_products // _PRODUCTS_OF_FOUR)
-    products: list[Tensor] = []
+    products: dict[int, Tensor] = {}  # by the first row, so that their order is that of the rows
 
-    def decode_one_by_one(some: slice, mean: Tensor) -> Iterator[Tensor]:
+    def decoded(some: slice, mean: Tensor, *, all_at_once: bool) -> Iterator[Tensor]:
         for index, data in enumerate(encoded):
-            into = scratch("term 1", mean.shape, mean.device) if index else mean
+            into = scratch(f"term {index if all_at_once else 1}", mean.shape, mean.device) if index else mean
             codec.decode(data[some], into)
             if on_decoded is not None:
                 on_decoded(index, into)
             yield into
 
     def reduce(some: slice) -> None:
-        shape, device = (some.stop - some.start, part), out.device
-        mean = scratch("mean", shape, device)
-        values: Iterable[Tensor]
-        if num_products > 1 and (first_part + some.start) % every == 0:
-            terms = []
-            for index, data in enumerate(encoded):
-                into = scratch(f"term {index}", shape, device) if index else mean
-                codec.decode(data[some], into)
-                if on_decoded is not None:
-                    on_decoded(index, into)
-                terms.append(into)
-            products.append(inner_products(terms))
-            values = terms
-        else:
-            values = decode_one_by_one(some, mean)
+        mean = scratch("mean", (some.stop - some.start, part), out.device)
+        compared = num_products > 1 and (first_part + some.start) % every == 0
+        values: Iterable[Tensor] = decoded(some, mean, all_at_once=compared)
+        if compared:
+            values = terms = list(values)
+            products[some.start] = inner_products(terms)
         codec.for_means.encode(weighted_mean(values, weights, mean), out[some])
 
     if len(rows) > 1 and out.device.type == "cpu":
@@ -115,7 +106,10 @@ def reduce_parts(
     else:
         for some in rows:
             reduce(some)
-    return torch.stack(products).double().sum(0).tolist() if products else [0.0] * num_products
+    if not products:
+        return [0.0] * num_products
+    sums: list[float] = torch.stack([products[first] for first in sorted(products)]).double().sum(0).tolist()
+    return sums
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+_START_SECONDS = 60.0  # for threads to begin; far more than they need
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # a child process has none of its parent's threads
@@ -30,7 +31,7 @@ def for_each(work: Callable[[slice], None], rows: Sequence[slice]) -> None:
 def _pool(threads: int) -> ThreadPoolExecutor:
     with _lock:
         if threads not in _pools:
-            started = threading.Barrier(threads + 1)
+            started = threading.Barrier(threads + 1, timeout=_START_SECONDS)
 
             def begin() -> None:
                 torch.set_num_threads(1)  # of this thread; and the default of threads that start later
