@@ -84,21 +84,28 @@ def reduce_parts(
     every = -(-num_products // _PRODUCTS_OF_FOUR)
     products: dict[int, Tensor] = {}  # by the first row, so that their order is that of the rows
 
-    def decoded(some: slice, mean: Tensor, *, all_at_once: bool) -> Iterator[Tensor]:
+    def decode_one_by_one(some: slice, mean: Tensor) -> Iterator[Tensor]:
         for index, data in enumerate(encoded):
-            into = scratch(f"term {index if all_at_once else 1}", mean.shape, mean.device) if index else mean
+            into = scratch("term 1", mean.shape, mean.device) if index else mean
             codec.decode(data[some], into)
             if on_decoded is not None:
                 on_decoded(index, into)
             yield into
 
     def reduce(some: slice) -> None:
-        mean = scratch("mean", (some.stop - some.start, part), out.device)
-        compared = num_products > 1 and (first_part + some.start) % every == 0
-        values: Iterable[Tensor] = decoded(some, mean, all_at_once=compared)
-        if compared:
-            values = terms = list(values)
+        shape, device = (some.stop - some.start, part), out.device
+        mean = scratch("mean", shape, device)
+        values: Iterable[Tensor]
+        if num_products > 1 and (first_part + some.start) % every == 0:
+            terms = [scratch(f"term {index}", shape, device) if index else mean for index in range(len(encoded))]
+            for index, data in enumerate(encoded):
+                codec.decode(data[some], terms[index])
+                if on_decoded is not None:
+                    on_decoded(index, terms[index])
             products[some.start] = inner_products(terms)
+            values = terms
+        else:
+            values = decode_one_by_one(some, mean)
         codec.for_means.encode(weighted_mean(values, weights, mean), out[some])
 
     if len(rows) > 1 and out.device.type == "cpu":
