@@ -25,16 +25,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.codecs.base import Codec
-from diloco.codecs.integers import Int4
-from diloco.codecs.registry import CODECS
-from diloco.codecs.top_k import TopK, TopKMean
+from codec_variants import READINGS, DenseMean, ForgottenMean, RememberedTopK, RememberingMean
 from diloco.core import fragments, pruning
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
@@ -58,92 +55,6 @@ OUTER: dict[str, Callable[[], OuterOptimizer]] = {
     NESTEROV: lambda: Nesterov(lr=0.7, momentum=0.8),
     AVERAGING: lambda: SGD(lr=1.0),
 }
-
-
-# Variants that are no options of the product
-
-
-class DenseMean(TopK):
-    """The mean of sparse contributions as int4 of all values."""
-
-    name = "topk, dense mean"
-    means_drop_values = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.for_means = Int4()
-
-
-class ForgottenMean(TopK):
-    """What the mean drops is lost."""
-
-    name = "topk, dropped values lost"
-    means_drop_values = False
-
-
-class RememberingMean(TopKMean):
-    """Error feedback at the reducer: what a mean has left out is added to the next one. For one span of parts."""
-
-    name = "topk mean, remembered"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left_out: Tensor | None = None
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        if self._left_out is None or self._left_out.shape != values.shape:
-            self._left_out = torch.zeros_like(values)
-        whole = values + 0.95 * self._left_out
-        super().encode(whole, out)
-        decoded = torch.empty_like(values)
-        self.decode(out, decoded)
-        self._left_out = whole - decoded
-
-
-class RememberedTopK(TopK):
-    name = "topk, feedback at the reducer"
-    means_drop_values = False
-    reducer: ClassVar[Codec] = RememberingMean()
-    """The same for all workers of a run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.for_means = self.reducer
-
-
-CODECS.update({made.name: made for made in (DenseMean, ForgottenMean, RememberedTopK)})
-
-
-def by_magnitude(rows: Tensor, fraction: float) -> None:
-    """The smallest |values| of each neuron (TIES' trimming, by neuron)."""
-    count = int(fraction * rows.shape[1])
-    sizes = rows.abs()
-    if count:
-        rows.masked_fill_(sizes <= sizes.kthvalue(count, dim=1, keepdim=True).values, 0.0)
-
-
-def by_sign(rows: Tensor, fraction: float) -> None:
-    """First the values whose sign is not the neuron's (that of its sum), smallest first; then the smallest others."""
-    count = int(fraction * rows.shape[1])
-    elected = rows.sum(dim=1, keepdim=True).sign()
-    sizes = rows.abs()
-    order = torch.where(rows.sign() == elected, sizes + sizes.amax(dim=1, keepdim=True), sizes)
-    if count:
-        rows.masked_fill_(order <= order.kthvalue(count, dim=1, keepdim=True).values, 0.0)
-
-
-def by_sign_largest(rows: Tensor, fraction: float) -> None:
-    """As by_sign, but of the values with the other sign the largest go first."""
-    count = int(fraction * rows.shape[1])
-    elected = rows.sum(dim=1, keepdim=True).sign()
-    sizes = rows.abs()
-    most = sizes.amax(dim=1, keepdim=True)
-    order = torch.where(rows.sign() == elected, sizes + 2 * most, most - sizes)
-    if count:
-        rows.masked_fill_(order <= order.kthvalue(count, dim=1, keepdim=True).values, 0.0)
-
-
-READINGS = {"magnitude": by_magnitude, "other sign first": by_sign, "other sign first, largest": by_sign_largest}
 
 
 # One run
@@ -269,7 +180,7 @@ class Run:
     def __call__(self, case: Case) -> Result:
         started = time.monotonic()
         RememberedTopK.reducer = RememberingMean()
-        pruning.prune_ = READINGS.get(case.reading, pruning.prune_)
+        pruning.prune_ = READINGS[case.reading or "magnitude"]
         setting, k = self.setting, case.workers
         sync = SyncConfig(setting.inner_steps, max_norm_ratio=None, **case.sync)
         replicas = Replicas(self.config, k, self.start, self.device)
