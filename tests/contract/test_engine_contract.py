@@ -31,7 +31,7 @@ from diloco.core.merging import cosines
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
-from diloco.engines.rounds import GlobalState, Report, RoundKey
+from diloco.engines.rounds import GlobalState, Report, RoundKey, RoundPhases
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError, RoundFailed
 from support.problem import Story, train
@@ -135,6 +135,13 @@ def sparse_traffic(engine: Engine) -> tuple[int, int]:
     return result.bytes_sent, result.bytes_received
 
 
+def phases(engine: Engine) -> tuple[RoundPhases, float]:
+    """What the engine tells of a round's seconds, and those that passed."""
+    started = time.monotonic()
+    result = average(engine)
+    return result.phases, time.monotonic() - started
+
+
 def patient(engine: Engine) -> tuple[int, ...]:
     """Worker 0 waits longer than the round's deadline, and than its group's, for the others, which are late."""
     limited = isinstance(engine, TorchDistributedEngine) and engine.workers > 1
@@ -180,6 +187,7 @@ SCENARIOS: dict[str, Scenario] = {
         alike,
         traffic,
         sparse_traffic,
+        phases,
         patient,
         other_layout,
         other_round,
@@ -430,6 +438,21 @@ def test_every_worker_learns_the_cosine_of_every_pair_of_contributions(engine: s
         expected = torch.cosine_similarity(values(a).double(), values(b).double(), dim=0)
         assert cosine == pytest.approx(float(expected), abs=1e-3)  # int8 has changed the values a little
     assert told == equal(answers("local", workers, "alike"))
+
+
+@over_engines
+@over_workers
+def test_an_engine_tells_of_no_more_seconds_than_have_passed(engine: str, workers: int) -> None:
+    everyone = answers(engine, workers, "phases")
+    for told, passed in everyone:
+        known = [seconds for seconds in vars(told).values() if seconds is not None]
+        assert all(seconds >= 0 for seconds in known) and sum(known) <= passed
+        if engine == "local":
+            assert told.others_seconds is not None and told.send_seconds is None
+        elif workers > 1:
+            assert len(known) == 3
+    if engine == "local":
+        assert sum(told.reduce_seconds is not None for told, _ in everyone) == 1
 
 
 @pytest.mark.slow

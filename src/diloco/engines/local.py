@@ -15,7 +15,7 @@ from diloco.core.merging import Claim, diverged
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
 from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
-from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 _START_SECONDS = 60.0
@@ -135,6 +135,8 @@ class _Round:
         self.headers: dict[int, Header] = {}
         self.lost = {worker for worker, lost_at in swarm.fail_at if lost_at == sequence}
         self.started = time.monotonic()
+        self.posted: dict[int, float] = {}
+        self.reducing = self.reduced = 0.0  # when the reduction began and ended
         self.mean: EncodedVector | None = None
         self.decision: Decision | None = None
         self.products: tuple[float, ...] = ()
@@ -150,13 +152,23 @@ class _Round:
         self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
         if worker not in self.lost:
             self.contributions[worker] = contribution
+        self.posted[worker] = self.reducing = time.monotonic()
         if len(self.headers) == self.swarm.workers:
             self._reduce()
+            self.reduced = time.monotonic()
 
     def withdraw(self, worker: int) -> None:
         """This worker has given up waiting and will send the same work again: it must not be in the mean twice."""
         self.lost.add(worker)
         self.contributions.pop(worker, None)
+
+    def phases(self, worker: int) -> RoundPhases:
+        """Nothing travels in one process, and the last worker to post reduces for all."""
+        last = self.posted[worker] == self.reducing
+        return RoundPhases(
+            others_seconds=self.reducing - self.posted[worker],
+            reduce_seconds=self.reduced - self.reducing if last else None,
+        )
 
     @property
     def complete(self) -> bool:
@@ -223,6 +235,7 @@ class _LocalPending(PendingRound):
         worker, workers = self.engine.worker, self.engine.workers
         members = tuple(self.round.headers[w].member for w in range(workers))  # a lost contribution's header is heard
         self.engine.heard(members)
+        phases = self.round.phases(worker)
         present = [member for member in members if member.worker in self.round.contributions]
         has_diverged = worker in {present[position].worker for position in diverged([m.anchor_digest for m in present])}
         if has_diverged:
@@ -243,4 +256,5 @@ class _LocalPending(PendingRound):
             members=members,
             resync=has_diverged,
             products=self.round.products,
+            phases=phases,
         )

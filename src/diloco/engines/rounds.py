@@ -82,6 +82,18 @@ class Member:
 
 
 @dataclass(frozen=True)
+class RoundPhases:
+    """Where a round's seconds went for this worker, as far as its engine can tell; None where it cannot."""
+
+    others_seconds: float | None = None
+    """From its post until it had heard of every contribution to the mean: the others were still at work."""
+    send_seconds: float | None = None
+    """From then until it had the whole mean, without `reduce_seconds`: parts and means were on their way."""
+    reduce_seconds: float | None = None
+    """This worker computed its part of the mean."""
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """A mean, and how it came about. `total_weight` 0: no worker had done any work, and there is no mean."""
 
@@ -99,6 +111,7 @@ class RoundResult:
     """With an elastic engine: the numbers of all members, also of those that missed this round."""
     products: tuple[float, ...] = ()
     """The inner products of the contributions, in their order (core/merging.py); empty if they are not known."""
+    phases: RoundPhases = RoundPhases()
 
     @property
     def stopping(self) -> bool:

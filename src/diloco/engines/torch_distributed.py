@@ -31,7 +31,7 @@ from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
 from diloco.engines.reduction import decide, run_ends, traffic
-from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.engines.wave_exchange import LaneGroups, WaveExchange, finish, time_left
 from diloco.errors import EngineError, RoundFailed
 
@@ -79,12 +79,14 @@ class TorchDistributedEngine(Engine):
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         seconds = min(deadline_seconds, self._timeout_seconds) + contribution.patience_seconds
-        deadline = time.monotonic() + seconds
+        posted = time.monotonic()
         vector = contribution.vector.data
         if self.workers == 1 and vector.is_cuda:  # nothing to wait for: some kernels in the trainer's own stream
-            return _Pending(self._submit(lambda: self._round(key, contribution, None, deadline), seconds, here=True))
+            return _Pending(
+                self._submit(lambda: self._round(key, contribution, None, posted, seconds), seconds, here=True)
+            )
         encoded = _mark(vector)
-        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, deadline), seconds))
+        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, posted, seconds), seconds))
 
     def members(self) -> tuple[Member, ...]:
         return self._members
@@ -165,10 +167,17 @@ class TorchDistributedEngine(Engine):
         return future
 
     def _round(
-        self, key: RoundKey, contribution: Contribution, encoded: "torch.cuda.Event | None", deadline: float
+        self,
+        key: RoundKey,
+        contribution: Contribution,
+        encoded: "torch.cuda.Event | None",
+        posted: float,
+        seconds: float,
     ) -> RoundResult:
-        started = time.monotonic()
+        """`posted`: when, on time.monotonic()'s clock; the round fails if it takes `seconds` from then."""
+        started, deadline = time.monotonic(), posted + seconds
         rows = self._gather(pack(key, contribution), deadline)
+        heard = time.monotonic()
         headers = [unpack(worker, row) for worker, row in enumerate(rows)]
         check_same_round(headers, headers[self.worker])
         decision = decide(range(self.workers), [header.claim for header in headers], contribution.max_norm_ratio)
@@ -199,7 +208,14 @@ class TorchDistributedEngine(Engine):
             members=self._members,
             resync=decision.resync,
             products=products,
+            phases=self._phases(posted, heard) if sent else RoundPhases(others_seconds=heard - posted),
         )
+
+    def _phases(self, posted: float, heard: float) -> RoundPhases:
+        """At the end of an exchange of parts."""
+        reduced = self._exchange.reduce_seconds
+        sent = None if reduced is None else time.monotonic() - heard - reduced
+        return RoundPhases(heard - posted, sent, reduced)
 
     @contextmanager
     def _own_stream(self, device: torch.device, after: "torch.cuda.Event | None") -> Iterator[None]:

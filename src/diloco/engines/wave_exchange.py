@@ -58,6 +58,8 @@ class WaveExchange:
         self._workers = len(self._ranks)
         self._backend = backend
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self.reduce_seconds: float | None = None
+        """How long this worker reduced in its latest exchange; None with NCCL, whose kernels run beside the program."""
 
     def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> tuple[float, ...]:
         """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution.
@@ -74,19 +76,22 @@ class WaveExchange:
         scatter = self._scatter(memory, 0)
         gathers: list[dist.Work] = []
         products = [0.0] * num_products(len(decision.contributors))
+        reducing = 0.0
         for number, wave in enumerate(plan):
             contributions, arriving = scatter
             if number + 1 < len(plan):  # the next wave travels while this one is reduced
                 scatter = self._scatter(memory, number + 1)
             _finish_all(arriving, deadline)
-            own = wave.rows(self._worker)
+            own, started = wave.rows(self._worker), time.monotonic()
             more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
+            reducing += time.monotonic() - started
             products = [a + b for a, b in zip(products, more, strict=True)]
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
         sums = [torch.tensor(products, dtype=torch.float64) for _ in range(self._workers)]
         gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _PRODUCTS)
         _finish_all(gathers, deadline)
         memory.finish()
+        self.reduce_seconds = reducing if self._backend == "gloo" else None
         return tuple(torch.stack(sums).sum(0).tolist())
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":

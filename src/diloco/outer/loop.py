@@ -38,7 +38,7 @@ from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Group, Replica
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, settle, settled_outcome
+from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, settle, settled_outcome
 from diloco.outer.saving import restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
@@ -190,7 +190,9 @@ class OuterLoop:
         norm, self.report = self.replica.encode(index, self.report)
         steps = self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
+        encoded = time.monotonic()
         self._start(index, vectors, steps, norm, self.replica.digests[index])
+        self.in_flight[-1].encode_seconds = encoded - started
         if self.on_post is not None:
             self.on_post(self.in_flight[-1].key)
         self.sync_seconds += time.monotonic() - started
@@ -240,13 +242,16 @@ class OuterLoop:
         else:
             result, waited = outcome.result, time.monotonic() - started
             mean_norm = self._take_in(posted, outcome)
-        self.sync_seconds += time.monotonic() - started
+        taken = time.monotonic() - started
+        self.sync_seconds += taken
         if result is not None and mean_norm is not None and len(result.contributors) > 1:
             self.compared = (result.contributors, result.products)
         if self.on_round is not None:
             lost = self.replica.lanes[0].codec_errors[posted.key.fragment]
+            merging = None if mean_norm is None else taken - waited
+            times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
             self.on_round(
-                RoundEvent(posted.key, self.inner_steps, waited, posted.norm, mean_norm, lost, result, failure)
+                RoundEvent(posted.key, self.inner_steps, posted.norm, mean_norm, lost, result, failure, times)
             )
 
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:

@@ -3,8 +3,9 @@
 A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (saving.py).
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
 
@@ -33,7 +34,7 @@ class PendingOutcome(Protocol):
         """The outcome; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Posted:
     """A round that is posted and not yet merged."""
 
@@ -45,6 +46,9 @@ class Posted:
     norm: float
     """Of this worker's outer gradient."""
     pending: PendingOutcome
+    posted_at: float = field(default_factory=time.monotonic)
+    """On time.monotonic()'s clock; for a round that was saved, when it was loaded."""
+    encode_seconds: float | None = None
 
 
 class Settled:
@@ -81,12 +85,22 @@ def settled_result(posted: Posted) -> RoundResult | RoundFailed:
 
 
 @dataclass(frozen=True)
+class RoundTimes:
+    """Where a worker's seconds went in a round; None where that is not known or did not happen."""
+
+    encode_seconds: float | None
+    flight_seconds: float
+    """From the post until this worker waited for the mean: it trained meanwhile."""
+    waited_seconds: float
+    merge_seconds: float | None
+
+
+@dataclass(frozen=True)
 class RoundEvent:
     """One round as this worker saw it: either a result, or the reason why there is none."""
 
     key: RoundKey
     inner_step: int
-    waited_seconds: float
     norm: float
     """Of this worker's own outer gradient."""
     mean_norm: float | None
@@ -94,6 +108,11 @@ class RoundEvent:
     """‖sent − Δ‖ / ‖Δ‖ of this worker's outer gradient Δ, measured on a share of it; None if it is sent as it is."""
     result: RoundResult | None
     failure: str | None
+    times: RoundTimes
+
+    @property
+    def waited_seconds(self) -> float:
+        return self.times.waited_seconds
 
     def cosines(self) -> list[tuple[int, int, float]]:
         """(worker, worker, cosine of their outer gradients) of every pair of contributors."""

@@ -188,6 +188,7 @@ class SwarmRound(PendingRound):
             resync=outcome.resync,
             roster=outcome.roster,
             products=outcome.products,
+            phases=outcome.phases,
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco.engines.base import PendingRound
-from diloco.engines.rounds import Contribution, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, RoundKey, RoundPhases, RoundResult
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.replica import Lane
@@ -58,6 +58,7 @@ class WorkerRound:
             bytes_received=int(received),
             seconds=max(result.seconds for result in results),
             products=tuple(products),
+            phases=RoundPhases(),  # each lane has its own
         )
         return Outcome(whole, [result.mean for result in results])
 

@@ -1,11 +1,13 @@
 """The fields of the events of one worker's start, rounds and end."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
+from diloco.engines.rounds import RoundPhases
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
@@ -28,6 +30,7 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
 def round_fields(event: RoundEvent) -> dict[str, Any]:
     """Of `round`."""
     result = event.result
+    phases = RoundPhases() if result is None else result.phases
     return {
         "sequence": event.key.sequence,
         "fragment": event.key.fragment,
@@ -37,7 +40,8 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
         "codec_error": event.codec_error,
         "similarity": event.similarity,
         "cosines": event.cosines(),
-        "waited_seconds": event.waited_seconds,
+        **asdict(event.times),
+        **asdict(phases),
         "failure": event.failure,
         "seconds": None if result is None else result.seconds,
         "contributors": [] if result is None else list(result.contributors),

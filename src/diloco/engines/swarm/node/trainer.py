@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct, field
 
-from diloco.engines.rounds import RoundKey
+from diloco.engines.rounds import RoundKey, RoundPhases
 from diloco.engines.swarm.shared_memory import SharedMemory
 
 
@@ -62,6 +62,7 @@ class RoundOutcome(Struct, frozen=True):
     seconds: float = 0.0
     products: tuple[float, ...] = ()
     """As RoundResult.products."""
+    phases: RoundPhases = RoundPhases()
 
 
 class Snapshot(Struct, frozen=True, eq=False):

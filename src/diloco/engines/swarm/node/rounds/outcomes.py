@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from diloco.codecs.registry import codec
+from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.heartbeats import Heartbeats
@@ -94,7 +95,7 @@ class Outcomes:
         if not plan.has_mean or round_.complete == plan.authority:
             return
         round_.stop_transfer()
-        round_.products = ()
+        round_.products, round_.phases = (), RoundPhases()
         data = await self.fetch_mean(round_.sequence, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")

@@ -11,6 +11,7 @@ A message of a leader counts only if no higher authority (plan.py) has sent one 
 import asyncio
 import logging
 
+from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import (
@@ -135,7 +136,7 @@ class Participant:
         self._check_plan(round_, sender, plan)
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
-        round_.products = ()
+        round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
         if plan.has_mean:
             round_.transfer = Transfer(plan, round_.posted, self.calls.transport, self.settings.stall_seconds)
         round_.task = asyncio.create_task(self._follow(round_, plan))
@@ -195,8 +196,7 @@ class Participant:
         try:
             if round_.transfer is not None:
                 await round_.transfer.run()
-                round_.products = round_.transfer.products
-            round_.complete = plan.authority
+            round_.transferred(plan)
             message = Complete(round_.sequence, plan.authority)
         except TransferFailed as problem:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)

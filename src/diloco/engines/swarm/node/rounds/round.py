@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Authority, Plan
 from diloco.engines.swarm.node.rounds.transfer import Transfer
@@ -28,6 +29,9 @@ class Round:
     """The authority of the plan whose whole mean is in the posted memory."""
     products: tuple[float, ...] = ()
     """The inner products of the contributions to that mean, where this worker took part in its transfer."""
+    planned_at: float | None = None
+    phases: RoundPhases = field(default_factory=RoundPhases)
+    """Of that mean, on the same condition."""
     transfer: Transfer | None = None
     task: "asyncio.Task[None] | None" = None
     bytes_sent: int = 0
@@ -75,8 +79,18 @@ class Round:
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,
                 products=self.products,
+                phases=self.phases,
             )
         )
+
+    def transferred(self, plan: Plan) -> None:
+        """The whole mean of this plan is here."""
+        self.complete = plan.authority
+        if self.transfer is not None and self.planned_at is not None:
+            reduced = self.transfer.reduce_seconds
+            sent = max(0.0, clock.now() - self.planned_at - reduced)
+            self.products = self.transfer.products
+            self.phases = RoundPhases(self.planned_at - self.started, sent, reduced)
 
     def fail(self, reason: str, *, resync: bool = False, fatal: bool = False) -> None:
         failure = f"round {self.sequence}: {reason}"

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -75,6 +76,7 @@ class Transfer:
         )  # read, also if `run` is over
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
+        self.reduce_seconds = 0.0
 
     def _contribution(self, rows: range) -> memoryview:
         return self.posted.contribution.view[rows.start * self._width : rows.stop * self._width]
@@ -223,6 +225,7 @@ class Transfer:
     @torch.no_grad()
     def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], list[float]]:
         """The mean of these rows of this worker's range, the squared norm of each contribution, and their products."""
+        started = time.monotonic()
         squares = [0.0] * len(self.plan.contributors)
 
         def add_square(index: int, values: Tensor) -> None:
@@ -243,6 +246,7 @@ class Transfer:
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
         )
+        self.reduce_seconds += time.monotonic() - started
         return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:

@@ -1,0 +1,94 @@
+"""The round waterfall: spans that never overlap, and the same seconds as the events tell."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from diloco.core.config import SyncConfig
+from diloco.outer.rounds import RoundEvent
+from diloco.training.records.events import Event
+from diloco.training.records.waterfall import Span, round_spans
+from diloco.training.records.worker_events import round_fields
+from support.in_turn import InTurn
+
+
+def event(type_: str, time: float, **fields: Any) -> Event:
+    return {"v": 1, "time": time, "worker": 0, "type": type_, **fields}
+
+
+def ended(time: float, **fields: Any) -> Event:
+    return event("round", time, **({"sequence": 0, "step": 5, "failure": None, "merge_seconds": 1.0} | fields))
+
+
+def seconds(spans: list[Span]) -> list[tuple[str, float]]:
+    return [(span.phase, pytest.approx(span.end - span.start)) for span in spans]
+
+
+BEGIN = event("starting", 100.0, doing="first step")
+POSTED = event("round_posted", 112.0, sequence=0, step=5)
+
+
+def test_a_round_is_split_into_its_phases() -> None:
+    times = {"encode_seconds": 2.0, "waited_seconds": 7.0, "others_seconds": 3.0, "send_seconds": 2.0}
+    spans = round_spans([BEGIN, POSTED, ended(120.0, **times, reduce_seconds=1.5)])
+    parts = [("compute", 10.0), ("encode", 2.0), ("wait", 3.0), ("send", 2.0), ("reduce", 1.5), ("wait", 0.5)]
+    assert seconds(spans) == [*parts, ("merge", 1.0)]
+
+
+def test_what_no_engine_measured_is_waiting() -> None:
+    spans = round_spans([BEGIN, POSTED, ended(120.0, waited_seconds=7.0, others_seconds=None, send_seconds=None)])
+    assert seconds(spans) == [("compute", 12.0), ("wait", 7.0), ("merge", 1.0)]
+
+
+def test_a_round_that_travelled_beside_inner_steps_shows_only_what_they_waited_for() -> None:
+    times = {"encode_seconds": 2.0, "waited_seconds": 1.0, "others_seconds": 3.0, "send_seconds": 3.5}
+    spans = round_spans([BEGIN, POSTED, ended(120.0, **times, reduce_seconds=0.5)])
+    parts = [("compute", 10.0), ("encode", 2.0), ("compute", 6.0), ("send", 0.5), ("reduce", 0.5), ("merge", 1.0)]
+    assert seconds(spans) == parts
+
+
+def test_a_failed_round_is_marked() -> None:
+    spans = round_spans([BEGIN, POSTED, ended(120.0, waited_seconds=8.0, merge_seconds=None, failure="late")])
+    assert [(span.phase, span.failed) for span in spans] == [("compute", False), ("wait", True)]
+
+
+def test_events_of_an_earlier_version_have_a_waterfall_too() -> None:
+    old = event("round", 120.0, sequence=0, step=5, failure=None, waited_seconds=7.0)
+    assert seconds(round_spans([BEGIN, POSTED, old])) == [("compute", 12.0), ("compute", 1.0), ("wait", 7.0)]
+
+
+def test_a_pause_before_a_resume_is_no_computing() -> None:
+    resumed = event("resumed", 500.0, step=5, rounds=1, workers=1)
+    later = event("round_posted", 510.0, sequence=1, step=10)
+    spans = round_spans([BEGIN, POSTED, ended(120.0, waited_seconds=7.0), resumed, later])
+    assert spans[-1] == Span(0, 1, "compute", 500.0, 510.0)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_seconds_of_a_round_are_told_by_the_loop(overlap: int) -> None:
+    world = InTurn(2, SyncConfig(2, "int8", overlap_steps=overlap), fail_at=[(1, 1)])
+    told: list[tuple[int, RoundEvent]] = []
+    for worker, optimizer in enumerate(world.optimizers):
+        optimizer.on_round = lambda event, worker=worker: told.append((worker, event))  # type: ignore[misc]
+    world.step(6)
+    assert len(told) == 6 - overlap * 2
+    for worker, one in told:
+        fields = round_fields(one)
+        known = [fields[f"{name}_seconds"] for name in ("encode", "flight", "waited")]
+        assert all(value is not None and value >= 0 for value in known)
+        failed = (worker, one.key.sequence) == (1, 1)
+        missing = [fields[name] is None for name in ("failure", "merge_seconds", "others_seconds")]
+        assert missing == [not failed, failed, failed]
+        assert fields["send_seconds"] is None  # nothing travels in one process
+
+
+def test_spans_of_a_worker_never_overlap() -> None:
+    events = [BEGIN]
+    for sequence in range(5):
+        time = 110.0 + sequence * 8
+        events.append(event("round_posted", time, sequence=sequence, step=sequence))
+        times = {"encode_seconds": 9.0, "waited_seconds": 9.0, "others_seconds": 4.0, "send_seconds": 30.0}
+        events.append(ended(time + 6, **times, sequence=sequence, step=sequence))
+    spans = round_spans(events)
+    assert spans and all(one.end <= other.start for one, other in pairwise(spans))
