@@ -20,7 +20,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Inquire, LedBy, Posted, Superseded, Trouble
-from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
+from diloco.engines.swarm.node.plan import Authority, Entry, Plan, parse_header
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -81,9 +81,7 @@ class LedRound:
         """Refuse a worker that trains another model or fragment, and tell it so."""
         key = entry.parsed.key
         if key != self.key:
-            raise CallRefused(
-                f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}", "model"
-            )
+            raise CallRefused(f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}")
         layouts = Counter(known.parsed.layout_digest for known in self.ready.values())
         own = self._participant.rounds.get(self.key.sequence)
         mine = own and parse_header(0, own.posted.header).layout_digest
@@ -92,8 +90,7 @@ class LedRound:
             raise CallRefused(
                 f"worker {entry.number} trains something else than the others (layout {entry.parsed.layout_digest} "
                 f"against {reference}): model, data, codec, schedule and outer optimizer must be the same everywhere; "
-                "compare the workers' config.toml and versions",
-                "model",
+                "compare the workers' config.toml and versions"
             )
 
     async def run(self) -> None:
@@ -215,7 +212,7 @@ class LedRound:
 
     async def _conclude(self) -> None:
         """Make plans until one succeeds, and commit it."""
-        excluded: list[Offence] = []
+        excluded: dict[int, str] = {}
         dropped: set[str] = set()
         while True:
             await self._wait_until_it_may_go_on()
@@ -226,7 +223,7 @@ class LedRound:
             entries = tuple(sorted(here, key=lambda entry: entry.number))
             roster = tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)}))
             self.plan = Plan(
-                self.key, self.authority, self._members.me, entries, tuple(excluded), roster, self._max_norm_ratio
+                self.key, self.authority, self._members.me, entries, dict(excluded), roster, self._max_norm_ratio
             )
             problem = await self._attempt(self.plan)
             if problem is None:
@@ -237,7 +234,7 @@ class LedRound:
                 if not problem.lost:
                     dropped.add(peer)
                 if problem.lie:
-                    excluded.append(Offence(peer, self.ready[peer].number, reason[:200]))
+                    excluded[self.ready[peer].number] = reason[:200]
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())

@@ -1,0 +1,78 @@
+"""The simulated clock: what a run would take on the machines and the link that an arm describes.
+
+Each worker has a time of its own. An inner step adds its compute time; a round begins when the last worker has posted
+and the link is free, takes as long as its bytes, and a worker that merges it before its end waits. The share of inner
+steps in a worker's time is its utilisation. Encoding and outer steps cost nothing here, and neither does evaluation.
+"""
+
+from collections.abc import Sequence
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.engines.header import HEADER_BYTES
+from diloco.engines.reduction import traffic
+from diloco.lab.arm import Arm
+from diloco.network.link import Link
+
+
+class Clock:
+    """Of all workers of a simulation, in seconds."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._link: Link = arm.link
+        speeds = arm.speeds or (1.0,) * arm.workers
+        self._step = [arm.step_seconds / speed for speed in speeds]
+        self._nominal = arm.step_seconds
+        self._times = [0.0] * arm.workers
+        self._compute = [0.0] * arm.workers
+        self._absent = [0.0] * arm.workers
+        self._link_free = 0.0
+        self._ends: dict[int, float] = {}
+
+    def take_step(self, working: Sequence[bool], present: Sequence[bool]) -> None:
+        """`working`: takes this inner step; `present`: is there at all (a slow worker may be between two steps)."""
+        for worker, seconds in enumerate(self._step):
+            if working[worker]:
+                self._times[worker] += seconds
+                self._compute[worker] += seconds
+            elif not present[worker]:
+                self._times[worker] += self._nominal
+                self._absent[worker] += self._nominal
+
+    def post(self, sequence: int, num_bytes: int, present: Sequence[bool]) -> None:
+        """A round of which each worker sends and receives at most so many bytes."""
+        posted = max(time for time, there in zip(self._times, present, strict=True) if there)
+        self._link_free = max(posted, self._link_free) + self._link.round_seconds(num_bytes, num_bytes)
+        self._ends[sequence] = self._link_free
+
+    def merge(self, sequence: int, worker: int) -> None:
+        self._times[worker] = max(self._times[worker], self._ends[sequence])
+
+    def average_gradients(self, num_bytes: int) -> None:
+        """A data-parallel step: all wait for the slowest, and for what the backward pass does not hide."""
+        slowest = max(self._times)
+        hidden = BACKWARD_SHARE * max(self._step)
+        waited = max(0.0, self._link.round_seconds(num_bytes, num_bytes) - hidden) if num_bytes else 0.0
+        self._times = [slowest + waited] * len(self._times)
+
+    @property
+    def seconds(self) -> float:
+        return max(self._times)
+
+    @property
+    def utilisation(self) -> float:
+        """Mean over the workers that were there."""
+        spent = [time - absent for time, absent in zip(self._times, self._absent, strict=True)]
+        shares = [compute / time for compute, time in zip(self._compute, spent, strict=True) if time > 0]
+        return sum(shares) / max(1, len(shares))
+
+
+BACKWARD_SHARE = 2 / 3
+"""Of an inner step: data-parallel training sends gradients while the backward pass computes the next ones."""
+
+
+def round_bytes(vector: EncodedVector, workers: int) -> list[int]:
+    """What each of so many workers sends for one mean, headers included; it receives about as much."""
+    if workers == 1:
+        return [0]
+    headers = HEADER_BYTES * (workers - 1)
+    return [traffic(vector, workers, worker)[0] + headers for worker in range(workers)]

@@ -1,0 +1,79 @@
+"""The shared beginning: a phase of ordinary training on one worker, from which all arms of an experiment go on.
+
+It depends on the seed, the model, the inner optimizer and the length of the whole schedule, and on nothing else of an
+arm. It is kept in memory for the next arm, and in the lab folder (`beginnings/KEY.safetensors`) for the next process.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from diloco.atomic_files import replace_file
+from diloco.lab.arm import Arm
+from diloco.lab.batches import PRETRAINING, Text
+from diloco.lab.replicas import Beginning, Replicas, Task, fresh, learning_rates
+from diloco.models.native.config import ModelConfig
+from diloco.safetensors_files import file_chunks
+
+Build = Callable[[Task, Beginning], Replicas]
+_KEPT: dict[str, Beginning] = {}
+_MOST_KEPT = 4
+
+
+def beginning(
+    arm: Arm, config: ModelConfig, seed: int, text: Text, corpus_digest: str, build: Build, folder: Path | None,
+    on_step: Callable[[int], None],
+) -> Beginning:  # fmt: skip
+    """Where the replicas of this arm and seed begin."""
+    if not arm.pretraining_steps:
+        return fresh(config, seed, text.device)
+    size = arm.pretraining_batch_size or arm.batch_size
+    total = arm.pretraining_steps + arm.steps
+    settings = (repr(config), repr(arm.pretraining_config), arm.pretraining_steps, size, total, corpus_digest, seed)
+    key = hashlib.sha256(json.dumps([*settings, text.device.type]).encode()).hexdigest()[:16]
+    if key in _KEPT:
+        return _KEPT[key]
+    path = None if folder is None else folder / "beginnings" / f"{key}.safetensors"
+    if path is not None and path.exists():
+        found = _load(path, text.device)
+    else:
+        ranges, seeds = text.ranges(arm, PRETRAINING), (seed, PRETRAINING)
+        places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
+        rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
+        task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)
+        replicas = build(task, fresh(config, seed, text.device))
+        for step in range(arm.pretraining_steps):
+            replicas.take_step()
+            on_step(step + 1)
+        found = replicas.saved()
+        if path is not None:
+            _save(path, found)
+    while len(_KEPT) >= _MOST_KEPT:
+        _KEPT.pop(next(iter(_KEPT)))
+    _KEPT[key] = found
+    return found
+
+
+def _save(path: Path, one: Beginning) -> None:
+    tensors: dict[str, Tensor] = {f"parameters/{name}": tensor for name, tensor in one.parameters.items()}
+    for kind, by_name in one.state.items():
+        tensors |= {f"{kind}/{name}": tensor for name, tensor in by_name.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        for chunk in file_chunks(tensors, {"steps": str(one.steps)}):
+            file.write(chunk)
+
+
+def _load(path: Path, device: torch.device) -> Beginning:
+    state: dict[str, dict[str, Tensor]] = {}
+    with safe_open(path, "pt", str(device)) as file:
+        for label in file.keys():  # noqa: SIM118
+            kind, _, name = label.partition("/")
+            state.setdefault(kind, {})[name] = file.get_tensor(label)
+        steps = int(file.metadata()["steps"])
+    return Beginning(state.pop("parameters"), state, steps)

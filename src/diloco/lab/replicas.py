@@ -1,0 +1,143 @@
+"""k replicas of a model on one device: the interface, and the plain way to compute them, one after another.
+
+DiLoCo sees k ordinary models with an inner optimizer each. `take_step` moves all of them by one inner step; the outer
+steps are the product's own. `stacked.py` is the fast way for small models; both give the same up to rounding.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from diloco.engines.worker_ranks import ALONE
+from diloco.lab.batches import Text
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.model import NativeModel
+from diloco.training.config.tables import InnerConfig
+from diloco.training.inner import inner_optimizer, learning_rate_schedule
+from diloco.training.precision import Precision
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where replicas begin: parameters by name, and the inner optimizer's state by its own names and by parameter."""
+
+    parameters: Mapping[str, Tensor]
+    state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """"exp_avg", "exp_avg_sq", "momentum_buffer": {parameter: tensor}; empty: fresh."""
+    steps: int = 0
+    """Steps that the inner optimizer has taken."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the replicas train on: the same numbers for every way to compute them."""
+
+    config: ModelConfig
+    inner: InnerConfig
+    text: Text
+    places: Tensor
+    """Where the windows begin: [steps, k, B], int64, on the device."""
+    rates: Tensor
+    """The learning rate of each step, [steps], on the device."""
+
+    @property
+    def length(self) -> int:
+        return self.config.max_sequence_length
+
+    @property
+    def replicas(self) -> int:
+        return self.places.shape[1]
+
+
+def learning_rates(config: InnerConfig, first: int, count: int, total: int, device: torch.device) -> Tensor:
+    """Of steps `first` to `first + count` of a schedule over `total` steps."""
+    schedule = learning_rate_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.lr), config, total)
+    [factor] = schedule.lr_lambdas
+    return torch.tensor([config.lr * factor(first + step) for step in range(count)], device=device)
+
+
+class Replicas(ABC):
+    """`models[i]` and `inners[i]` are what DiLoCo is built with for worker i."""
+
+    models: list[nn.Module]
+    inners: list[torch.optim.Optimizer]
+    how: str
+    losses: Tensor
+    """Training losses, [steps, k]."""
+
+    @abstractmethod
+    def take_step(self, active: Sequence[bool] | None = None) -> None:
+        """The next inner step of all replicas, or of the active ones; the others stay as they are."""
+
+    @abstractmethod
+    def saved(self) -> Beginning:
+        """Replica 0 with its inner optimizer's state, copied."""
+
+
+class Sequential(Replicas):
+    """The product's own modules and inner optimizers, one replica after another."""
+
+    def __init__(self, task: Task, beginning: Beginning) -> None:
+        self.task, self.how, self._step, self._before = task, "sequential", 0, beginning.steps
+        device = task.places.device
+        self._precision = Precision("auto", device, ALONE)
+        self.losses = torch.zeros(task.places.shape[:2], device=device)
+        self.models, self.inners = [], []
+        for _ in range(task.replicas):
+            with torch.device(device):
+                model = NativeModel(task.config)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(beginning.parameters[name])
+            inner = inner_optimizer(model, task.inner)
+            self._load(model, inner, beginning)
+            self.models.append(model)
+            self.inners.append(inner)
+
+    def _load(self, model: nn.Module, inner: torch.optim.Optimizer, beginning: Beginning) -> None:
+        for name, parameter in model.named_parameters():
+            state = {kind: by_name[name] for kind, by_name in beginning.state.items() if name in by_name}
+            if state:
+                inner.state[parameter] = {kind: one.to(parameter.device, copy=True) for kind, one in state.items()}
+                if "exp_avg" in state:
+                    inner.state[parameter]["step"] = torch.tensor(float(beginning.steps), device=parameter.device)
+
+    def take_step(self, active: Sequence[bool] | None = None) -> None:
+        step, rate = self._step, float(self.task.rates[self._step])
+        for worker, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
+            if active is not None and not active[worker]:
+                continue
+            tokens = self.task.text.batch(self.task.places[step, worker], self.task.length)
+            inner.zero_grad()
+            with self._precision.autocast():
+                loss: Tensor = model.loss(tokens[:, :-1], tokens[:, 1:])  # type: ignore[operator]
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.task.inner.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.task.inner.clip_norm)
+            for group in inner.param_groups:
+                group["lr"] = rate
+            inner.step()
+            self.losses[step, worker] = loss.detach()
+        self._step += 1
+
+    def saved(self) -> Beginning:
+        model, inner = self.models[0], self.inners[0]
+        parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            for kind, tensor in inner.state.get(parameter, {}).items():
+                if kind != "step":
+                    state.setdefault(kind, {})[name] = tensor.clone()
+        return Beginning(parameters, state, self._before + self._step)
+
+
+def fresh(config: ModelConfig, seed: int, device: torch.device) -> Beginning:
+    """Random weights."""
+    generator = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = NativeModel(config)
+    torch.set_rng_state(generator)
+    return Beginning({name: one.detach().to(device) for name, one in model.named_parameters()})

@@ -1,0 +1,233 @@
+"""One arm with one seed: k workers on one device, with the very core, schedule, codecs and outer optimizers of a swarm.
+
+The workers are taken in turn in one process over the local engine: an inner step of all (replicas.py), then `post` for
+all, then `merge` for all. The curve is that of the outer parameters. An arm is short: it is not saved on the way, and
+one that was interrupted starts again from the shared beginning, which is kept (pretraining.py).
+"""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
+from diloco.data.corpus import Corpus
+from diloco.engines.worker_ranks import ALONE
+from diloco.lab.arm import Arm, ArmResult, Progress
+from diloco.lab.batches import Text
+from diloco.lab.clock import Clock, round_bytes
+from diloco.lab.pretraining import beginning
+from diloco.lab.replicas import Beginning, Replicas, Sequential, Task, learning_rates
+from diloco.lab.workers import Workers
+from diloco.models.native.model import NativeModel
+from diloco.training.precision import Precision
+from diloco.version import __version__
+
+OnProgress = Callable[[Progress], None]
+
+
+def simulate(
+    arm: Arm,
+    seed: int,
+    corpus: Corpus,
+    device: torch.device | str,
+    *,
+    folder: Path | None = None,
+    on_progress: OnProgress | None = None,
+    how: str = "auto",
+) -> ArmResult:
+    """Train the arm and measure it. `folder`: the lab folder, which keeps shared beginnings for the next process."""
+    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how)
+    with _quiet(arm), _fast_matrices(run.device):
+        run.begin(folder)
+        run.train()
+        return run.result()
+
+
+class _Run:
+    def __init__(
+        self, arm: Arm, seed: int, corpus: Corpus, device: torch.device, on_progress: OnProgress | None, how: str
+    ) -> None:
+        self.arm, self.seed, self.corpus, self.device, self.how = arm, seed, corpus, device, how
+        self.config = arm.model_config(corpus.vocab_size)
+        self.text = Text(corpus, device)
+        self.validation = self.text.validation(arm.eval_windows, arm.sequence_length)
+        self.clock = Clock(arm)
+        self.curve: list[tuple[int, float]] = []
+        self.workers: Workers | None = None
+        self.evaluation_seconds = 0.0
+        self._on_progress = on_progress
+        self._precision = Precision("auto", device, ALONE)
+
+    # The beginning
+
+    def begin(self, folder: Path | None) -> None:
+        start = beginning(
+            self.arm, self.config, self.seed, self.text, self.corpus.digest, self._build, folder, self._pretrained
+        )
+        self.started = time.monotonic()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.replicas = self._build(self._task(), start)
+        if self.arm.mode == "diloco":
+            self.workers = Workers(self.arm, self.seed, self.replicas, self.text, self.clock)
+
+    def _build(self, task: Task, start: Beginning) -> Replicas:
+        return Sequential(task, start)
+
+    def _pretrained(self, step: int) -> None:
+        self._tell("pretraining", step, self.arm.pretraining_steps)
+
+    def _task(self) -> Task:
+        """Each worker's windows; data-parallel, those of all workers are one batch."""
+        arm = self.arm
+        steps = arm.steps * arm.updates_multiplier
+        size = arm.batch_size * arm.batch_multiplier
+        drawn = [
+            self.text.windows(self.text.ranges(arm, worker), steps, size, arm.sequence_length, (self.seed, worker))
+            for worker in range(arm.workers)
+        ]
+        places = np.stack(drawn, 1) if arm.mode == "diloco" else np.concatenate(drawn, 1)[:, None]
+        rates = learning_rates(arm.inner_config, arm.pretraining_steps, steps, arm.total_steps, self.device)
+        return Task(self.config, arm.inner_config, self.text, torch.from_numpy(places).to(self.device), rates)
+
+    # Training
+
+    def train(self) -> None:
+        arm = self.arm
+        steps = arm.steps * arm.updates_multiplier
+        due = self._evaluation_steps(steps)
+        self._evaluate(0)
+        for step in range(1, steps + 1):
+            if self.workers is not None:
+                self.workers.take_step()
+            else:
+                self.replicas.take_step()
+                self.clock.take_step([True] * arm.workers, [True] * arm.workers)
+                self.clock.average_gradients(self._gradient_bytes)
+            if step == steps and self.workers is not None:
+                self.workers.finish()
+            if step in due:
+                self._evaluate(step)
+            self._tell("training", step, steps)
+
+    def _evaluation_steps(self, steps: int) -> set[int]:
+        """At rounds, so that the outer parameters are new."""
+        H = self.arm.sync_config.num_inner_steps if self.workers is not None else 1
+        apart = steps / self.arm.eval_points
+        return {min(steps, max(1, round(apart * point / H)) * H) for point in range(1, self.arm.eval_points)} | {steps}
+
+    def _evaluate(self, step: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.monotonic()
+        if self.workers is None:
+            loss = self._loss(self.replicas.models[0])
+        else:
+            source = self.workers.newest()
+            with self.workers.optimizers[source].outer_parameters():
+                loss = self._loss(self.replicas.models[source])
+        self.curve.append((step, loss))
+        self.evaluation_seconds += time.monotonic() - started
+
+    @torch.no_grad()
+    def _loss(self, model: torch.nn.Module) -> float:
+        assert isinstance(model, NativeModel)
+        pieces = torch.split(self.validation, 64)
+        with self._precision.autocast():
+            sums = [model.loss(rows[:, :-1], rows[:, 1:]) * len(rows) for rows in pieces]
+        return float(torch.stack(sums).double().sum()) / len(self.validation)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return max(_gradient_bytes(self.config.num_parameters(), self.arm))
+
+    def _tell(self, phase: str, step: int, steps: int) -> None:
+        if self._on_progress is not None:
+            loss = self.curve[-1][1] if self.curve else None
+            self._on_progress(Progress(self.arm.name, self.seed, phase, step, steps, loss))  # type: ignore[arg-type]
+
+    # The result
+
+    def result(self) -> ArmResult:
+        arm, workers = self.arm, self.workers
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.monotonic() - self.started
+        steps = arm.steps * arm.updates_multiplier
+        size = self.replicas.losses.shape[1]
+        data_parallel = float(np.mean(_gradient_bytes(self.config.num_parameters(), arm)))
+        last = self.replicas.losses[-max(1, steps // 10) :]
+        return ArmResult(
+            arm=arm,
+            seed=self.seed,
+            curve=tuple(self.curve),
+            train_loss=float(last[last > 0].mean()),
+            rounds=workers.rounds if workers is not None else steps,
+            rounds_failed=workers.rounds_failed if workers is not None else 0,
+            bytes_sent_per_worker=workers.bytes_sent / arm.workers if workers is not None else data_parallel * steps,
+            data_parallel_bytes_per_worker=data_parallel * steps,
+            simulated_seconds=self.clock.seconds,
+            utilisation=self.clock.utilisation,
+            statistics=tuple(workers.statistics) if workers is not None else (),
+            tokens=self._tokens(),
+            parameters=self.config.num_parameters(),
+            seconds=seconds,
+            replica_step_seconds=(seconds - self.evaluation_seconds) / (steps * size),
+            memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            how=self.replicas.how,
+            corpus=self.corpus.digest,
+            version=__version__,
+            machine=machine(self.device),
+        )
+
+    def _tokens(self) -> int:
+        arm = self.arm
+        taken = arm.steps * arm.updates_multiplier * arm.workers if self.workers is None else self.workers.steps_taken
+        return taken * arm.batch_size * arm.batch_multiplier * arm.sequence_length
+
+
+def _gradient_bytes(parameters: int, arm: Arm) -> list[int]:
+    """What each worker sends to average gradients once, as fp32 or with the codec that a data-parallel arm names."""
+    name = arm.sync.get("codec", "fp32") if arm.mode == "data_parallel" else "fp32"
+    vector = EncodedVector(codec(name), PartLayout(parameters), torch.device("meta"))
+    return round_bytes(vector, arm.workers)
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """In words that say nothing of its owner."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"device": name, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+@contextmanager
+def _quiet(arm: Arm) -> Iterator[None]:
+    """Rounds that are lost on purpose are no news."""
+    logger = logging.getLogger("diloco.outer")
+    level = logger.level
+    if arm.drop:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _fast_matrices(device: torch.device) -> Iterator[None]:
+    """TF32 where fp32 matrices are left on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,142 @@
+"""The workers of a simulation: k DiLoCo optimizers over the local engine, taken in turn."""
+
+from statistics import fmean, pstdev
+
+from diloco.core.merging import cosines
+from diloco.core.outer_optimizers import outer_optimizer
+from diloco.engines.local import LocalSwarm
+from diloco.lab.arm import Arm, RoundStatistics
+from diloco.lab.batches import Text
+from diloco.lab.clock import Clock, round_bytes
+from diloco.lab.presence import dropped, presence, working
+from diloco.lab.replicas import Replicas
+from diloco.optimizer import DiLoCo
+from diloco.outer.rounds import RoundEvent
+
+
+class Workers:
+    """All workers of one arm; `take_step` is an inner step of each, with the rounds that are due."""
+
+    def __init__(self, arm: Arm, seed: int, replicas: Replicas, text: Text, clock: Clock) -> None:
+        self.arm, self.replicas, self.clock = arm, replicas, clock
+        self._there = presence(arm)
+        self._working = working(arm, self._there)
+        self._all_work = bool(self._working.all())
+        self._step = 0
+        self.statistics: list[RoundStatistics] = []
+        self.bytes_sent = 0
+        """By all workers together."""
+        self._events: list[tuple[int, RoundEvent]] = []
+        sync, outer = arm.sync_config, outer_optimizer(arm.outer_config)
+        lost = dropped(arm, seed, (arm.steps // sync.num_inner_steps + 2) * 64)
+        self.optimizers: list[DiLoCo] = []
+        for engine, model, inner in zip(
+            LocalSwarm(arm.workers, fail_at=lost).engines(), replicas.models, replicas.inners, strict=True
+        ):
+            weight = text.weight(arm, engine.worker)
+            optimizer = DiLoCo(model, inner, engine, sync=sync, outer=outer, weight=weight)
+            optimizer.unfinished.silence()
+            optimizer.on_round = lambda event, worker=engine.worker: self._events.append((worker, event))
+            self.optimizers.append(optimizer)
+
+    @property
+    def rounds(self) -> int:
+        return max(optimizer.rounds for optimizer in self.optimizers)
+
+    @property
+    def rounds_failed(self) -> int:
+        return sum(optimizer.failures for optimizer in self.optimizers)
+
+    @property
+    def steps_taken(self) -> int:
+        """By all workers together."""
+        return sum(optimizer.loop.state.steps_taken for optimizer in self.optimizers)
+
+    def newest(self) -> int:
+        """A worker that has merged the most rounds: its anchor is the run's."""
+        return max(range(self.arm.workers), key=lambda worker: self.optimizers[worker].rounds)
+
+    def take_step(self) -> None:
+        there, at_work = self._there[self._step].tolist(), self._working[self._step].tolist()
+        if not self._all_work:
+            self._bring_in(there)
+        self.replicas.take_step(None if self._all_work else at_work)
+        self.clock.take_step(at_work, there)
+        self._step += 1
+        for optimizer, works in zip(self.optimizers, at_work, strict=True):
+            state = optimizer.loop.state
+            if works:
+                state.inner_steps += 1
+            else:
+                state.jump_to(state.inner_steps + 1)
+        self._post(there)
+        for optimizer in self.optimizers:
+            optimizer.merge()
+        self._tell()
+
+    def _bring_in(self, there: list[bool]) -> None:
+        """A worker that comes, or comes back, begins at the anchor."""
+        before = self._there[self._step - 1].tolist() if self._step else there
+        for optimizer, now, then in zip(self.optimizers, there, before, strict=True):
+            if now and not then:
+                optimizer.loop.state.start_from_anchor()
+
+    def _post(self, there: list[bool]) -> None:
+        first = self.optimizers[0].loop
+        for optimizer in self.optimizers:
+            optimizer.post()
+        for posted in first.in_flight:
+            if posted.at_step == first.inner_steps:
+                self._count(posted.key.sequence, posted.key.fragment, there)
+
+    def _count(self, sequence: int, fragment: int, there: list[bool]) -> None:
+        """The bytes of a round, among the workers that are there."""
+        [lane] = self.optimizers[0].loop.replica.lanes
+        each = round_bytes(lane.sending[fragment].vector, sum(there))
+        self.bytes_sent += sum(each)
+        self.clock.post(sequence, max(each), there)
+
+    def finish(self) -> None:
+        """What is left of the work goes into the anchors; every worker's last turn, in turn."""
+        for optimizer in self.optimizers:
+            optimizer.loop.merge_pending()
+        loop, there = self.optimizers[0].loop, self._there[-1].tolist()
+        for fragment in loop.schedule.rotation(loop.inner_steps):
+            states = [optimizer.loop.state for optimizer in self.optimizers]
+            if all(state.steps_taken == state.merged_at[fragment] for state in states):
+                continue  # no worker has taken a step since
+            for optimizer in self.optimizers:
+                optimizer.loop.post_fragment(fragment)
+            self._count(loop.in_flight[-1].key.sequence, fragment, there)
+            for optimizer in self.optimizers:
+                optimizer.loop.merge_pending()
+        self._tell()
+
+    def _tell(self) -> None:
+        """The rounds that ended in this step, one line each."""
+        rounds: dict[int, list[tuple[int, RoundEvent]]] = {}
+        for worker, event in self._events:
+            rounds.setdefault(event.key.sequence, []).append((worker, event))
+        self._events.clear()
+        for sequence, events in rounds.items():
+            for worker, event in events:
+                if event.failure is None:
+                    self.clock.merge(sequence, worker)
+            self.statistics.append(_statistics([event for _, event in events]))
+
+
+def _statistics(events: list[RoundEvent]) -> RoundStatistics:
+    first = next((event for event in events if event.result is not None), events[0])
+    result = first.result
+    found = [cosine for _, _, cosine in cosines(result.contributors, result.products)] if result is not None else []
+    errors = [event.codec_error for event in events if event.codec_error is not None]
+    return RoundStatistics(
+        step=first.inner_step,
+        fragment=first.key.fragment,
+        contributors=len(result.contributors) if result is not None else 0,
+        cosine=fmean(found) if found else None,
+        cosine_spread=pstdev(found) if found else None,
+        norm=fmean(event.norm for event in events),
+        mean_norm=first.mean_norm,
+        codec_error=errors[0] if errors else None,
+    )
