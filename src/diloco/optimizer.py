@@ -26,11 +26,11 @@ from diloco.outer.arguments import check_model_inner_engine, chosen_outer, sync_
 from diloco.outer.elastic import ElasticMembership
 from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
+from diloco.outer.methods.warm_start import WarmStart
 from diloco.outer.model_tensors import model_tensors
 from diloco.outer.rounds import RoundEvent, mean_cosine
 from diloco.outer.tensor_pieces import as_tensors, copy_into
 from diloco.outer.unfinished import UnfinishedSteps
-from diloco.outer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 

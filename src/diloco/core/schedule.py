@@ -4,7 +4,7 @@ Inner steps are counted from 1. After inner step t, fragment p is posted if (t â
 posted is merged `overlap_steps` inner steps later (Ï„ of the paper; 0 merges within the same step). So with one
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
-With a warm start of W steps (outer/warm_start.py) t counts from the end of it.
+With a warm start of W steps (outer/methods/warm_start.py) t counts from the end of it.
 
 A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
 engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState
 from diloco.errors import Excluded, RoundFailed
-from diloco.outer.eager_starts import moving_starts
+from diloco.outer.methods.eager_starts import moving_starts
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.rounds import Posted

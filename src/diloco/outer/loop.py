@@ -32,8 +32,8 @@ from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.eager_starts import take_back
 from diloco.outer.evaluation import Evaluation
+from diloco.outer.methods.eager_starts import take_back
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica

@@ -17,7 +17,7 @@ from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError
-from diloco.outer.eager_starts import eagers, moving_starts
+from diloco.outer.methods.eager_starts import eagers, moving_starts
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.tensor_pieces import Numbers, TensorPieces

@@ -178,7 +178,7 @@ class MemoryTransport(Transport):
         except (Unreachable, AssertionError):
             raise
         except Exception as error:  # noqa: BLE001 - what a handler raises is told to the caller
-            raise CallRefused(str(error)) from None
+            raise CallRefused.read(str(error)) from None
         await self._reach(peer, seconds)
         return answer
 
@@ -296,7 +296,7 @@ def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
     vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
     header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))
     entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"note")) for worker in workers)
-    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, {}, tuple(workers), 1000.0)
+    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, (), tuple(workers), 1000.0)
 
 
 class MemorySwarm:

@@ -14,7 +14,7 @@ def told(story: Story, **settings: Any) -> Any:
     async def run() -> Any:
         swarm = MemorySwarm(**{"lost_seconds": 0.5, "beat_seconds": 0.1, "patience": 50.0, **settings})
         try:
-            async with asyncio.timeout(600):
+            async with asyncio.timeout(6000):
                 return await story(swarm)
         finally:
             await swarm.close()
@@ -40,3 +40,18 @@ def stop(swarm: MemorySwarm, worker: MemoryWorker) -> None:
     swarm.network.kill(worker.name)
     for task in worker.node._tasks:
         task.cancel()
+
+
+async def sleep(swarm: MemorySwarm, worker: MemoryWorker, seconds: float) -> None:
+    """The worker's machine is suspended: it says and hears nothing, and its own clock stands still."""
+    node = worker.node
+    swarm.network.cut.add(worker.name)
+    for task in node._tasks:
+        task.cancel()
+    await asyncio.sleep(seconds)
+    for peer in node.members.peers.values():
+        peer.heard_at += seconds
+        peer.asked_at += seconds
+    swarm.network.cut.discard(worker.name)
+    node._start_task(node.heartbeats.run())
+    node._start_task(node._check_regularly())

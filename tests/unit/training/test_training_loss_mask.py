@@ -20,7 +20,7 @@ from diloco.engines.rounds import Contribution
 from diloco.engines.worker_ranks import ALONE
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
-from diloco.outer.gradient_mean import GradientMean
+from diloco.outer.methods.gradient_mean import GradientMean
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.evaluation import evaluate
 from diloco.training.micro_batches import MicroBatch, micro_batches

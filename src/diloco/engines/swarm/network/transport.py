@@ -5,6 +5,7 @@ may say what is decided in trust/permissions.py; the messages are in node/messag
 p2pd/transport.py (Hivemind's p2pd); tests have a transport in memory.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
@@ -21,7 +22,24 @@ class Unreachable(Exception):
 
 
 class CallRefused(Exception):
-    """The peer answered with a refusal; the text is its reason."""
+    """The peer answered with a refusal: a code, which programs decide by, and a sentence for people.
+
+    It travels as the text `code: sentence`; without a code ("") something went wrong at the peer. Whatever a program
+    does not know the code of, it tries again later: only node/refusals.py names codes that end something.
+    """
+
+    def __init__(self, sentence: str, code: str = "") -> None:
+        super().__init__(f"{code}: {sentence}" if code else sentence)
+        self.code = code
+
+    @classmethod
+    def read(cls, text: str) -> "CallRefused":
+        """From the text that has arrived."""
+        found = _CODE.match(text)
+        return cls(text) if found is None else cls(text[found.end() :], found[1])
+
+
+_CODE = re.compile(r"([a-z]{1,20}): ")
 
 
 class Stream(ABC):

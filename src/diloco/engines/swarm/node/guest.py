@@ -29,6 +29,7 @@ from diloco.engines.swarm.node.messages import (
     Time,
     expect,
 )
+from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.status import RunStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.invitation import Invitation
@@ -139,8 +140,10 @@ class Guest:
         problems = await asyncio.gather(*(self._greet(peer, addresses) for peer, addresses in at.items()))
         if not self._hosts:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
-            if refused is not None:
+            if refused is not None and refused.code in NOT_ADMITTED:
                 raise Excluded(f"the swarm does not admit this machine: {refused}")
+            if refused is not None:
+                raise RendezvousError(f"the swarm does not admit this machine now: {refused}; try again")
             where = ", ".join(self._invitation.addresses)
             raise RendezvousError(
                 f"no worker of this run answers at {where}: the run has ended (its members' run folders say how), or "

@@ -14,6 +14,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import MAX_ADDRESSES, Members, Peer
 from diloco.engines.swarm.node.messages import Beat, Goodbye, Hello, expect
+from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.version import __version__
@@ -116,7 +117,13 @@ class Heartbeats:
                 await self.transport.connect(peer.name, list(peer.addresses), self.settings.lost_seconds)
                 await self.say_hello(peer.name)
                 return
-            data = await self._call(peer.name, self._beat_for(peer), self.settings.lost_seconds)
+            try:
+                data = await self._call(peer.name, self._beat_for(peer), self.settings.lost_seconds)
+            except CallRefused as refused:
+                if refused.code in OUT_OF_THE_RUN:
+                    raise
+                await self.say_hello(peer.name)  # it has restarted, or this worker slept until it was forgotten
+                return
             peer.latency_seconds = clock.now() - peer.asked_at
             news = self.answer_beat(peer.name, expect(data, Beat))
             if news.roster or news.revocations:
@@ -127,7 +134,7 @@ class Heartbeats:
             self._asking.discard(peer.name)
 
     async def _no_answer(self, peer: Peer, problem: Exception) -> None:
-        if isinstance(problem, CallRefused):
+        if isinstance(problem, CallRefused) and problem.code in OUT_OF_THE_RUN:
             self.members.record_rejected(peer, str(problem))
         elif not peer.live:
             peer.lost_at = peer.lost_at or clock.now()

@@ -15,6 +15,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.messages import AskNumber, Number, expect
+from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.wire import Malformed, encode
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.settings import Settings
@@ -95,7 +96,8 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
             await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in others))
             return True
         for problem in problems:
-            if isinstance(problem, CallRefused | PeerRefused) and not str(problem).startswith("busy"):
+            code = problem.code if isinstance(problem, CallRefused) else getattr(problem, "kind", "")
+            if code in NOT_ADMITTED:
                 raise Excluded(f"the swarm does not admit this worker: {problem}")
         if clock.now() > end or (founder and not known):
             return False

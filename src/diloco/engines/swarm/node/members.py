@@ -212,7 +212,7 @@ class Members:
         """A joiner's worker number; only the leader gives them."""
         leader = self.leader()
         if leader != self.me:
-            raise CallRefused(f"not the leader; {leader} is")
+            raise CallRefused(f"{leader} leads, not this worker", "leader")
         taken = {self.status.number, *self.numbers.values()}
         if name not in self.numbers:
             self.numbers[name] = wished if wished >= 0 and wished not in taken else max(taken) + 1
@@ -252,16 +252,13 @@ class Members:
             self.changed()
 
     def record_rejected(self, peer: Peer, reason: str) -> None:
-        """The peer answers, and refuses this node: it has restarted and needs a new Hello, or it has banned this node.
+        """The peer has banned this node, or knows that it was revoked.
 
         One peer alone cannot exclude a node. If more reject it than are live, it is excluded.
         """
-        unwelcome = reason.startswith(("banned", "revoked"))
-        peer.rejects = unwelcome
-        peer.lost_at = clock.now() if unwelcome else peer.lost_at
-        peer.live, peer.asked_at = False, peer.asked_at if unwelcome or not peer.live else 0.0
+        peer.rejects, peer.live, peer.lost_at = True, False, clock.now()
         rejecting = sum(other.rejects for other in self.peers.values())
-        if unwelcome and rejecting > sum(other.live for other in self.peers.values()):
+        if rejecting > sum(other.live for other in self.peers.values()):
             self.exclude_self(reason)
         self.changed()
 

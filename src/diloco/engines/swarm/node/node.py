@@ -37,7 +37,7 @@ from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.joining import join, save
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.own_checks import OwnChecks
-from diloco.engines.swarm.node.plan import Entry, Plan
+from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.participant import Participant
@@ -210,14 +210,10 @@ class Node:
     def _on_round_end(self, plan: Plan) -> None:
         """Every member counts offences from the same plans, and so bans the same peers."""
         self.leader.record_end_elsewhere(plan.key.sequence)
-        names = {self.members.number_of(name): name for name in self.members.peers}
-        honest = {entry.number for entry in plan.entries if _may_be_honest(entry, plan.decision.refused)}
-        for number, reason in plan.decision.refused.items():
-            name = names.get(number)
-            if name is None or number in honest or not plan.contributors:  # all refused at once is no offence
-                continue
-            if self.permissions.record_offence(name, reason):
-                self._emit("member_banned", {"peer": name, "number": number, "reason": reason})
+        for offence in plan.offences():
+            name = offence.peer
+            if name in self.members.peers and self.permissions.record_offence(name, offence.reason):
+                self._emit("member_banned", {"peer": name, "number": offence.number, "reason": offence.reason})
                 self.members.expel()
                 save(self.members)
         for entry in plan.contributors:
@@ -232,7 +228,7 @@ class Node:
         except PeerRefused as reason:
             refusal = reason
         if refusal is not None and (refusal.kind != "unknown" or len(data) > _MAX_HELLO_BYTES):
-            raise CallRefused(str(refusal))
+            raise CallRefused.read(str(refusal))
         try:
             version = messages.hello_version(data)
             if version is None and refusal is not None:
@@ -240,18 +236,19 @@ class Node:
             if version is not None and version.protocol != PROTOCOL:
                 raise CallRefused(
                     f"this swarm speaks protocol {PROTOCOL} (diloco {__version__}), you speak {version.protocol} "
-                    f"(diloco {version.version[:32]}): install the same version"
+                    f"(diloco {version.version[:32]}): install the same version",
+                    "version",
                 )
             request = messages.decode(data)
             if isinstance(request, messages.Hello):
                 return encode(self.heartbeats.answer_hello(peer, request))
             return encode(await self._answer(peer, request))
         except PeerRefused as reason:
-            raise CallRefused(str(reason)) from None
+            raise CallRefused.read(str(reason)) from None
         except Malformed as problem:
             if self.permissions.record_offence(peer, f"malformed: {problem}"):
                 self.members.expel()
-            raise CallRefused(f"malformed: {problem}") from None
+            raise CallRefused(str(problem), "malformed") from None
 
     async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
         """To a peer with a credential; only members take part in rounds."""
@@ -265,7 +262,7 @@ class Node:
             case messages.Measure():
                 return messages.Measured(bytes(request.size))
         if peer != self.transport.peer and peer not in self.members.peers:
-            raise CallRefused("say hello first")
+            raise CallRefused("say hello first", "hello")
         match request:
             case messages.Beat():
                 return self.heartbeats.answer_beat(peer, request)
@@ -310,9 +307,3 @@ class Node:
                 await self.states.serve(stream)
         except (PeerRefused, Malformed, Unreachable) as problem:
             logger.info("a stream of %s ended: %s", stream.peer, problem)
-
-
-def _may_be_honest(entry: Entry, refused: Mapping[int, str]) -> bool:
-    """Another anchor is no offence, nor is the large norm of a worker that missed rounds: it carries more work."""
-    reason, claim = refused.get(entry.number, ""), entry.parsed.claim
-    return "is not the others'" in reason or (reason.startswith("norm ") and claim.weight > claim.round_weight)

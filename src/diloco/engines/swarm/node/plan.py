@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
+from diloco.core.merging import admit, diverged
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
@@ -20,6 +21,8 @@ from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
 MAX_WORKERS = 1024
+_FEWEST_FOR_NORMS = 4
+"""Contributions in a round whose norms tell which one is out of bounds."""
 
 
 _MOST = 1 << 53
@@ -67,14 +70,22 @@ def parse_header(number: int, data: bytes) -> Header:
         raise Malformed(str(error)) from error
 
 
+class Offence(Struct, frozen=True, forbid_unknown_fields=True):
+    """A contribution that no honest worker sends, and why it is refused."""
+
+    peer: PeerName
+    number: Annotated[int, Meta(ge=0, le=1 << 20)]
+    reason: Annotated[str, Meta(max_length=200)]
+
+
 class Plan(PeerMessage, frozen=True, dict=True):
     key: RoundKey
     authority: Authority
     leader: PeerName
     entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_WORKERS)]
     """In worker order: the order in which contributions are added up."""
-    excluded: dict[int, Annotated[str, Meta(max_length=200)]]
-    """Worker number -> how its parts differ from its header, as a reducer has found."""
+    excluded: Annotated[tuple[Offence, ...], Meta(max_length=MAX_WORKERS)]
+    """Workers whose parts differ from their header, as a reducer has found."""
     roster: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)]
     max_norm_ratio: float | None
 
@@ -87,16 +98,34 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     @cached_property
     def decision(self) -> Decision:
-        entries = [entry for entry in self.entries if entry.number not in self.excluded]
+        entries, excluded = self.entries, {offence.number: offence.reason for offence in self.excluded}
         decided = decide([e.number for e in entries], [e.parsed.claim for e in entries], self.max_norm_ratio)
-        return Decision(
-            decided.contributors, decided.weights, {**decided.refused, **self.excluded}, resync=decided.resync
-        )
+        return Decision(decided.contributors, decided.weights, {**decided.refused, **excluded}, resync=decided.resync)
 
     @cached_property
     def contributors(self) -> tuple[Entry, ...]:
         chosen = set(self.decision.contributors)
         return tuple(entry for entry in self.entries if entry.number in chosen)
+
+    def offences(self) -> list[Offence]:
+        """The contributions that no honest worker sends.
+
+        No offence: another anchor; the large norm of a worker that missed rounds, since it carries more work; a large
+        norm among fewer than four, where the others' may as well be too small; and if all are refused at once.
+        """
+        if not self.contributors:
+            return []
+        elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
+        found = list(self.excluded)
+        for entry in self.entries:
+            reason, claim = self.decision.refused.get(entry.number), entry.parsed.claim
+            if reason is None or entry.number in elsewhere:
+                continue
+            by_norms_alone = admit([claim], None) == [None]
+            told = len(self.entries) >= _FEWEST_FOR_NORMS and claim.weight <= claim.round_weight
+            if told or not by_norms_alone:
+                found.append(Offence(entry.peer, entry.number, reason))
+        return found
 
     def entry(self, peer: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.peer == peer), None)

@@ -38,6 +38,10 @@ class _Base:
     sequence: int
 
 
+class _NoLongerKept(Exception):
+    """The means that the trainer lacks are too old: it needs a snapshot."""
+
+
 class StateTransfer:
     def __init__(self, outcomes: Outcomes, trainer: Trainer) -> None:
         self.outcomes, self.recent, self._trainer = outcomes, outcomes.recent, trainer
@@ -110,9 +114,9 @@ class StateTransfer:
                 return None
             means, sequence = await self._fetch_means(base.sequence, source)
             return FetchedState(base.snapshot, means, sequence, self._position())
-        except (Unreachable, CallRefused, Malformed) as problem:
+        except (Unreachable, CallRefused, Malformed, _NoLongerKept) as problem:
             logger.info("no state from %s: %s", source.name, problem)
-            if isinstance(problem, CallRefused):
+            if isinstance(problem, _NoLongerKept):
                 self.recent.next_to_merge = None
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(source.name, problem)
@@ -150,7 +154,7 @@ class StateTransfer:
             plan = await self.outcomes.ask(source.name, sequence)
             if plan is None:
                 if sequence <= source.status.ended_round:
-                    raise CallRefused(f"round {sequence} is no longer kept")
+                    raise _NoLongerKept(f"round {sequence} is no longer kept")
                 return tuple(means), sequence
             mean = await self.outcomes.fetch_mean(sequence, source.name) if plan.has_mean else b""
             if plan.has_mean:

@@ -10,7 +10,7 @@ import msgspec
 
 from diloco.engines.swarm.network.transport import Stream
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when peers of two versions would misunderstand each other."""
 
 _LENGTH = struct.Struct("<I")

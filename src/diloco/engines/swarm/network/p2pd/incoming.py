@@ -33,7 +33,7 @@ class IncomingRequests:
         if len(request) > MAX_CALL_BYTES:
             raise CallRefused(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
         if not self._calls.acquire(peer):
-            raise CallRefused("too many calls at a time")
+            raise CallRefused("too many calls at a time", "busy")
         try:
             reply = await self.on_call(peer, request)
         finally:

@@ -292,7 +292,7 @@ class P2pdTransport(Transport):
             yield
             self._gone.drop(peer)
         except HandlerError as error:
-            raise CallRefused(str(error)) from None
+            raise CallRefused.read(str(error)) from None
         except DaemonError as error:
             unreachable = to_unreachable(peer, error, gone_before=peer in self._gone)
             if unreachable.gone:

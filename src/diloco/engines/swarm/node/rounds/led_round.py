@@ -20,7 +20,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Inquire, LedBy, Posted, Superseded, Trouble
-from diloco.engines.swarm.node.plan import Authority, Entry, Plan, parse_header
+from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -81,7 +81,9 @@ class LedRound:
         """Refuse a worker that trains another model or fragment, and tell it so."""
         key = entry.parsed.key
         if key != self.key:
-            raise CallRefused(f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}")
+            raise CallRefused(
+                f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}", "model"
+            )
         layouts = Counter(known.parsed.layout_digest for known in self.ready.values())
         own = self._participant.rounds.get(self.key.sequence)
         mine = own and parse_header(0, own.posted.header).layout_digest
@@ -90,7 +92,8 @@ class LedRound:
             raise CallRefused(
                 f"worker {entry.number} trains something else than the others (layout {entry.parsed.layout_digest} "
                 f"against {reference}): model, data, codec, schedule and outer optimizer must be the same everywhere; "
-                "compare the workers' config.toml and versions"
+                "compare the workers' config.toml and versions",
+                "model",
             )
 
     async def run(self) -> None:
@@ -212,7 +215,7 @@ class LedRound:
 
     async def _conclude(self) -> None:
         """Make plans until one succeeds, and commit it."""
-        excluded: dict[int, str] = {}
+        excluded: list[Offence] = []
         dropped: set[str] = set()
         while True:
             await self._wait_until_it_may_go_on()
@@ -223,7 +226,7 @@ class LedRound:
             entries = tuple(sorted(here, key=lambda entry: entry.number))
             roster = tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)}))
             self.plan = Plan(
-                self.key, self.authority, self._members.me, entries, dict(excluded), roster, self._max_norm_ratio
+                self.key, self.authority, self._members.me, entries, tuple(excluded), roster, self._max_norm_ratio
             )
             problem = await self._attempt(self.plan)
             if problem is None:
@@ -234,7 +237,7 @@ class LedRound:
                 if not problem.lost:
                     dropped.add(peer)
                 if problem.lie:
-                    excluded[self.ready[peer].number] = reason[:200]
+                    excluded.append(Offence(peer, self.ready[peer].number, reason[:200]))
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())

@@ -30,6 +30,7 @@ from diloco.engines.swarm.node.messages import (
     Waiting,
 )
 from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.refusals import NO_ROUND
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
@@ -90,8 +91,9 @@ class Participant:
         except Unreachable as problem:
             self.heartbeats.suspect(leader, problem)
         except CallRefused as reason:
-            if not str(reason).startswith(("unknown", "busy")):  # else the leader does not know this worker yet
+            if reason.code in NO_ROUND:
                 round_.fail(str(reason), fatal=True)
+            logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
             self.heartbeats.beat_soon(leader)
         except Malformed as problem:
             logger.info("round %d: %s", round_.sequence, problem)

@@ -19,9 +19,9 @@ from torch import Tensor
 from diloco.codecs.registry import codec
 from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
-from diloco.outer.eager_starts import eagers
-from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
+from diloco.outer.methods.eager_starts import eagers
+from diloco.outer.methods.gradient_mean import GradientMean
 from diloco.outer.replica import Replica
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,15 @@
+"""The codes of refusals that end something. A refusal with any other code, also an unknown one, is tried again later.
+
+unknown, hello      say hello (again): the asked peer has restarted, or has forgotten a worker that was away for long
+busy, leader        not now; or another member decides it
+forged, expired     the credential is no good
+banned, revoked     this peer is out of the run
+version, model      another version of diloco; another model, data, codec or schedule
+malformed           the asked peer cannot read the message
+"""
+
+NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "version"})
+"""A peer that says hello is not let in, however often it asks."""
+OUT_OF_THE_RUN = frozenset({"banned", "revoked"})
+NO_ROUND = OUT_OF_THE_RUN | {"model"}
+"""No later round of this worker can succeed either."""

@@ -1,0 +1,54 @@
+"""What a figure shows: panels of series. Plain data, without matplotlib; `figures.py` draws it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Values = Sequence[float | None]
+"""Numbers; None, nan and inf are gaps."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, one set of points, or one set of bars. A label has the same colour in every panel of a figure."""
+
+    label: str
+    x: Values | Sequence[str]
+    """Names in a panel of bars; in a panel of spans, where each begins."""
+    y: Values
+    """In a panel of spans the row of each: a position in the panel's `rows`."""
+    low: Values | None = None
+    high: Values | None = None
+    """With `low`: a band around a line, error bars on points and bars."""
+    until: Values | None = None
+    """In a panel of spans, where each ends."""
+    color: str | None = None
+    """Instead of the next one of the palette: any colour that matplotlib knows."""
+    line: Literal["solid", "dashed", "dotted", "none"] = "solid"
+    marker: Literal["", "o", "s", "^", "x", "D"] = ""
+    faint: bool = False
+    """Behind the others and out of the legend: the raw values behind a smoothed line, say."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    x_log: bool = False
+    y_log: bool = False
+    kind: Literal["line", "bar", "scatter", "spans"] = "line"
+    rows: Sequence[str] = field(default=())
+    """The names of the rows of spans, from the top."""
+
+
+def printable(text: str, longest: int = 120) -> str:
+    """On one line, without control characters; a long text keeps its beginning and its end."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    if len(text) > longest:
+        half = (longest - 1) // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    return text

@@ -1,0 +1,91 @@
+"""Honest faults: sleep, refusals. None of them ends a worker, splits the swarm or changes a mean."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diloco.engines.swarm.network.transport import CallRefused
+from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.trainer import RoundOutcome
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, rounds, sleep, told
+
+
+async def missed(worker: MemoryWorker) -> None:
+    """As a trainer does with a round that the others have ended: it fails, and the state is fetched."""
+    outcome, _ = await worker.post(values(worker.node.number, worker.trainer.sequence))
+    assert outcome.resync and not outcome.fatal, outcome
+    await worker.catch_up()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_laptop_that_slept_for_ten_minutes_says_hello_catches_up_and_goes_on(number: int) -> None:
+    """The leader, or another worker."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], tuple[int, ...]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        sleeper, others = workers[number], [worker for worker in workers if worker.node.number != number]
+        asleep = asyncio.create_task(sleep(swarm, sleeper, 640.0))
+        await asyncio.sleep(60.0)
+        await rounds(others, 2)
+        await asleep
+        await missed(sleeper)
+        await asyncio.sleep(1.0)
+        await rounds(workers, 1)
+        return [worker.trainer.means for worker in workers], sleeper.node.members.roster()
+
+    means, roster = told(story)
+    assert roster == (0, 1, 2)
+    assert len(means[0]) == 4 and means[0] == means[1] == means[2]
+
+
+@pytest.mark.parametrize("code", ["", "hello", "unknown", "busy", "of-a-later-version"])
+def test_a_refusal_that_is_not_final_is_tried_again(code: str) -> None:
+    """Also one that this version does not know, and one that says `banned` in its sentence alone."""
+
+    async def story(swarm: MemorySwarm) -> RoundOutcome:
+        workers = await founded(swarm, 2)
+        leader, times = workers[0].node.leader, 0
+        answer = leader.answer_ready
+
+        def refuse_twice(sender: str, ready: messages.Ready) -> Any:
+            nonlocal times
+            times += sender == workers[1].name
+            if sender == workers[1].name and times <= 2:
+                raise CallRefused("you are banned: for the moment", code)
+            return answer(sender, ready)
+
+        leader.answer_ready = refuse_twice  # type: ignore[method-assign]
+        posts = (worker.post(values(worker.node.number)) for worker in workers)
+        return [ended for ended, _ in await asyncio.gather(*posts)][1]
+
+    ended = told(story)
+    assert (ended.failure, ended.fatal, ended.contributors) == (None, False, (0, 1))
+
+
+def test_a_joiner_that_is_refused_for_an_unknown_reason_tries_again() -> None:
+    async def story(swarm: MemorySwarm) -> int:
+        workers = await founded(swarm, 2)
+        for worker in workers:
+            answer, refused = worker.node.transport.on_call, 0
+
+            async def refuse_twice(peer: str, data: bytes, answer: Any = answer) -> bytes:
+                nonlocal refused
+                refused += messages.hello_version(data) is not None
+                if refused <= 2:
+                    raise CallRefused("the cat sits on the keyboard", "cat")
+                return await answer(peer, data)
+
+            worker.node.transport.on_call = refuse_twice
+        return (await swarm.start()).node.number
+
+    assert told(story) == 2
+
+
+@pytest.mark.parametrize("text", ["banned: out", "model: another one", "say hello first", "Round 3: no", "a-b: c"])
+def test_a_refusal_arrives_as_it_was_sent(text: str) -> None:
+    arrived = CallRefused.read(text)
+    assert str(arrived) == text and CallRefused.read(str(arrived)).code == arrived.code
+    assert arrived.code == {"banned: out": "banned", "model: another one": "model"}.get(text, "")
