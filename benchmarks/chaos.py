@@ -3,14 +3,16 @@
     python benchmarks/chaos.py --rounds 60 --seed 0
 
 Workers are real ones, each a trainer, a sidecar and a p2pd on this machine. One is three times slower than the others,
-one sends NaN, one sends 1e30 and claims a small norm, one was not invited; the first worker dies for good; others die,
-freeze (some thaw later), come back, and new ones join, at moments that the seed decides. What must be true of it is in
-chaos_story.py. The final loss is held against that of a calm run of as many rounds with the usual number of workers.
+one sends NaN, one sends 1e30 and claims a small norm, one was not invited, one has the identity of a live one; the
+first worker dies for good; others die, freeze (some thaw later), come back, and new ones join, at moments that the seed
+decides. What must be true of it is in chaos_story.py. The final loss is held against that of a calm run of as many
+rounds with the usual number of workers.
 """
 
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -56,8 +58,19 @@ class Plan:
     def deeds(self) -> dict[int, list[str]]:
         """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
         chance = random.Random(self.seed)
-        certain = ["nan", "huge", "join", "stranger", "kill the first", "freeze and thaw", "kill", "return", "sidecar"]
-        more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "liar returns"]
+        certain = [
+            "nan",
+            "huge",
+            "join",
+            "stranger",
+            "copy",
+            "kill the first",
+            "freeze and thaw",
+            "kill",
+            "return",
+            "sidecar",
+        ]
+        more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "liar returns"]
         quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
         slots = list(range(0, self.rounds - quiet, self.every))
         kinds = certain + chance.choices(more, k=max(0, len(slots) - len(certain)))
@@ -104,7 +117,7 @@ class Chaos:
         liars = [life.name for life in self.lives if life.machine in ("nan", "huge")]
         return Lives(
             frozenset(name for name in liars if name.endswith(".0")),
-            frozenset(life.name for life in self.lives if life.machine == "stranger")
+            frozenset(life.name for life in self.lives if life.machine == "stranger" or life.machine.startswith("copy"))
             | frozenset(name for name in liars if not name.endswith(".0")),
             frozenset(life.name for life in self.lives if life.honest and not life.doomed and life.name in begun),
         )
@@ -137,6 +150,15 @@ class Chaos:
         self.lives.append(Life(task.life, "stranger", worker, honest=False))
         return task.life
 
+    def copy(self, original: Life) -> str:
+        """A second process with the identity of a live worker, as from a copied run folder."""
+        machine = f"copy-{len(self.lives)}"
+        shutil.copytree(self.workers.folder / original.machine / "swarm", self.workers.folder / machine / "swarm")
+        life = self.start(machine)
+        life.honest = False
+        life.worker.say("go")
+        return f"{life.name} has the identity of {original.name}"
+
     def begin(self) -> None:
         """The first workers; the first of all founds the run, the second is the slow one."""
         self.start("founder").worker.hear(_START_SECONDS)
@@ -162,7 +184,7 @@ class Chaos:
     def do(self, kind: str, ended: int) -> None:
         at_peace = self.at_peace()
         victims = [life for life in at_peace if life.machine != "founder"] if len(at_peace) > _FEWEST else []
-        running = {life.machine for life in self.lives if life.worker.alive}  # one identity never twice at once
+        running = {life.machine for life in self.lives if life.worker.alive}
         doomed = [life.machine for life in self.lives if life.honest and life.doomed]
         gone = [machine for machine in dict.fromkeys(doomed) if machine not in running]
         what = ""
@@ -171,6 +193,8 @@ class Chaos:
                 what = f"{self.join(kind, lie=kind)} joins, and sends {'NaN' if kind == 'nan' else '1e30'}"
             case "stranger":
                 what = f"{self.intrude()} comes without an invitation"
+            case "copy" if at_peace:
+                what = self.copy(self.chance.choice(at_peace))
             case "liar returns" if not any(life.worker.alive for life in self.lives if life.machine == "nan"):
                 what = f"{self.join('nan', lie='nan')} wants to come back"
             case "join" if len(at_peace) < _MOST:

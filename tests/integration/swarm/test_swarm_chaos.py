@@ -6,6 +6,7 @@ lie in a mean, no stranger let in. `benchmarks/chaos.py` does the same at random
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -108,8 +109,12 @@ def test_whatever_is_done_to_its_workers_the_swarm_trains_on_as_one(tmp_path: Pa
         liars["nan"].kill()
         again = swarm.start("nan", "nan, again", "nan")
         swarm.wait_until(lambda: not again.alive, "the banned liar to be turned away")
+        shutil.copytree(tmp_path / "third" / "swarm", tmp_path / "copy" / "swarm")
+        copy = swarm.start("copy", "third, a second time")
+        swarm.wait_until(lambda: not copy.alive, "the second process of one identity to be turned away")
+        assert any("another process with the identity of this worker" in error for error in swarm.errors())
         swarm.trains_on("third")
 
-        uninvited = frozenset(["stranger", "nan, again"])
+        uninvited = frozenset(["stranger", "nan, again", "third, a second time"])
         assert swarm.chronicle.broken_rules(Lives(frozenset(liars), uninvited)) == []
         assert swarm.number("first, again") == swarm.number("first")

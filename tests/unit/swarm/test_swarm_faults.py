@@ -1,13 +1,16 @@
-"""Honest faults: sleep, refusals. None of them ends a worker, splits the swarm or changes a mean."""
+"""Honest faults: sleep, refusals, a run folder used twice. None ends a worker, splits the swarm or changes a mean."""
 
 import asyncio
+import shutil
 from typing import Any
 
 import pytest
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.errors import Excluded
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
 from support.swarm.stories import founded, rounds, sleep, told
 
@@ -82,6 +85,66 @@ def test_a_joiner_that_is_refused_for_an_unknown_reason_tries_again() -> None:
         return (await swarm.start()).node.number
 
     assert told(story) == 2
+
+
+@pytest.mark.parametrize("first_answers", [True, False])
+def test_of_two_processes_with_one_identity_the_second_is_refused_and_the_first_goes_on(first_answers: bool) -> None:
+    """A run folder was copied to another machine. Calls to the identity reach the one or the other."""
+
+    async def story(swarm: MemorySwarm) -> list[list[bytes]]:
+        workers = list(await founded(swarm, 3))
+        await rounds(workers, 1)
+        swarm.network.first_answers, first = first_answers, workers[1]
+        copy = shutil.copytree(first.node.settings.folder, swarm.folder / f"copy-{first_answers}")
+        posts = [asyncio.create_task(worker.post(values(worker.node.number, 1))) for worker in workers[1:]]
+        with pytest.raises(Excluded, match="another process with the identity of this worker"):
+            await swarm.start(name=first.name, folder=copy)
+        for ended, _ in await asyncio.gather(*posts, workers[0].post(values(0, 1))):
+            assert ended.failure is None and ended.contributors == (0, 1, 2)
+        assert all("member_lost" not in dict(worker.trainer.events) for worker in workers)
+        return [worker.trainer.means for worker in workers]
+
+    means = told(story, lost_seconds=2.0, beat_seconds=0.2)
+    assert len(means[0]) == 2 and means[0] == means[1] == means[2]
+
+
+def test_a_worker_that_is_restarted_before_the_others_have_noticed_is_let_in() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, tuple[int, ...]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        victim = workers[1]
+        swarm.network.cut.add(victim.name)  # dead, and no connection is refused
+        await victim.node.members.wait_for_change(0.0)
+        for task in victim.node._tasks:
+            task.cancel()
+        swarm.network.peers.pop(victim.name)
+        swarm.network.cut.clear()
+        again = await swarm.start(name=victim.name, folder=victim.node.settings.folder)
+        await again.catch_up()
+        await asyncio.sleep(1.0)
+        return again.node.number, workers[0].node.members.roster()
+
+    assert told(story, lost_seconds=2.0, beat_seconds=0.2) == (1, (0, 1, 2))
+
+
+def test_after_a_cut_the_older_of_two_processes_with_one_identity_stays() -> None:
+    """Each side of the cut has one of them."""
+
+    async def story(swarm: MemorySwarm) -> tuple[str, str]:
+        here, peer = (await founded(swarm, 2))[:2]
+        known = here.node.members.peers[peer.name]
+        first, middle, last = "0" * 20, known.status.process, "9" * 20
+        known.check_process(Status(process=first), 0.1)
+        known.check_process(Status(process=middle), 0.1)
+        codes = []
+        for _ in range(2):
+            with pytest.raises(CallRefused) as refused:
+                known.check_process(Status(process=last), 0.1)
+            codes.append(refused.value.code)
+            await asyncio.sleep(1.0)
+        return codes[0], codes[1]
+
+    assert told(story) == ("again", "twice")
 
 
 @pytest.mark.parametrize("text", ["banned: out", "model: another one", "say hello first", "Round 3: no", "a-b: c"])

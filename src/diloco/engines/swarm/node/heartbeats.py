@@ -44,10 +44,13 @@ class Heartbeats:
     async def say_hello(self, name: str) -> None:
         """Raises Unreachable, CallRefused, Malformed or PeerRefused."""
         answer = expect(await self._call(name, self.hello(), self.settings.lost_seconds), Hello)
-        self._add(name, answer)
+        try:
+            self._add(name, answer)
+        except CallRefused as later:
+            raise Unreachable(f"a later process with the identity of a live worker: {later}") from None
 
     def answer_hello(self, name: str, hello: Hello) -> Hello:
-        """Raises PeerRefused before anything else is looked at."""
+        """Raises PeerRefused before anything else is looked at, and CallRefused."""
         permissions = self.members.permissions
         permissions.admit(name, hello.credential)
         self.members.add_revocations(hello.revocations)
@@ -58,6 +61,8 @@ class Heartbeats:
         return structs.replace(self.hello(), roster=known, revocations=tuple(permissions.revocations()))
 
     def _add(self, name: str, hello: Hello) -> None:
+        if name in self.members.peers:
+            self.members.peers[name].check_process(hello.status, self.settings.beat_seconds)
         self.members.add_revocations(hello.revocations)
         peer = self.members.add(name, hello.credential, hello.addresses)
         peer.left = False
@@ -125,7 +130,10 @@ class Heartbeats:
                 await self.say_hello(peer.name)  # it has restarted, or this worker slept until it was forgotten
                 return
             peer.latency_seconds = clock.now() - peer.asked_at
-            news = self.answer_beat(peer.name, expect(data, Beat))
+            answer = expect(data, Beat)
+            if answer.status.process != peer.status.process:
+                raise Unreachable("another process with its identity answers")
+            news = self.answer_beat(peer.name, answer)
             if news.roster or news.revocations:
                 await self._call(peer.name, news, self.settings.lost_seconds)
         except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
@@ -165,6 +173,9 @@ class Heartbeats:
         """Take in a beat, or the answer to one; returns this node's beat with what the sender does not know."""
         members = self.members
         peer = members.peers[name]
+        if beat.status.process != peer.status.process:
+            peer.check_process(beat.status, self.settings.beat_seconds)
+            raise CallRefused("say hello first", "hello")
         members.record_heard(peer, beat.status)
         members.add_roster(beat.roster)
         members.add_revocations(beat.revocations)

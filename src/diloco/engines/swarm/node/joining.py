@@ -87,6 +87,7 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
     """Try all known peers at once, again and again for a while."""
     members, founder = heartbeats.members, heartbeats.settings.founder
     end = clock.now() + (_FOUNDER_SEARCH_SECONDS if founder else _SEARCH_SECONDS)
+    last = clock.now() + max(_SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
     while True:
         known = _known_addresses(members)
         members.permissions.vouch_for(known)
@@ -99,7 +100,10 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
             code = problem.code if isinstance(problem, CallRefused) else getattr(problem, "kind", "")
             if code in NOT_ADMITTED:
                 raise Excluded(f"the swarm does not admit this worker: {problem}")
-        if clock.now() > end or (founder and not known):
+        refusals = [problem for problem in problems if isinstance(problem, CallRefused)]
+        if refusals and clock.now() > last:
+            raise RendezvousError(f"the swarm does not admit this worker now: {refusals[0]}; try again later")
+        if not refusals and (clock.now() > end or (founder and not known)):
             return False
         await asyncio.sleep(_PAUSE_SECONDS)
 

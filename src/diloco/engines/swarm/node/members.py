@@ -19,6 +19,7 @@ from diloco.engines.swarm.run_files import REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.own_command import command
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,29 @@ class Peer:
     """It is known to be dead or to have left; a lost peer that is not gone may only be cut off."""
     rejects: bool = False
     """It refuses this node: banned or revoked."""
+    rival: tuple[str, float] = ("", 0.0)
+    """A second process that has said hello with this peer's identity, and when it first did."""
     latency_seconds: float = 0.0
     knows: frozenset[str] | None = None
     """The live members as the peer last reported them, by the ends of their names."""
+
+    def check_process(self, status: Status, beat_seconds: float) -> None:
+        """Refuse the later of two processes that have one identity, as when a run folder was copied.
+
+        A worker that was restarted is told to ask again, until the process before it is lost. If that one says
+        something meanwhile, it is live, and the later one is refused for good.
+        """
+        if not self.live or not self.status.process or status.process <= self.status.process:
+            return
+        if self.rival[0] != status.process:
+            self.rival = (status.process, clock.now())
+        if self.heard_at > self.rival[1] + beat_seconds:
+            raise CallRefused(
+                "another process with the identity of this worker takes part in the run: stop one of them. A copy of "
+                f"a run folder must not be used twice; a new worker joins with {command('join', 'INVITATION')}",
+                "twice",
+            )
+        raise CallRefused("this worker's identity was in use a moment ago; asking again", "again")
 
     def roster_entry(self) -> RosterEntry:
         return RosterEntry(self.name, self.credential, self.addresses[:MAX_ADDRESSES], self.status.number)

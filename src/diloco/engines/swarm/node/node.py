@@ -21,6 +21,7 @@ credential is checked before anything else.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -62,7 +63,7 @@ _SAVE_SECONDS = 1.0
 class Node:
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
         self.transport, self.permissions, self.settings, self._trainer = transport, permissions, settings, trainer
-        self.own = Status(label=settings.label)
+        self.own = Status(label=settings.label, process=f"{time.time_ns():020d}-{secrets.token_hex(4)}")
         self.members = Members(transport, permissions, settings, self.own)
         self.members.on_event = self._emit
         self.heartbeats = Heartbeats(self.members)

@@ -4,12 +4,13 @@ unknown, hello      say hello (again): the asked peer has restarted, or has forg
 busy, leader        not now; or another member decides it
 forged, expired     the credential is no good
 banned, revoked     this peer is out of the run
+again, twice        another process has this peer's identity, and may be dead; and is known to be live
 version, model      another version of diloco; another model, data, codec or schedule
 malformed           the asked peer cannot read the message
 """
 
-NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "version"})
+NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "twice", "version"})
 """A peer that says hello is not let in, however often it asks."""
-OUT_OF_THE_RUN = frozenset({"banned", "revoked"})
+OUT_OF_THE_RUN = frozenset({"banned", "revoked", "twice"})
 NO_ROUND = OUT_OF_THE_RUN | {"model"}
 """No later round of this worker can succeed either."""

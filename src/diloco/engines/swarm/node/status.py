@@ -27,6 +27,8 @@ class Status(Struct, forbid_unknown_fields=True):
     step_seconds: float = 0.0
     contributed_round: Count = -1
     """The last round that has its contribution in the mean."""
+    process: Annotated[str, Meta(max_length=64)] = ""
+    """Names the process: when it started, and a random number. The older of two is the lower."""
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
 

@@ -1,0 +1,188 @@
+"""A network in memory: peers by name that can be killed and cut off, with calls and streams between them."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
+from diloco.engines.swarm.node import clock
+
+LATENCY_SECONDS = 0.001
+"""One way. Not 0: two peers that ask each other again and again must not stop the virtual clock."""
+
+
+class MemoryNetwork:
+    """Peers by name. `cut` peers hear and say nothing, `dead` ones are known to be gone."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, MemoryTransport] = {}
+        self.first_answers = False
+        """Of two processes that have one name; else the second one does."""
+        self.cut: set[str] = set()
+        self.dead: set[str] = set()
+        self._operations = 0
+        self._at: int | None = None
+        self._action: Callable[[], None] = lambda: None
+
+    def after(self, operations: int, action: Callable[[], None]) -> None:
+        """Do something in the middle of what goes on: after so many more reads, writes and calls."""
+        self._at, self._action = self._operations + operations, action
+
+    def way(self, one: str, other: str) -> None:
+        if other in self.dead or one in self.dead:
+            raise Unreachable("connection refused", gone=True)
+
+    def silent(self, one: str, other: str) -> bool:
+        self._operations += 1
+        if self._at is not None and self._operations >= self._at:
+            self._at = None
+            self._action()
+        return one in self.cut or other in self.cut
+
+    def kill(self, name: str) -> None:
+        self.dead.add(name)
+        for pipe in self.peers[name].pipes:
+            pipe.break_()
+
+
+class _Pipe:
+    """Bytes one way."""
+
+    def __init__(self, network: MemoryNetwork, ends: tuple[str, str]) -> None:
+        self.network, self.ends = network, ends
+        self.data = bytearray()
+        self.news = asyncio.Event()
+        self.closed = False
+
+    def break_(self) -> None:
+        self.closed = True
+        self.news.set()
+
+    async def put(self, data: bytes | memoryview, seconds: float) -> None:
+        end = clock.now() + seconds
+        while len(self.data) > 1 << 18 or self.network.silent(*self.ends):
+            if self.closed or clock.now() > end:
+                raise Unreachable("no progress in writing", gone=self.closed)
+            await asyncio.sleep(0.005)
+        if self.closed:
+            raise Unreachable("stream reset", gone=True)
+        self.data += data
+        self.news.set()
+        await asyncio.sleep(0)
+
+    async def take(self, size: int, seconds: float) -> bytes:
+        end = clock.now() + seconds
+        while len(self.data) < size or self.network.silent(*self.ends):
+            if self.closed:
+                raise Unreachable("stream reset", gone=True)
+            if clock.now() > end:
+                raise Unreachable("no progress in reading")
+            self.news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await self.news.wait()
+        taken = bytes(self.data[:size])
+        del self.data[:size]
+        return taken
+
+
+class MemoryStream(Stream):
+    def __init__(self, peer: str, outgoing: _Pipe, incoming: _Pipe) -> None:
+        self.peer, self._out, self._in = peer, outgoing, incoming
+        self.bytes_sent = self.bytes_received = 0
+
+    async def write(self, data: bytes | memoryview, seconds: float) -> None:
+        for first in range(0, len(data), 1 << 16):
+            await self._out.put(data[first : first + (1 << 16)], seconds)
+        self.bytes_sent += len(data)
+
+    async def read(self, size: int, seconds: float) -> bytes:
+        data = await self._in.take(size, seconds)
+        self.bytes_received += size
+        return data
+
+    async def read_into(self, buffer: memoryview, seconds: float) -> None:
+        for first in range(0, len(buffer), 1 << 16):
+            piece = buffer[first : first + (1 << 16)]
+            piece[:] = await self.read(len(piece), seconds)
+
+    def close(self) -> None:
+        self._out.break_()
+
+
+class MemoryTransport(Transport):
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        self.network, self.peer = network, name
+        self.pipes: list[_Pipe] = []
+        self.on_call: OnCall | None = None
+        self.on_stream: OnStream | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.twin = network.peers.get(name) if name not in network.dead else None
+        if self.twin is None or not network.first_answers:
+            network.peers[name] = self
+        network.dead.discard(name)
+
+    async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
+        self.on_call, self.on_stream = on_call, on_stream
+
+    async def addresses(self) -> list[str]:
+        return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer}"]
+
+    async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
+        del addresses
+        await self._reach(peer, seconds)
+
+    async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
+        await asyncio.sleep(LATENCY_SECONDS)
+        self.network.way(self.peer, peer)
+        other = self.network.peers.get(peer)
+        if other is None or other.on_call is None:
+            raise Unreachable("connection refused", gone=True)
+        end = clock.now() + seconds
+        while self.network.silent(self.peer, peer):
+            if clock.now() > end:
+                raise Unreachable("no answer")
+            await asyncio.sleep(0.02)
+        return other
+
+    async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
+        other = await self._reach(peer, seconds)
+        assert other.on_call is not None
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await other.on_call(self.peer, request)
+        except TimeoutError:
+            raise Unreachable("no answer") from None
+        except (Unreachable, AssertionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - what a handler raises is told to the caller
+            raise CallRefused.read(str(error)) from None
+        await self._reach(peer, seconds)
+        return answer
+
+    async def open_stream(self, peer: str, seconds: float) -> Stream:
+        other = await self._reach(peer, seconds)
+        there, back = _Pipe(self.network, (self.peer, peer)), _Pipe(self.network, (peer, self.peer))
+        for transport in (self, other):
+            transport.pipes += [there, back]
+        theirs = MemoryStream(self.peer, back, there)
+
+        async def serve() -> None:
+            assert other.on_stream is not None
+            try:
+                await other.on_stream(theirs)
+            finally:
+                theirs.close()
+
+        task = asyncio.create_task(serve())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return MemoryStream(peer, there, back)
+
+    async def close(self) -> None:
+        if self.twin is None:
+            self.network.kill(self.peer)
+            return
+        self.network.peers[self.peer] = self.twin
+        for pipe in self.pipes:
+            pipe.break_()
