@@ -31,7 +31,7 @@ def started(worker: int) -> Event:
 
 def step(worker: int, number: int, loss: float | None, **more: Any) -> Event:
     seconds = {"elapsed_seconds": number / 10, "sync_seconds": number / 40}
-    fields = {"tokens": number * 100, "rounds": number, "bytes_sent": 5_000_000, **seconds}
+    fields = {"tokens": number * 100, "rounds": (number - 1) // 10, "bytes_sent": 5_000_000, **seconds}
     return event("step", worker, step=number, loss=loss, **(fields | more))
 
 
@@ -180,7 +180,7 @@ def test_one_member_is_a_member() -> None:
 
 
 def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
-    view = view_of(BEGINNING, RunConfig(mode="data-parallel", steps=40))
+    view = view_of([*BEGINNING, step(0, 10, 4.0, rounds=10)], RunConfig(mode="data-parallel", steps=40))
     shown = text_of(render(view))
     assert "averaging gradients at every step · 2 members" in shown
     assert "H =" not in shown

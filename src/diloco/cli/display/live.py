@@ -14,9 +14,10 @@ from rich.text import Text
 
 from diloco.cli.display.notes import printable
 from diloco.cli.display.report import megabytes
-from diloco.cli.display.view import MemberView, RunView, WorkerView, duration
+from diloco.cli.display.view import RunView, duration
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig
+from diloco.training.records.counts import MemberView, WorkerView
 from diloco.training.records.events import EventReader
 
 _REFRESH_SECONDS = 0.25

@@ -70,7 +70,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "unigram_perplexity": started.get("unigram_perplexity"),
         "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
-        **(_rounds(events) if best is None else {name: best[name] for name in ("rounds", "rounds_failed")}),
+        **_rounds(events, ended),
         "contributions_refused": (best or {}).get("contributions_refused", 0),
         "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
         "resumes": max(0, len(list(history.starts(log))) - 1),
@@ -110,13 +110,14 @@ def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
     return max([member["report"]["bytes_sent"] for member in members] + logged, default=0)
 
 
-def _rounds(events: list[Event]) -> Summary:
-    """The merged and failed rounds in the log, for a run of which no worker has written its own count."""
+def _rounds(events: list[Event], ended: list[Event]) -> Summary:
+    """As RunCounts has them: merged by a worker, and failed for a worker; in the log, or as a worker has counted."""
     rounds = [event for event in events if event["type"] == "round"]
     merged = {event["sequence"] for event in rounds if event["mean_norm"] is not None}
-    failed = {event["sequence"] for event in rounds if event["failure"] is not None} - merged
-    counted = max((event["rounds"] for event in events if event["type"] == "step"), default=0)
-    return {"rounds": max(len(merged), counted), "rounds_failed": len(failed)}
+    failed = {event["sequence"] for event in rounds if event["failure"] is not None}
+    told = [event["rounds"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
+    told_failed = [event["rounds_failed"] for event in ended]
+    return {"rounds": max([len(merged), *told]), "rounds_failed": max([len(failed), *told_failed])}
 
 
 def _last_members(events: list[Event]) -> list[dict[str, Any]]:
