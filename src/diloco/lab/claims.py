@@ -1,0 +1,124 @@
+"""What the runs of an experiment say about a published claim.
+
+A claim is one number for each seed, computed from the arms of that seed alone, and the range in which the number lies
+if the claim holds. Arms of one seed begin with the same weights and see the same batches, so most of the noise is
+common to them and cancels in differences. The verdict compares the 95 % confidence interval of the mean (Student's t
+over the seeds) with the range:
+
+    holds           the whole interval is inside
+    does not hold   the whole interval is outside
+    not resolved    the interval has a bound of the range inside, or there are fewer than three seeds
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+FEWEST_SEEDS = 3
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
+
+Verdict = Literal["holds", "does not hold", "not resolved"]
+
+
+@final
+@dataclass(frozen=True)
+class Measured:
+    """The arms of one seed, by name: validation loss (nats a token) and other figures of the outer parameters."""
+
+    losses: Mapping[str, float]
+    figures: Mapping[str, Mapping[str, float]]
+
+    def perplexity(self, arm: str) -> float:
+        return math.exp(self.losses[arm])
+
+    def change(self, arm: str, reference: str) -> float:
+        """By which part the perplexity of `arm` is above the reference's: 0.02 is 2 % worse."""
+        return math.expm1(self.losses[arm] - self.losses[reference])
+
+    def figure(self, arm: str, name: str) -> float:
+        return self.figures[arm][name]
+
+
+@final
+@dataclass(frozen=True)
+class Claim:
+    """A published statement as a number with a range."""
+
+    text: str
+    published: str
+    """What the paper measured, in the same unit as `value` where it gives one."""
+    value: Callable[[Measured], float]
+    unit: Literal["%", ""] = "%"
+    """%: the value is a part, such as a relative change of perplexity, and is shown as a percentage."""
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+    @property
+    def range_text(self) -> str:
+        low, high = self.format(self.at_least), self.format(self.at_most)
+        if math.isinf(self.at_least):
+            return f"at most {high}"
+        return f"at least {low}" if math.isinf(self.at_most) else f"{low} to {high}"
+
+    def format(self, value: float) -> str:
+        return f"{value:+.2%}" if self.unit == "%" else f"{value:.3f}"
+
+
+@final
+@dataclass(frozen=True)
+class Judgement:
+    """What the seeds say about a claim."""
+
+    claim: Claim
+    values: tuple[float, ...]
+    verdict: Verdict
+    reason: str
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.values) if self.values else math.nan
+
+    @property
+    def measured_text(self) -> str:
+        if not self.values:
+            return "–"
+        spread = half_width(self.values)
+        text = self.claim.format(self.mean)
+        return text if math.isinf(spread) else f"{text} ± {self.claim.format(spread).lstrip('+')}"
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % confidence interval of the mean; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    return _T_95[min(len(values) - 1, len(_T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def judge(claim: Claim, seeds: Sequence[Measured]) -> Judgement:
+    """The verdict of the seeds in which all arms of the claim are finished."""
+    values = []
+    for seed in seeds:
+        try:
+            values.append(claim.value(seed))
+        except KeyError:  # an arm of this seed is not finished
+            continue
+    found = tuple(values)
+    if any(not math.isfinite(value) for value in found):
+        return Judgement(claim, found, "not resolved", "an arm diverged")
+    if len(found) < FEWEST_SEEDS:
+        seeds_text = f"{len(found)} of the {FEWEST_SEEDS} seeds that a verdict needs"
+        return Judgement(claim, found, "not resolved", seeds_text)
+    mean, half = statistics.mean(found), half_width(found)
+    low, high = mean - half, mean + half
+    if claim.at_least <= low and high <= claim.at_most:
+        return Judgement(claim, found, "holds", f"95 % interval {_between(claim, low, high)} is inside")
+    if high < claim.at_least or claim.at_most < low:
+        return Judgement(claim, found, "does not hold", f"95 % interval {_between(claim, low, high)} is outside")
+    return Judgement(claim, found, "not resolved", f"95 % interval {_between(claim, low, high)} crosses a bound")
+
+
+def _between(claim: Claim, low: float, high: float) -> str:
+    return f"{claim.format(low)} to {claim.format(high)}"

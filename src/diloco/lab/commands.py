@@ -1,0 +1,135 @@
+"""What `diloco lab` and `python -m diloco.lab` do: list, run, tune, report, new."""
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diloco.atomic_files import write_file
+from diloco.errors import ConfigError
+from diloco.lab.experiment import Experiment
+from diloco.lab.experiments import EXPERIMENTS, experiment_of
+from diloco.lab.report.writing import write_report
+from diloco.lab.results import ResultFolder, key_of
+from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
+from diloco.lab.scales import Scale, scale_of
+from diloco.lab.template import TEMPLATE
+
+STDLIB = "stdlib"
+
+
+def list_experiments(scale_name: str, say: Say) -> None:
+    """Each experiment with its source, arms and claims."""
+    scale = scale_of(scale_name)
+    say(f"scale {scale.name}: {scale.described()}")
+    for experiment in EXPERIMENTS.values():
+        count = f"{len(experiment.arms(scale))} arms, {len(experiment.claims(scale))} claims"
+        say(f"  {experiment.name:15} {experiment.title} ({experiment.source}): {count}")
+
+
+def chosen(names: Sequence[str], everything: bool) -> list[Experiment]:
+    """The named experiments; a name that ends with .py is a file of one's own."""
+    if everything and names:
+        raise ConfigError(f"--all and {', '.join(names)}: give one of the two")
+    if not everything and not names:
+        raise ConfigError("name one or more experiments (diloco lab list), a file of your own, or --all")
+    return list(EXPERIMENTS.values()) if everything else [_find(name) for name in names]
+
+
+def _find(name: str) -> Experiment:
+    if not name.endswith(".py"):
+        return experiment_of(name)
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}: write one with diloco lab new {path.stem}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, "EXPERIMENT", None)
+    if not isinstance(made, Experiment):
+        raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
+    return made
+
+
+def run(
+    experiments: Sequence[Experiment], scale_name: str, seeds: int, out: Path, say: Say, *,
+    device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
+) -> int:  # fmt: skip
+    """Run the arms that are not finished; the number that remain."""
+    scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
+    setting = setting_of(texts, {experiment.text for experiment in experiments})
+    tasks = tasks_of(experiments, scale, check_seeds(seeds), setting.texts)
+    ResultFolder(out).begin(setting)
+    return Run(tuple(tasks), texts, out, device_of(device), seconds, processes)(say)
+
+
+def tune(
+    experiment: Experiment, scale_name: str, seeds: int, out: Path, say: Say, *,
+    device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
+) -> None:  # fmt: skip
+    """Run the candidates of an experiment and print the best of each group."""
+    scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
+    if experiment.tuning is None:
+        having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
+        raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
+    setting = setting_of(texts, {experiment.text})
+    digest, groups = setting.texts[experiment.text], experiment.tuning(scale)
+    tasks = {
+        key: Task(key, f"{group}, {name}", arm, seed, experiment.text)
+        for group, arms in groups.items()
+        for name, arm in arms.items()
+        for seed in check_seeds(seeds)
+        if (key := key_of(arm, seed, digest))
+    }
+    ResultFolder(out).begin(setting)
+    Run(tuple(tasks.values()), texts, out, device_of(device), seconds, processes)(say)
+    show_tuning(experiment, scale, out, seeds, digest, say)
+
+
+def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: int, digest: str, say: Say) -> None:
+    """The candidates of each group, the best first."""
+    assert experiment.tuning is not None
+    results = ResultFolder(out)
+    for group, arms in experiment.tuning(scale).items():
+        found = {}
+        for name, arm in arms.items():
+            finished = [one for seed in range(seeds) if (one := results.read(key_of(arm, seed, digest))) is not None]
+            if finished:
+                found[name] = statistics.mean(one.result.loss for one in finished)
+        ordered = sorted(found, key=found.__getitem__)
+        say(f"{group}: " + ", ".join(f"{name} {found[name]:.4f}" for name in ordered))
+
+
+def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> None:
+    """Write the report of a folder; `names`: of these experiments only, or files of one's own."""
+    written = write_report(folder, chosen(names, everything=not names), to)
+    for one in written.judgements:
+        say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published})")
+    say(f"written: {written.html}, {written.markdown}")
+
+
+def new(name: str, say: Say) -> Path:
+    """Write an experiment of one's own, ready to run."""
+    if not name.isidentifier():
+        raise ConfigError(f"{name!r} cannot be a Python module: use letters, digits and _")
+    path = Path(f"{name}.py")
+    if path.exists():
+        raise ConfigError(f"{path} exists already: choose another name")
+    write_file(path, TEMPLATE.replace("NAME", name).encode())
+    say(f"wrote {path}: change its arms and claims, then")
+    say(f"  diloco lab run {path} --scale smoke --out runs/{name}-smoke     does it run?")
+    say(f"  diloco lab run {path} --scale cpu --seeds 3 --out runs/{name}")
+    say(f"  diloco lab report runs/{name} {path}")
+    return path
+
+
+def device_of(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: this machine has no GPU that PyTorch can use")
+    return name

@@ -1,0 +1,83 @@
+"""Figures 10 and 11 of the DiLoCo paper: the cosine similarity of the workers' outer gradients."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Experiment, Figure, Similarity
+from diloco.lab.scales import Scale
+
+IID, OTHER, OTHER_4 = "i.i.d.", "non-i.i.d.", "non-i.i.d., 4 workers"
+
+
+def _lengths(scale: Scale) -> tuple[int, int, int]:
+    """The paper's 250, 500 and 1,000."""
+    return max(1, scale.H // 2), scale.H, 2 * scale.H
+
+
+def _name(side: str, H: int) -> str:
+    return f"{side}, H = {H}"
+
+
+def arms(scale: Scale) -> Arms:
+    made: Arms = {}
+    for side, data in ((IID, "iid"), (OTHER, "shards")):
+        for H in sorted(_lengths(scale), key=lambda H: H != scale.H):
+            made[_name(side, H)] = scale.diloco(data=data, sync={"num_inner_steps": H})
+    return made | {OTHER_4: scale.diloco(data="shards", workers=4)}
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    short, usual, long = _lengths(scale)
+    at_usual = _name(OTHER, usual)
+    made = [
+        Claim(
+            f"Outer gradients of more inner steps are more alike ({side}, H = {long} against {short})",
+            "more alike (Figure 10)",
+            lambda m, s=side: m.figure(_name(s, long), "cosine") - m.figure(_name(s, short), "cosine"),  # type: ignore[misc]
+            unit="",
+            at_least=0.0,
+        )
+        for side in (IID, OTHER)
+    ]
+    made += [
+        Claim(
+            "Outer gradients are more alike with the same text than with different texts",
+            "more alike (Figure 10)",
+            lambda m: m.figure(_name(IID, usual), "cosine") - m.figure(at_usual, "cosine"),
+            unit="",
+            at_least=0.0,
+        ),
+        Claim(
+            "Outer gradients of 8 workers with different texts are less alike than those of 4",
+            "less alike (Figure 11)",
+            lambda m: m.figure(at_usual, "cosine") - m.figure(OTHER_4, "cosine"),
+            unit="",
+            at_most=0.0,
+        ),
+        Claim(
+            "The norm of the mean outer gradient falls as 1/√k: 4 workers have √2 times that of 8",
+            "1.414",
+            lambda m: m.figure(OTHER_4, "mean_norm") / m.figure(at_usual, "mean_norm"),
+            unit="",
+            at_least=1.2,
+            at_most=1.6,
+        ),
+    ]
+    return tuple(made)
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    return (
+        Similarity("Figure 10a: i.i.d.", tuple(_name(IID, H) for H in _lengths(scale))),
+        Similarity("Figure 10b: non-i.i.d.", tuple(_name(OTHER, H) for H in _lengths(scale))),
+        Similarity("Figure 11: number of replicas", (OTHER_4, _name(OTHER, scale.H))),
+    )
+
+
+EXPERIMENT = Experiment(
+    name="f10",
+    title="Similarity of outer gradients",
+    source="DiLoCo, Figures 10 and 11",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    text="domains",
+)

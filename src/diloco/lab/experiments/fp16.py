@@ -1,0 +1,40 @@
+"""OpenDiLoCo's ablation: outer gradients averaged in 16 bits."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.scales import Scale
+
+CODECS = ("fp32", "fp16", "bf16", "int8")
+
+
+def arms(scale: Scale) -> Arms:
+    return {codec: scale.diloco(sync={"codec": codec}) for codec in CODECS}
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    del scale
+    return tuple(
+        Claim(
+            f"{codec} costs no more than 0.5 % of perplexity",
+            "no loss" if codec == "fp16" else "–",
+            lambda m, c=codec: m.change(c, "fp32"),  # type: ignore[misc]
+            at_least=-0.005,
+            at_most=0.005,
+        )
+        for codec in CODECS[1:]
+    )
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    return (Curves("Outer gradients in 16 and 8 bits"),)
+
+
+EXPERIMENT = Experiment(
+    name="fp16",
+    title="Outer gradients in 16 bits",
+    source="OpenDiLoCo, fp16 all-reduce",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+)

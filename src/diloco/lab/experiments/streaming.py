@@ -1,0 +1,65 @@
+"""Streaming DiLoCo and eager updates: fragments, overlap, 4 bits, one outer step of delay."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.scales import Scale
+
+PLAIN, STREAMING, OVERLAP, BITS = "DiLoCo", "streaming", "streaming + overlap", "streaming + overlap + 4-bit"
+FOUR, EAGER, DELAYED = "4-bit", "eager", "delayed"
+LARGEST = {STREAMING: 0.01, OVERLAP: 0.02, BITS: 0.02, FOUR: 0.01, EAGER: 0.03}
+PUBLISHED_LOSS = {PLAIN: 2.67, OVERLAP: 2.67, EAGER: 2.69, DELAYED: 3.01}
+"""At 500M (arXiv 2502.12996), in nats."""
+
+
+def arms(scale: Scale) -> Arms:
+    streaming = {"fragments": 2}
+    overlap = streaming | {"overlap_steps": max(1, scale.H // 10), "mixing": 0.5}
+    return {
+        PLAIN: scale.diloco(),
+        EAGER: scale.diloco(sync={"outer_overlap": "eager"}),
+        BITS: scale.diloco(sync=overlap | {"codec": "e3m0"}),
+        STREAMING: scale.diloco(sync=streaming),
+        FOUR: scale.diloco(sync={"codec": "e3m0"}),
+        OVERLAP: scale.diloco(sync=overlap),
+        DELAYED: scale.diloco(sync={"outer_overlap": "delayed"}),
+    }
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    del scale
+    made = []
+    for name, most in LARGEST.items():
+        loss = PUBLISHED_LOSS.get(name)
+        made.append(
+            Claim(
+                f"{name} costs at most {most:.0%} of perplexity over DiLoCo",
+                "as good" if loss is None else f"+{loss - PUBLISHED_LOSS[PLAIN]:.2f} nats",
+                lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
+                at_most=most,
+            )
+        )
+    worse = Claim(
+        "Eager updates are better than naive delay",
+        "−0.32 nats",
+        lambda m: m.change(EAGER, DELAYED),
+        at_most=0.0,
+    )
+    return (*made, worse)
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    return (Curves("Fragments, overlap and 4 bits", (PLAIN, STREAMING, OVERLAP, BITS, FOUR)),) + (
+        Curves("One outer step of delay", (PLAIN, EAGER, DELAYED)),
+    )
+
+
+EXPERIMENT = Experiment(
+    name="streaming",
+    title="Streaming, overlap, 4 bits, eager updates",
+    source="arXiv 2501.18512 and 2502.12996",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    note="Published losses are at 500M parameters.",
+)

@@ -1,0 +1,58 @@
+"""Table 3 of the DiLoCo paper: the number of replicas, i.i.d. The non-i.i.d. column is in f5.py, on another text."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
+from diloco.lab.scales import Scale
+
+PUBLISHED = {1: 16.23, 4: 15.23, 8: 15.08, 16: 15.02, 64: 14.95}
+
+
+def _name(k: int) -> str:
+    return "1 replica (no outer steps)" if k == 1 else f"{k} replicas"
+
+
+def arms(scale: Scale) -> Arms:
+    made = {_name(k): scale.diloco(workers=k) if k > 1 else scale.one_worker() for k in scale.replicas}
+    order = sorted(made, key=lambda name: made[name].workers != scale.workers)
+    return {name: made[name] for name in order}
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    made = []
+    counts = sorted(scale.replicas)
+    for fewer, more in zip(counts[:-1], counts[1:], strict=True):
+        made.append(
+            Claim(
+                f"{more} replicas have a lower perplexity than {fewer}",
+                f"{PUBLISHED[more] / PUBLISHED[fewer] - 1:+.2%}".replace("-", "−"),
+                lambda m, a=_name(more), b=_name(fewer): m.change(a, b),  # type: ignore[misc]
+                at_most=0.0,
+            )
+        )
+    if 16 in counts:
+        made.append(
+            Claim(
+                "Diminishing returns beyond 8: from 8 to 16 replicas gains less than from 4 to 8",
+                "0.40 % against 0.98 %",
+                lambda m: m.change(_name(8), _name(4)) - m.change(_name(16), _name(8)),
+                at_most=0.0,
+            )
+        )
+    return tuple(made)
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    places = {_name(k): float(k) for k in scale.replicas}
+    return (Sweep("Table 3: replicas", "replicas", {"i.i.d.": places}, x_log=True), Curves("The curves"))
+
+
+EXPERIMENT = Experiment(
+    name="t3",
+    title="The number of replicas",
+    source="DiLoCo, Table 3",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    published={_name(k): value for k, value in PUBLISHED.items()},
+    note="All arms share the inner and outer rates that were tuned at 8 replicas, as in the paper.",
+)

@@ -1,0 +1,47 @@
+"""Table 6 of the DiLoCo paper: outer gradients pruned per neuron (core/pruning.py says in which reading)."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
+from diloco.lab.scales import Scale
+
+PUBLISHED = {0.0: 15.02, 0.25: 15.01, 0.5: 15.08, 0.75: 15.27}
+LARGEST = {0.25: 0.005, 0.5: 0.01, 0.75: 0.03}
+"""What counts as the published change: −0.06 %, +0.39 %, +1.66 % and some room."""
+
+
+def _name(part: float) -> str:
+    return f"{part:.0%} pruned"
+
+
+def arms(scale: Scale) -> Arms:
+    return {_name(part): scale.diloco(sync={"prune": part} if part else {}) for part in PUBLISHED}
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    del scale
+    return tuple(
+        Claim(
+            f"Pruning {part:.0%} of the outer gradients costs at most {most:.1%} of perplexity",
+            f"{PUBLISHED[part] / PUBLISHED[0.0] - 1:+.2%}".replace("-", "−"),
+            lambda m, p=part: m.change(_name(p), _name(0.0)),  # type: ignore[misc]
+            at_most=most,
+        )
+        for part, most in LARGEST.items()
+    )
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    places = {_name(part): 100 * part for part in PUBLISHED}
+    return (Sweep("Table 6: pruned outer gradients", "% of each neuron's values pruned", {"DiLoCo": places}), Curves(""))
+
+
+EXPERIMENT = Experiment(
+    name="t6",
+    title="Pruned outer gradients",
+    source="DiLoCo, Table 6",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    published={_name(part): value for part, value in PUBLISHED.items()},
+)

@@ -1,0 +1,55 @@
+"""OpenDiLoCo's open questions: more than eight workers, and the best H for a number of workers."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
+from diloco.lab.scales import Scale
+
+
+def _counts(scale: Scale) -> tuple[int, ...]:
+    return tuple(k for k in scale.replicas if 1 < k <= 16)
+
+
+def _lengths(scale: Scale) -> tuple[int, ...]:
+    return max(1, scale.H // 2), scale.H, round(2.5 * scale.H)
+
+
+def _name(k: int, H: int) -> str:
+    return f"k = {k}, H = {H}"
+
+
+def arms(scale: Scale) -> Arms:
+    return {
+        _name(k, H): scale.diloco(
+            workers=k, sync={"num_inner_steps": H}, steps=max(1, round(scale.steps / H)) * H
+        )
+        for k in _counts(scale)
+        for H in _lengths(scale)
+    }
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    short, _, long = _lengths(scale)
+    fewest, most = min(_counts(scale)), max(_counts(scale))
+    return (
+        Claim(
+            f"A longer H costs more with more workers (H = {long} against {short}, k = {most} against {fewest})",
+            "open",
+            lambda m: m.change(_name(most, long), _name(most, short)) - m.change(_name(fewest, long), _name(fewest, short)),
+            at_least=0.0,
+        ),
+    )
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    lines = {f"k = {k}": {_name(k, H): float(H) for H in _lengths(scale)} for k in _counts(scale)}
+    return (Sweep("Perplexity by H and workers", "H, inner steps between rounds", lines, x_log=True),)
+
+
+EXPERIMENT = Experiment(
+    name="workers_and_h",
+    title="Workers and H together",
+    source="OpenDiLoCo, open questions",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+)

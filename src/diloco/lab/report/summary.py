@@ -1,0 +1,121 @@
+"""The results of a folder, experiment by experiment: means and spreads over the seeds, and verdicts."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from diloco.lab.arm import ArmResult
+from diloco.lab.claims import Judgement, Measured, judge
+from diloco.lab.experiment import Experiment
+from diloco.lab.experiments import t2
+from diloco.lab.results import Finished, ResultFolder, key_of
+from diloco.lab.scales import Scale
+
+FURTHEST_APART = 0.15
+"""The most by which the perplexity of one worker may be above that of eight times the batch."""
+
+
+@final
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm over its seeds."""
+
+    name: str
+    by_seed: Mapping[int, Finished]
+
+    @property
+    def results(self) -> list[ArmResult]:
+        return [self.by_seed[seed].result for seed in sorted(self.by_seed)]
+
+    @property
+    def perplexity(self) -> float:
+        return statistics.mean(one.perplexity for one in self.results)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds."""
+        values = [one.perplexity for one in self.results]
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def curve(self) -> list[tuple[int, float, float, float]]:
+        """(step, mean, lowest, highest perplexity) at the steps that all seeds have."""
+        by_seed = [dict(one.curve) for one in self.results]
+        steps = sorted(set.intersection(*(set(one) for one in by_seed))) if by_seed else []
+        rows = [(step, [math.exp(min(50.0, one[step])) for one in by_seed]) for step in steps]
+        return [(step, statistics.mean(values), min(values), max(values)) for step, values in rows]
+
+    def similarity(self) -> list[tuple[int, float, float]]:
+        """(step, mean cosine, its standard deviation over the pairs) over the seeds."""
+        rows: dict[int, list[tuple[float, float]]] = {}
+        for one in self.results:
+            for row in one.statistics:
+                if row.cosine is not None:
+                    rows.setdefault(row.step, []).append((row.cosine, row.cosine_spread or 0.0))
+        return [
+            (step, statistics.mean(c for c, _ in found), statistics.mean(s for _, s in found))
+            for step, found in sorted(rows.items())
+        ]
+
+
+@final
+@dataclass(frozen=True)
+class Summary:
+    """An experiment, its arms with at least one seed, and the verdicts on its claims."""
+
+    experiment: Experiment
+    arms: tuple[ArmSummary, ...]
+    missing: tuple[str, ...]
+    """Arms without a result."""
+    judgements: tuple[Judgement, ...]
+
+    def arm(self, name: str) -> ArmSummary | None:
+        return next((one for one in self.arms if one.name == name), None)
+
+
+def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest: str) -> Summary:
+    """What the folder has of an experiment."""
+    found, seeds = [], folder.seeds()
+    for name, arm in experiment.arms(scale).items():
+        by_seed = {seed: one for seed in seeds if (one := folder.read(key_of(arm, seed, digest))) is not None}
+        found.append(ArmSummary(name, by_seed))
+    arms = tuple(one for one in found if one.by_seed)
+    missing = tuple(one.name for one in found if not one.by_seed)
+    measured = [_measured(arms, seed) for seed in seeds]
+    judgements = tuple(judge(claim, measured) for claim in experiment.claims(scale))
+    return Summary(experiment, arms, missing, judgements)
+
+
+def _measured(arms: Sequence[ArmSummary], seed: int) -> Measured:
+    results = {arm.name: arm.by_seed[seed].result for arm in arms if seed in arm.by_seed}
+    return Measured(
+        {name: one.loss for name, one in results.items()}, {name: _figures(one) for name, one in results.items()}
+    )
+
+
+def _figures(result: ArmResult) -> dict[str, float]:
+    """Numbers that claims may use, but the loss: means over the second half of the rounds."""
+    rounds = result.statistics[len(result.statistics) // 2 :]
+    figures = {"bytes": result.bytes_sent_per_worker, "simulated_seconds": result.simulated_seconds}
+    cosines = [row.cosine for row in rounds if row.cosine is not None]
+    if cosines:
+        figures["cosine"] = statistics.mean(cosines)
+    norms = [row.mean_norm for row in rounds if row.mean_norm is not None]
+    if norms:
+        figures["mean_norm"] = statistics.mean(norms)
+    return figures
+
+
+def regime_check(summary: Summary | None) -> str:
+    """How far apart one worker and eight times the batch are, in words; `summary` is that of t2."""
+    one = summary.arm(t2.ONE) if summary is not None else None
+    batch = summary.arm(t2.BATCH) if summary is not None else None
+    if one is None or batch is None:
+        return "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
+    apart = one.perplexity / batch.perplexity - 1
+    verdict = "within" if apart <= FURTHEST_APART else "NOT within"
+    return (
+        f"One worker has a perplexity of {one.perplexity:.2f}, eight times the batch {batch.perplexity:.2f}: "
+        f"{apart:+.1%}, {verdict} the {FURTHEST_APART:.0%} that this laboratory asks for (the paper: +6.1 %)."
+    )

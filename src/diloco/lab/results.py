@@ -1,0 +1,137 @@
+"""Finished arms on disk: one JSON file for each arm and seed, with its configuration, code and machine.
+
+    lab.json          the scale and the texts of this folder
+    results/KEY.json  a finished arm; KEY is made of the arm, the text and the seed
+    beginnings/       shared pre-training, kept for the next process (pretraining.py)
+
+The key says nothing of the experiment: an arm that two experiments share is run once. Nor of the code: an arm that is
+finished stays finished, and the report names all versions of the code that it finds.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import diloco
+from diloco.atomic_files import write_file
+from diloco.errors import ConfigError
+from diloco.lab.arm import Arm, ArmResult
+from diloco.version import __version__
+
+SETTING = "lab.json"
+RESULTS = "results"
+_MOST_ROUNDS = 40
+"""Rounds whose statistics are kept: a file stays small."""
+Item = TypeVar("Item")
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """What all arms of a folder share."""
+
+    scale: str
+    texts: dict[str, str]
+    """The digest of each text, by its role: `text`, `domains`."""
+    described: dict[str, str]
+    """The same in words."""
+
+
+@final
+@dataclass(frozen=True)
+class Finished:
+    """The result of an arm with one seed, and the code that gave it."""
+
+    code: str
+    result: ArmResult
+
+
+def key_of(arm: Arm, seed: int, text_digest: str) -> str:
+    """The name of a result: equal for equal configurations, whatever experiment asks."""
+    return f"{arm.key()}-{text_digest[:6]}-{seed}"
+
+
+@final
+class ResultFolder:
+    """The folder of one `diloco lab run`; a second run with the same folder continues it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, setting: Setting) -> None:
+        """Remember the setting, or refuse a folder of another one."""
+        path = self.folder / SETTING
+        if path.is_file():
+            found = self.setting()
+            for name in ("scale", "texts"):
+                if getattr(found, name) != getattr(setting, name):
+                    raise ConfigError(
+                        f"{self.folder} holds results with another {name.rstrip('s')} ({getattr(found, name)}, not "
+                        f"{getattr(setting, name)}): choose another folder with --out"
+                    )
+            return
+        (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
+        write_file(path, (json.dumps(asdict(setting), indent=1) + "\n").encode())
+
+    def setting(self) -> Setting:
+        path = self.folder / SETTING
+        try:
+            return Setting(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.folder} is no folder of `diloco lab run`: {error}") from error
+
+    def has(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def write(self, key: str, result: ArmResult) -> None:
+        thinned = replace(result, statistics=tuple(_thinned(result.statistics)))
+        record = {"code": code_version(), "result": _rounded(thinned.as_json())}
+        write_file(self._path(key), (json.dumps(record, separators=(",", ":")) + "\n").encode())
+
+    def read(self, key: str) -> Finished | None:
+        """A finished arm; None if it is not finished."""
+        path = self._path(key)
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            return Finished(record["code"], ArmResult.from_json(record["result"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}): delete it to run the arm again") from error
+
+    def seeds(self) -> list[int]:
+        """All seeds of which there is a result."""
+        return sorted({int(path.stem.rsplit("-", 1)[1]) for path in (self.folder / RESULTS).glob("*-*-*.json")})
+
+    def _path(self, key: str) -> Path:
+        return self.folder / RESULTS / f"{key}.json"
+
+
+def _thinned(items: Sequence[Item]) -> list[Item]:
+    """At even distances, the last one included."""
+    if len(items) <= _MOST_ROUNDS:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (_MOST_ROUNDS - 1))] for i in range(_MOST_ROUNDS)]
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than a seed's noise leaves."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return {key: _rounded(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+@cache
+def code_version() -> str:
+    """The version and a hash of the package's source files: known also where there is no git."""
+    hasher = hashlib.sha256()
+    root = Path(diloco.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        hasher.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return f"{__version__}+{hasher.hexdigest()[:10]}"

@@ -1,0 +1,211 @@
+"""Many arms one after another: which ones are to be run, in which order, and how long it will take.
+
+Experiments come in the order asked for; within one, its arms in their order, each with all seeds, so that what is most
+important is finished first and with enough seeds.
+"""
+
+import logging
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from queue import Empty
+from typing import final
+
+import torch
+
+from diloco.data.config import DataConfig
+from diloco.data.corpus import META, Corpus
+from diloco.data.preparation.corpus_cache import prepare
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.lab.arm import Arm
+from diloco.lab.experiment import Experiment
+from diloco.lab.results import ResultFolder, Setting, key_of
+from diloco.lab.scales import Scale
+from diloco.lab.simulator import simulate
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+DOMAIN_SHARDS = 8
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """One arm with one seed."""
+
+    key: str
+    name: str
+    arm: Arm
+    seed: int
+    text: str
+
+
+@final
+@dataclass(frozen=True)
+class Texts:
+    """The corpora of a run by role, opened when they are first needed."""
+
+    text: str
+    domains: str
+    scale: Scale
+
+    def open(self, role: str) -> Corpus:
+        return open_text(getattr(self, role), self.scale, role)
+
+
+def open_text(source: str, scale: Scale, role: str) -> Corpus:
+    """A prepared corpus's folder, or a source of `diloco train` (prepared once, in the cache)."""
+    folder = Path(source)
+    if (folder / META).is_file():
+        return Corpus.open(folder)
+    shared = {"source": source, "vocab_size": scale.vocab_size, "max_bytes": scale.text_bytes}
+    if role == "domains":
+        return prepare(DataConfig(**shared, partition="labels", shards=DOMAIN_SHARDS))  # type: ignore[arg-type]
+    return prepare(DataConfig(**shared))  # type: ignore[arg-type]
+
+
+def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:
+    """What the folder of this run says of itself."""
+    found = {role: texts.open(role) for role in sorted(set(roles))}
+    described = {
+        role: f"{Path(getattr(texts, role)).name}: {corpus.train_tokens / 1e6:.1f}M tokens, vocabulary "
+        f"{corpus.vocab_size}, {corpus.shards} shards ({corpus.meta.partition})"
+        for role, corpus in found.items()
+    }
+    return Setting(texts.scale.name, {role: corpus.digest for role, corpus in found.items()}, described)
+
+
+def tasks_of(
+    experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str]
+) -> list[Task]:
+    """All arms of the experiments, each once, the most important first."""
+    found: dict[str, Task] = {}
+    for experiment in experiments:
+        for name, arm in experiment.arms(scale).items():
+            for seed in seeds:
+                key = key_of(arm, seed, digests[experiment.text])
+                found.setdefault(key, Task(key, f"{experiment.name}: {name}", arm, seed, experiment.text))
+    return list(found.values())
+
+
+def cost(arm: Arm, vocab_size: int) -> float:
+    """In units that compare arms: tokens that are computed, times the parameters."""
+    tokens = arm.steps * arm.updates_multiplier * arm.workers * arm.batch_size * arm.batch_multiplier
+    return float(tokens * arm.sequence_length) * arm.model_config(vocab_size).num_parameters()
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A list of tasks, and where and how to run them."""
+
+    tasks: tuple[Task, ...]
+    texts: Texts
+    folder: Path
+    device: str
+    seconds: float = math.inf
+    """Begin no arm after this many."""
+    processes: int = 1
+
+    def __call__(self, say: Say) -> int:
+        """Run what is not finished; the number of tasks that remain."""
+        results = ResultFolder(self.folder)
+        todo = [task for task in self.tasks if not results.has(task.key)]
+        say(f"{len(self.tasks)} arms and seeds, {len(self.tasks) - len(todo)} of them finished already")
+        account = _Account([cost(task.arm, self.texts.scale.vocab_size) for task in todo], say)
+        ends = time.time() + self.seconds
+        if self.processes == 1:
+            for index, task in enumerate(todo):
+                if time.time() < ends:
+                    account.add(index, _attempt(self, task))
+        else:
+            self._spread(todo, ends, account)
+        remaining = sum(not results.has(task.key) for task in self.tasks)
+        if account.failures:
+            raise DiLoCoError(f"{len(account.failures)} arms failed, the first one: {account.failures[0]}")
+        say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
+        return remaining
+
+    def _spread(self, todo: list[Task], ends: float, account: "_Account") -> None:
+        """Each process takes the next task when it has finished one."""
+        context = multiprocessing.get_context("spawn")
+        waiting, outcomes = context.Queue(), context.Queue()
+        for item in [*enumerate(todo), *[None] * self.processes]:
+            waiting.put(item)
+        started = [context.Process(target=_work, args=(self, waiting, outcomes, ends)) for _ in range(self.processes)]
+        for process in started:
+            process.start()
+        while any(process.is_alive() for process in started) or not outcomes.empty():
+            with suppress(Empty):
+                account.add(*outcomes.get(timeout=0.5))
+        if failed := [process.exitcode for process in started if process.exitcode]:
+            raise DiLoCoError(f"{len(failed)} of {len(started)} processes failed (exit code {failed[0]}): see above")
+
+
+class _Account:
+    """Says what is done and how long the rest will take."""
+
+    def __init__(self, costs: list[float], say: Say) -> None:
+        self.costs, self.say = costs, say
+        self.done: list[int] = []
+        self.failures: list[str] = []
+        self._started = time.monotonic()
+
+    def add(self, index: int, outcome: "_Outcome") -> None:
+        self.done.append(index)
+        if outcome.failed:
+            self.failures.append(outcome.line)
+        done = sum(self.costs[one] for one in self.done)
+        left = (time.monotonic() - self._started) / done * (sum(self.costs) - done)
+        self.say(f"[{len(self.done)}/{len(self.costs)}] {outcome.line}; about {_duration(left)} left")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    line: str
+    failed: bool = False
+
+
+def _work(run: Run, waiting: "Queue[tuple[int, Task] | None]", outcomes: "Queue[tuple[int, _Outcome]]", ends: float) -> None:
+    """One process: tasks in their order, as long as there is time."""
+    while (item := waiting.get()) is not None:
+        if time.time() < ends:
+            outcomes.put((item[0], _attempt(run, item[1])))
+
+
+def _attempt(run: Run, task: Task) -> _Outcome:
+    """Run one task and keep its result. An arm that fails is told, and the others go on."""
+    if torch.device(run.device).type == "cpu":
+        torch.set_num_threads(run.texts.scale.threads)
+    name = f"{task.name}, seed {task.seed}"
+    try:
+        result = simulate(task.arm, task.seed, run.texts.open(task.text), run.device, folder=run.folder)
+    except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
+        logger.exception("%s failed", name)
+        return _Outcome(f"{name}: failed: {str(error)[:300]}", failed=True)
+    ResultFolder(run.folder).write(task.key, result)
+    return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}")
+
+
+def print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def check_seeds(seeds: int) -> range:
+    if seeds < 1:
+        raise ConfigError(f"--seeds {seeds} must be at least 1 (a verdict needs 3)")
+    return range(seeds)

@@ -1,0 +1,195 @@
+"""The three scales of every experiment, and the regime that they share.
+
+The paper trains 150M parameters for 24,000 shared steps and 64,000 more; its baselines with one and with eight times
+the batch are 6 % apart in perplexity. Here every arm begins with a shared, data-parallel pre-training of a third of the
+steps, and H is such that the DiLoCo arm has at least 50 rounds. A thousand steps from scratch would be another world:
+there the baselines are a factor of 2.5 apart, and what counts is signal per step. The report prints how far apart they
+are (`regime.py`), and says so if it is more than 15 %.
+
+    smoke   seconds an arm on a CPU: whether everything runs; its numbers mean nothing
+    cpu     minutes an arm on a few cores
+    gpu     ten seconds an arm on one large GPU
+
+The rates were found with `diloco lab tune`, for the data-parallel side as for DiLoCo.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from diloco.errors import ConfigError
+from diloco.lab.arm import Arm
+
+Table = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of an experiment, and the numbers of its two sides, tuned."""
+
+    name: str
+    model: Table
+    """Fields of ModelConfig but the vocabulary."""
+    vocab_size: int
+    text_bytes: int | None
+    """Of the default text, stdlib; None: all of it."""
+    workers: int
+    steps: int
+    pretraining_steps: int
+    H: int
+    batch_size: int
+    sequence_length: int
+    replicas: tuple[int, ...]
+    """Of Table 3."""
+    eval_windows: int
+    warmup_steps: int
+    pretraining_lr: float
+    data_parallel_lr: float
+    """With `workers` times the batch."""
+    one_worker_lr: float
+    inner_lr: float
+    """Of DiLoCo's workers."""
+    outer_lr: float
+    outer_momentum: float
+    final_lr_ratio: float = 0.05
+    threads: int = 1
+    """Of a process on a CPU: small matrices gain nothing from more, and lose on a busy machine."""
+
+    def inner(self, lr: float, **more: Any) -> dict[str, Any]:
+        return {"lr": lr, "warmup_steps": self.warmup_steps, "final_lr_ratio": self.final_lr_ratio} | more
+
+    def diloco(self, name: str = "DiLoCo", **changes: Any) -> Arm:
+        """DiLoCo as tuned; `sync`, `outer` and `inner` are added to its tables, other fields of Arm are replaced."""
+        sync = {"num_inner_steps": self.H, "codec": "fp32", "max_norm_ratio": None} | changes.pop("sync", {})
+        outer = changes.pop("outer", {})
+        if outer.get("optimizer", "nesterov") == "nesterov":
+            outer = {"lr": self.outer_lr, "momentum": self.outer_momentum} | outer
+        inner = self.inner(self.inner_lr) | changes.pop("inner", {})
+        return self._arm(name, inner, sync=sync, outer=outer, **changes)
+
+    def data_parallel(self, name: str = "8× batch, data-parallel", **changes: Any) -> Arm:
+        """All workers' batches in every step: the baseline for equal steps and equal tokens."""
+        inner = self.inner(self.data_parallel_lr) | changes.pop("inner", {})
+        return self._arm(name, inner, mode="data_parallel", **changes)
+
+    def one_worker(self, name: str = "1× baseline", **changes: Any) -> Arm:
+        """One worker's batch, no communication."""
+        inner = self.inner(self.one_worker_lr) | changes.pop("inner", {})
+        return self._arm(name, inner, mode="data_parallel", **{"workers": 1} | changes)
+
+    def _arm(self, name: str, inner: Table, **changes: Any) -> Arm:
+        arm = Arm(
+            name=name,
+            model=self.model,
+            workers=self.workers,
+            steps=self.steps,
+            pretraining_steps=self.pretraining_steps,
+            pretraining_batch_size=self.workers * self.batch_size,
+            pretraining_inner=self.inner(self.pretraining_lr),
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            eval_windows=self.eval_windows,
+            inner=inner,
+        )
+        return replace(arm, **changes)
+
+    def rounds(self, H: int | None = None) -> int:
+        return self.steps // (H or self.H)
+
+    def described(self) -> str:
+        arm = self.data_parallel()
+        config = arm.model_config(self.vocab_size)
+        return (
+            f"{config.num_parameters() / 1e6:.2f}M parameters ({config.num_layers} layers, width {config.hidden_size}, "
+            f"vocabulary {self.vocab_size}), {self.workers} workers with batches of {self.batch_size} × "
+            f"{self.sequence_length} tokens, {self.pretraining_steps} shared pre-training steps, then {self.steps} "
+            f"steps, H = {self.H} ({self.rounds()} rounds)"
+        )
+
+
+def _shape(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "tie_embeddings": True,
+    }
+
+
+SCALES: dict[str, Scale] = {
+    "smoke": Scale(
+        name="smoke",
+        model=_shape(16, 2, 2, 1, 32),
+        vocab_size=512,
+        text_bytes=1_000_000,
+        workers=8,
+        steps=24,
+        pretraining_steps=8,
+        H=4,
+        batch_size=2,
+        sequence_length=16,
+        replicas=(1, 4, 8),
+        eval_windows=32,
+        warmup_steps=4,
+        pretraining_lr=5e-3,
+        data_parallel_lr=5e-3,
+        one_worker_lr=5e-3,
+        inner_lr=5e-3,
+        outer_lr=0.7,
+        outer_momentum=0.5,
+    ),
+    "cpu": Scale(
+        name="cpu",
+        model=_shape(64, 3, 4, 2, 160),
+        vocab_size=2048,
+        text_bytes=None,
+        workers=8,
+        steps=1000,
+        pretraining_steps=500,
+        H=20,
+        batch_size=8,
+        sequence_length=64,
+        replicas=(1, 4, 8, 16),
+        eval_windows=256,
+        warmup_steps=50,
+        pretraining_lr=4e-3,
+        data_parallel_lr=4e-3,
+        one_worker_lr=2e-3,
+        inner_lr=3e-3,
+        outer_lr=0.7,
+        outer_momentum=0.8,
+    ),
+    "gpu": Scale(
+        name="gpu",
+        model=_shape(256, 4, 8, 4, 704),
+        vocab_size=4096,
+        text_bytes=None,
+        workers=8,
+        steps=1000,
+        pretraining_steps=500,
+        H=20,
+        batch_size=32,
+        sequence_length=256,
+        replicas=(1, 4, 8, 16, 64),
+        eval_windows=512,
+        warmup_steps=50,
+        pretraining_lr=4e-3,
+        data_parallel_lr=4e-3,
+        one_worker_lr=2e-3,
+        inner_lr=3e-3,
+        outer_lr=0.7,
+        outer_momentum=0.8,
+        threads=os.cpu_count() or 1,
+    ),
+}
+
+
+def scale_of(name: str) -> Scale:
+    if name not in SCALES:
+        raise ConfigError(f"--scale {name}: the scales are {', '.join(SCALES)}")
+    return SCALES[name]
