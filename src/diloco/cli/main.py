@@ -92,6 +92,37 @@ data.command(
     help_epilogue="Example:  diloco data clear --all",
 )
 app.command(data)
+lab = App(
+    name="lab",
+    help="Rerun the papers' experiments on one device, or your own.",
+    help_epilogue="Example:  diloco lab run t2 f4 --scale cpu",
+)
+lab.command("diloco.cli.lab:list_experiments", name="list", help="List the experiments.")
+lab.command(
+    "diloco.cli.lab:run",
+    name="run",
+    help="Run arms that are not finished; the same command continues.",
+    help_epilogue="Example:  diloco lab run --all --scale smoke --seeds 1",
+)
+lab.command(
+    "diloco.cli.lab:tune",
+    name="tune",
+    help="Find the best rates of an experiment's arms.",
+    help_epilogue="Example:  diloco lab tune t2 --scale cpu",
+)
+lab.command(
+    "diloco.cli.lab:report",
+    name="report",
+    help="Write tables, figures and verdicts as HTML and Markdown.",
+    help_epilogue="Example:  diloco lab report runs/lab-cpu",
+)
+lab.command(
+    "diloco.cli.lab:new",
+    name="new",
+    help="Write an experiment of your own, ready to run.",
+    help_epilogue="Example:  diloco lab new my_idea",
+)
+app.command(lab)
 
 
 def main() -> NoReturn:

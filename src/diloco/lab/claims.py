@@ -14,13 +14,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 FEWEST_SEEDS = 3
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
 
 Verdict = Literal["holds", "does not hold", "not resolved"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @final
@@ -64,6 +65,8 @@ class Claim:
         return f"at least {low}" if math.isinf(self.at_most) else f"{low} to {high}"
 
     def format(self, value: float) -> str:
+        if not value:
+            return "0"
         return f"{value:+.2%}" if self.unit == "%" else f"{value:.3f}"
 
 

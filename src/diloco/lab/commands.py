@@ -14,11 +14,9 @@ from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder, key_of
-from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
+from diloco.lab.runs import STDLIB, Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
 from diloco.lab.template import TEMPLATE
-
-STDLIB = "stdlib"
 
 
 def list_experiments(scale_name: str, say: Say) -> None:
@@ -108,7 +106,8 @@ def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> Non
     """Write the report of a folder; `names`: of these experiments only, or files of one's own."""
     written = write_report(folder, chosen(names, everything=not names), to)
     for one in written.judgements:
-        say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published})")
+        if one.values:
+            say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published})")
     say(f"written: {written.html}, {written.markdown}")
 
 

@@ -24,6 +24,7 @@ from diloco.data.corpus import META, Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm
+from diloco.lab.domains import DOMAINS, library_domains
 from diloco.lab.experiment import Experiment
 from diloco.lab.results import ResultFolder, Setting, key_of
 from diloco.lab.scales import Scale
@@ -32,7 +33,7 @@ from diloco.lab.simulator import simulate
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-DOMAIN_SHARDS = 8
+STDLIB = "stdlib"
 
 
 @final
@@ -65,10 +66,10 @@ def open_text(source: str, scale: Scale, role: str) -> Corpus:
     folder = Path(source)
     if (folder / META).is_file():
         return Corpus.open(folder)
-    shared = {"source": source, "vocab_size": scale.vocab_size, "max_bytes": scale.text_bytes}
-    if role == "domains":
-        return prepare(DataConfig(**shared, partition="labels", shards=DOMAIN_SHARDS))  # type: ignore[arg-type]
-    return prepare(DataConfig(**shared))  # type: ignore[arg-type]
+    if role == "text":
+        return prepare(DataConfig(source=source, vocab_size=scale.vocab_size, max_bytes=scale.text_bytes))
+    parts = str(library_domains(scale.text_bytes)) if source == STDLIB else source
+    return prepare(DataConfig(source=parts, vocab_size=scale.vocab_size, partition="labels", shards=DOMAINS))
 
 
 def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:
@@ -118,6 +119,8 @@ class Run:
         """Run what is not finished; the number of tasks that remain."""
         results = ResultFolder(self.folder)
         todo = [task for task in self.tasks if not results.has(task.key)]
+        if self.processes < 1:
+            raise ConfigError(f"--processes {self.processes} must be at least 1")
         say(f"{len(self.tasks)} arms and seeds, {len(self.tasks) - len(todo)} of them finished already")
         account = _Account([cost(task.arm, self.texts.scale.vocab_size) for task in todo], say)
         ends = time.time() + self.seconds
@@ -173,7 +176,9 @@ class _Outcome:
     failed: bool = False
 
 
-def _work(run: Run, waiting: "Queue[tuple[int, Task] | None]", outcomes: "Queue[tuple[int, _Outcome]]", ends: float) -> None:
+def _work(
+    run: Run, waiting: "Queue[tuple[int, Task] | None]", outcomes: "Queue[tuple[int, _Outcome]]", ends: float
+) -> None:
     """One process: tasks in their order, as long as there is time."""
     while (item := waiting.get()) is not None:
         if time.time() < ends:

@@ -1,4 +1,4 @@
-'''The file that `diloco lab new NAME` writes.'''
+"""The file that `diloco lab new NAME` writes."""
 
 TEMPLATE = '''"""NAME: say in one sentence what you want to know.
 

@@ -49,7 +49,8 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    return (Curves("Fragments, overlap and 4 bits", (PLAIN, STREAMING, OVERLAP, BITS, FOUR)),) + (
+    return (
+        Curves("Fragments, overlap and 4 bits", (PLAIN, STREAMING, OVERLAP, BITS, FOUR)),
         Curves("One outer step of delay", (PLAIN, EAGER, DELAYED)),
     )
 

@@ -1,5 +1,7 @@
 """Table 3 of the DiLoCo paper: the number of replicas, i.i.d. The non-i.i.d. column is in f5.py, on another text."""
 
+from itertools import pairwise
+
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
@@ -20,12 +22,12 @@ def arms(scale: Scale) -> Arms:
 def claims(scale: Scale) -> tuple[Claim, ...]:
     made = []
     counts = sorted(scale.replicas)
-    for fewer, more in zip(counts[:-1], counts[1:], strict=True):
+    for fewer, more in pairwise(counts):
         made.append(
             Claim(
                 f"{more} replicas have a lower perplexity than {fewer}",
                 f"{PUBLISHED[more] / PUBLISHED[fewer] - 1:+.2%}".replace("-", "−"),
-                lambda m, a=_name(more), b=_name(fewer): m.change(a, b),  # type: ignore[misc]
+                lambda m, a=more, b=fewer: m.change(_name(a), _name(b)),  # type: ignore[misc]
                 at_most=0.0,
             )
         )

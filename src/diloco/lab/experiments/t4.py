@@ -27,7 +27,7 @@ def _model(scale: Scale, factor: float) -> dict[str, Any]:
 def arms(scale: Scale) -> Arms:
     made = {}
     for size, factor in SIZES.items():
-        changes = {} if factor == 1.0 else {"model": _model(scale, factor)}
+        changes: dict[str, Any] = {} if factor == 1.0 else {"model": _model(scale, factor)}
         made[f"{size}, DiLoCo"] = scale.diloco(**changes)
         made[f"{size}, one worker"] = scale.one_worker(**changes)
     return made

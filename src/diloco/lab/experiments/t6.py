@@ -33,7 +33,10 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
     places = {_name(part): 100 * part for part in PUBLISHED}
-    return (Sweep("Table 6: pruned outer gradients", "% of each neuron's values pruned", {"DiLoCo": places}), Curves(""))
+    return (
+        Sweep("Table 6: pruned outer gradients", "% of each neuron's values pruned", {"DiLoCo": places}),
+        Curves(""),
+    )
 
 
 EXPERIMENT = Experiment(

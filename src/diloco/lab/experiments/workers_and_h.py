@@ -19,9 +19,7 @@ def _name(k: int, H: int) -> str:
 
 def arms(scale: Scale) -> Arms:
     return {
-        _name(k, H): scale.diloco(
-            workers=k, sync={"num_inner_steps": H}, steps=max(1, round(scale.steps / H)) * H
-        )
+        _name(k, H): scale.diloco(workers=k, sync={"num_inner_steps": H}, steps=max(1, round(scale.steps / H)) * H)
         for k in _counts(scale)
         for H in _lengths(scale)
     }
@@ -34,7 +32,9 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         Claim(
             f"A longer H costs more with more workers (H = {long} against {short}, k = {most} against {fewest})",
             "open",
-            lambda m: m.change(_name(most, long), _name(most, short)) - m.change(_name(fewest, long), _name(fewest, short)),
+            lambda m: (
+                m.change(_name(most, long), _name(most, short)) - m.change(_name(fewest, long), _name(fewest, short))
+            ),
             at_least=0.0,
         ),
     )

@@ -81,14 +81,18 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
         elif isinstance(block, Grid):
             heads = "".join(f"<th>{escape(head)}</th>" for head in block.heads)
             rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in block.rows)
-            body.append(f'<div class="grid"><table><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>')
+            body.append(
+                f'<div class="grid"><table><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
+            )
         else:
             drawing = block.svg[block.svg.index("<svg") :]
             body.append(f'<figure role="img" aria-label="{escape(block.title)}">{drawing}</figure>')
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
     )
 
 

@@ -29,7 +29,9 @@ def _curves(figure: Curves, arms: list[ArmSummary]) -> Panel:
         last = points[-1][0]
         shown = [point for point in points if point[0] >= 0.1 * last]
         x = [begins + step / multiplier for step, *_ in shown]
-        series.append(Series(arm.name, x, [m for _, m, _, _ in shown], [a for *_, a, _ in shown], [b for *_, b in shown]))
+        series.append(
+            Series(arm.name, x, [m for _, m, _, _ in shown], [a for *_, a, _ in shown], [b for *_, b in shown])
+        )
     return Panel(figure.title or "The curves", "step, pre-training included", _PERPLEXITY, series)
 
 

@@ -112,7 +112,9 @@ def regime_check(summary: Summary | None) -> str:
     one = summary.arm(t2.ONE) if summary is not None else None
     batch = summary.arm(t2.BATCH) if summary is not None else None
     if one is None or batch is None:
-        return "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
+        return (
+            "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
+        )
     apart = one.perplexity / batch.perplexity - 1
     verdict = "within" if apart <= FURTHEST_APART else "NOT within"
     return (

@@ -1,7 +1,7 @@
 """`diloco lab report`: one HTML page that needs nothing else, and a Markdown file with its figures beside it.
 
-    report.html              tables, verdicts, figures inside
-    report.md, figures/*.svg the same for a repository
+report.html              tables, verdicts, figures inside
+report.md, figures/*.svg the same for a repository
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from diloco.lab.claims import FEWEST_SEEDS, Judgement
 from diloco.lab.experiment import Experiment
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
+from diloco.lab.report.summary import ArmSummary, Summary, regime_check, summarise
 from diloco.lab.results import ResultFolder, Setting
 from diloco.lab.scales import Scale, scale_of
-from diloco.lab.report.summary import ArmSummary, Summary, regime_check, summarise
 from diloco.plots.figures import as_svg, check_installed, draw
 
 PAPER = (
@@ -71,21 +71,28 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary]) -> list[Bloc
     texts = "; ".join(f"{role}: {words}" for role, words in setting.described.items())
     t2 = next((one for one in summaries if one.experiment.name == "t2"), None)
     counts = [
-        (verdict, sum(one.verdict == verdict for summary in summaries for one in summary.judgements))
+        (
+            verdict,
+            sum(one.verdict == verdict and bool(one.values) for summary in summaries for one in summary.judgements),
+        )
         for verdict in ("holds", "does not hold", "not resolved")
     ]
     smoke = " This is a smoke test: its numbers mean nothing." if scale.name == "smoke" else ""
     return [
-        Text(f"Here: {scale.described()}.{smoke} Text: {texts}. Machine: {'; '.join(machines)}. Code: {', '.join(codes)}."),
+        Text(
+            f"Here: {scale.described()}.{smoke} Text: {texts}. Machine: {'; '.join(machines)}. "
+            f"Code: {', '.join(codes)}."
+        ),
         Heading(2, "The regime, and how the scale differs from the paper's"),
         Text(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
         Text(regime_check(t2)),
         Heading(2, "Verdicts"),
         Text(
-            "; ".join(f"{count} {verdict}" for verdict, count in counts) + f". A verdict needs {FEWEST_SEEDS} seeds: it "
+            "; ".join(f"{count} {verdict}" for verdict, count in counts)
+            + f". A verdict needs {FEWEST_SEEDS} seeds: it "
             "compares the 95 % interval over the seeds of the difference between arms with the same beginning and "
-            "batches (lab/claims.py). ± in this table is half of that interval; in the tables of arms it is the standard "
-            "deviation over the seeds."
+            "batches (lab/claims.py). ± in this table is half of that interval; in the tables of arms it is the "
+            "standard deviation over the seeds."
         ),
         _verdicts(summaries),
     ]
@@ -93,9 +100,7 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary]) -> list[Bloc
 
 def _verdicts(summaries: Sequence[Summary]) -> Grid:
     rows = [
-        (f"**{one.experiment.name}**", *_judgement_row(judgement))
-        for one in summaries
-        for judgement in one.judgements
+        (f"**{one.experiment.name}**", *_judgement_row(judgement)) for one in summaries for judgement in one.judgements
     ]
     return Grid(("", "claim", "published", "measured", "asked", "seeds", "verdict"), rows)
 
@@ -109,7 +114,10 @@ def _judgement_row(one: Judgement) -> tuple[str, ...]:
 
 def _section(summary: Summary, scale: Scale) -> list[Block]:
     experiment = summary.experiment
-    blocks: list[Block] = [Heading(2, f"{experiment.name}: {experiment.title}"), Text(f"{experiment.source}. {experiment.note}")]
+    blocks: list[Block] = [
+        Heading(2, f"{experiment.name}: {experiment.title}"),
+        Text(f"{experiment.source}. {experiment.note}"),
+    ]
     if summary.missing:
         blocks.append(Text(f"Not run: {', '.join(summary.missing)}."))
     blocks.append(_table(summary))
@@ -117,7 +125,12 @@ def _section(summary: Summary, scale: Scale) -> list[Block]:
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))
     if summary.judgements:
-        blocks.append(Grid(("claim", "published", "measured", "asked", "seeds", "verdict"), [*map(_judgement_row, summary.judgements)]))
+        blocks.append(
+            Grid(
+                ("claim", "published", "measured", "asked", "seeds", "verdict"),
+                [*map(_judgement_row, summary.judgements)],
+            )
+        )
     return blocks
 
 

@@ -1,0 +1,42 @@
+"""A text whose parts differ, from what is on every machine: the largest packages of the Python library, a file each.
+
+For arms whose workers read different texts, where no other text is given. Asyncio, e-mail, XML and so on differ in
+words and habits, though far less than books, law and code do.
+"""
+
+import platform
+import sysconfig
+from collections import defaultdict
+from pathlib import Path
+
+from diloco.atomic_files import write_file
+from diloco.data.config import DataConfig
+from diloco.data.preparation.corpus_cache import cache_root
+from diloco.data.sources.local import StandardLibrary
+from diloco.errors import DataError
+
+DOMAINS = 8
+SINGLE = "modules"
+"""The domain of modules that are in no package."""
+
+
+def library_domains(most_bytes: int | None) -> Path:
+    """A folder of eight files, each with at most an eighth of `most_bytes`; written once, in the cache."""
+    name = f"lab-domains-{platform.python_version()}-{most_bytes or 'all'}"
+    folder = cache_root(DataConfig()) / name
+    if len(list(folder.glob("*.txt"))) == DOMAINS:
+        return folder
+    by_domain: dict[str, list[Path]] = defaultdict(list)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if not StandardLibrary.EXCLUDED_FOLDERS.intersection(parts):
+            by_domain[SINGLE if len(parts) == 1 else parts[0]].append(path)
+    if len(by_domain) < DOMAINS:
+        raise DataError(f"the Python library in {root} has no {DOMAINS} packages: give another text with --domains")
+    sizes = {domain: sum(path.stat().st_size for path in paths) for domain, paths in by_domain.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain in sorted(sizes, key=lambda one: (-sizes[one], one))[:DOMAINS]:
+        text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in by_domain[domain])
+        write_file(folder / f"{domain}.txt", text.encode()[: most_bytes and most_bytes // DOMAINS])
+    return folder

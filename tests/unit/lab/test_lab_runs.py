@@ -1,0 +1,121 @@
+"""Running many arms: each once, in order, resumable, within a budget; and the report of what they gave."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.lab import commands, runs, scales
+from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.experiments import EXPERIMENTS
+from diloco.lab.report.writing import write_report
+from diloco.lab.results import ResultFolder
+
+T2, F8 = EXPERIMENTS["t2"], EXPERIMENTS["f8"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A scale of a few steps, and a cache of its own."""
+    tiny = replace(
+        scales.SCALES["smoke"], workers=2, steps=6, pretraining_steps=2, H=3, batch_size=1, sequence_length=8,
+        eval_windows=4, vocab_size=300, text_bytes=100_000,
+    )  # fmt: skip
+    monkeypatch.setitem(scales.SCALES, "smoke", tiny)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Arms give made-up results at once: what was asked for, in its order."""
+    asked: list[tuple[str, int]] = []
+
+    def simulate(arm: Arm, seed: int, corpus: object, device: object, **_: object) -> ArmResult:
+        asked.append((arm.key(), seed))
+        loss = 3.0 + 0.001 * seed + (0.1 if arm.mode == "data_parallel" else 0.2 * arm.drop)
+        return ArmResult(
+            arm, seed, ((0, 4.0), (arm.steps, loss)), 3.0, 2, 0, 1e6, 1e8, 10.0, 0.9, (), 1000, 100, 1.0, 0.1, None,
+            "not at all", "0" * 64, "0", {"device": "none", "torch": "none"},
+        )  # fmt: skip
+
+    monkeypatch.setattr(runs, "simulate", simulate)
+    return asked
+
+
+def _run(*experiments: object, seeds: int = 3, **options: object) -> list[str]:
+    said: list[str] = []
+    commands.run(experiments, "smoke", seeds, Path("out"), said.append, device="cpu", **options)  # type: ignore[arg-type]
+    return said
+
+
+def test_an_arm_that_two_experiments_share_runs_once_and_never_again(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, F8)
+    assert len(simulated) == len(set(simulated)) == 3 * (4 + 4 - 1)
+    before = list(simulated)
+    assert "all finished" in _run(T2, F8)[-1]
+    assert simulated == before
+    assert [seed for _, seed in simulated[:6]] == [0, 1, 2, 0, 1, 2]  # the first arm has all its seeds first
+
+
+def test_no_arm_begins_after_the_seconds_and_the_next_run_continues(simulated: list[tuple[str, int]]) -> None:
+    assert "12 remain" in _run(T2, seconds=0.0)[-1]
+    assert simulated == []
+    assert "all finished" in _run(T2)[-1]
+
+
+def test_an_arm_that_fails_is_named_and_the_others_finish(
+    simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = runs.simulate
+
+    def fail(arm: Arm, *rest: object, **options: object) -> ArmResult:
+        if arm.drop == 0.5:
+            raise RuntimeError("out of memory")
+        return works(arm, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "simulate", fail)
+    with pytest.raises(DiLoCoError, match="50% dropped, seed 0: failed: out of memory"):
+        _run(F8, seeds=1)
+    assert len(simulated) == 3
+
+
+def test_a_folder_of_another_text_is_refused(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, seeds=1)
+    Path("other.txt").write_text("words and more words\n" * 5000)
+    with pytest.raises(ConfigError, match="another text"):
+        _run(T2, seeds=1, text="other.txt")
+
+
+def test_the_report_gives_means_published_values_and_verdicts(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, F8)
+    report = write_report(Path("out"), [T2, F8])
+    page, markdown = report.html.read_text(), report.markdown.read_text()
+    verdicts = {one.claim.text: one.verdict for one in report.judgements}
+    assert verdicts["DiLoCo has a lower perplexity than one worker alone"] == "holds"
+    assert verdicts["Dropping 50% of the communication costs at most 3% of perplexity"] == "does not hold"
+    assert "| DiLoCo | 20.11 ± 0.02 |" in markdown and "16.23" in markdown
+    assert "figures/t2.svg" in markdown and Path("out/figures/t2.svg").is_file()
+    assert page.count("<svg") == 2 and "<script" not in page and "src=" not in page
+
+
+def test_the_report_makes_no_claim_of_two_seeds(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, seeds=2)
+    report = write_report(Path("out"), [T2])
+    assert {one.verdict for one in report.judgements} == {"not resolved"}
+    assert "2 of the 3 seeds" in report.markdown.read_text()
+
+
+def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> None:
+    """`diloco lab new`, `run`, `report`, with nothing made up: the shortest cut of `diloco lab run --all`."""
+    said: list[str] = []
+    path = commands.new("idea", said.append)
+    own = commands.chosen([str(path)], everything=False)
+    _run(*own, EXPERIMENTS["streaming"], seeds=1)
+    records = [json.loads(one.read_text()) for one in Path("out/results").glob("*.json")]
+    assert len(records) == 4 + 7 - 1
+    assert all(record["code"] and record["result"]["machine"] and record["result"]["arm"] for record in records)
+    assert write_report(Path("out"), own).html.is_file()
+    assert ResultFolder(Path("out")).seeds() == [0]
