@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from diloco.errors import ConfigError
 from diloco.lab import commands
-from diloco.lab.runs import print_line
+from diloco.lab.runs import STDLIB, print_line
 
 ScaleName = Literal["smoke", "cpu", "gpu"]
 
@@ -31,8 +31,8 @@ def run(
     seeds: int = 3,
     out: Path | None = None,
     device: str = "auto",
-    text: str = commands.STDLIB,
-    domains: str = commands.STDLIB,
+    text: str = STDLIB,
+    domains: str = STDLIB,
     seconds: float = math.inf,
     processes: int = 1,
 ) -> None:
@@ -75,8 +75,8 @@ def tune(
     seeds: int = 1,
     out: Path | None = None,
     device: str = "auto",
-    text: str = commands.STDLIB,
-    domains: str = commands.STDLIB,
+    text: str = STDLIB,
+    domains: str = STDLIB,
     seconds: float = math.inf,
     processes: int = 1,
 ) -> None:

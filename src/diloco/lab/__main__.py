@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands
-from diloco.lab.runs import print_line
+from diloco.lab.runs import STDLIB, print_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--seeds", type=int, default=3 if verb == "run" else 1)
         one.add_argument("--out", type=Path, required=True)
         one.add_argument("--device", default="auto")
-        one.add_argument("--text", default=commands.STDLIB)
-        one.add_argument("--domains", default=commands.STDLIB)
+        one.add_argument("--text", default=STDLIB)
+        one.add_argument("--domains", default=STDLIB)
         one.add_argument("--seconds", type=float, default=math.inf)
         one.add_argument("--processes", type=int, default=1)
     verbs.add_parser("new").add_argument("name")

@@ -17,7 +17,7 @@ MINE = "less momentum"
 def arms(scale: Scale) -> Arms:
     """Each arm is a whole method. `sync`, `outer` and `inner` are the tables of a run file (docs/configuration.md)."""
     return {
-        MINE: scale.diloco(outer={"momentum": 0.5}),
+        MINE: scale.diloco(outer={"momentum": 0.6}),
         "DiLoCo": scale.diloco(),
         "data-parallel": scale.data_parallel(),
         "one worker": scale.one_worker(),
