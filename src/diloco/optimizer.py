@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.core.config import SyncConfig
+from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
-from diloco.outer.arguments import check_model_inner_engine, chosen_outer, sync_config
+from diloco.outer.arguments import check_model_inner_engine, chosen_outer, growing_rounds, sync_config
 from diloco.outer.elastic import ElasticMembership
 from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
@@ -106,6 +107,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         weight: float = 1.0,
         identity: str = "",
         restoring: bool = False,
+        learning_rates: LearningRateCurve | None = None,
+        faults: FaultsConfig | None = None,
     ) -> None:
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
@@ -115,6 +118,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         `weight` is this worker's share in the mean for each inner step: 1, its tokens per step, or its shard's size.
         `identity` names what else must be the same on all workers (the data, say): they refuse each other if it is not.
         `restoring`: a saved state is loaded right after, on every worker, so no parameters are sent now.
+        `learning_rates`: those of `inner` over the whole run, which `sync.growth` needs to be known in advance.
+        `faults`: on purpose, for experiments.
         """
         check_model_inner_engine(model, inner, engine)
         sync = sync_config(sync, H)
@@ -133,6 +138,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
             identity=identity,
             inner=inner,
             restoring=restoring,
+            growth=growing_rounds(sync, learning_rates),
+            faults=faults if faults is not None and faults.drop else None,
         )
         self.warm_start = WarmStart(self.loop)
         self.unfinished = UnfinishedSteps(self, engine.worker)

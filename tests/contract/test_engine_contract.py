@@ -25,9 +25,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
-from diloco.core.config import SyncConfig
+from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import cosines
+from diloco.core.outer_optimizers import Nesterov
+from diloco.core.varying.course import Course
+from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
@@ -234,10 +237,16 @@ class Told:
 
 
 MOST_ATTEMPTS = 3  # at a round, on a busy machine
+VARYING: dict[str, Any] = {
+    "learning_rates": LearningRateCurve(0.01, 14),
+    "outer": Nesterov(course=Course(2, start_momentum=0.1, final_lr=0.3, plain_rounds=1, rounds=4)),
+    "faults": FaultsConfig(0.3, seed=1),
+}
 CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(4, "int8", fragments=2, overlap_steps=1), 14, {}),  # they join, and start from worker 0's parameters
     (SyncConfig(3, "fp16", outer_overlap="eager"), 8, {"seed": 0}),
     (SyncConfig(3, "topk"), 8, {"seed": 0}),  # they hold a state already
+    (SyncConfig(3, "int8", fragments=2, overlap_steps=1, growth=0.018), 14, {"seed": 0, **VARYING}),
 ]
 
 
@@ -311,7 +320,7 @@ def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "eager", "topk"])
+@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "eager", "topk", "varying, drops"])
 def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.core.config import SyncConfig
+from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.outer_optimizers import Adam, Nesterov
+from diloco.core.varying.course import Course
+from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from support.alone import made, made_digest, steps
@@ -17,6 +19,8 @@ from support.problem import Net, anchors, flat, loss_of, net
 
 # State dicts
 
+COURSE = Course(2, start_momentum=0.1, final_lr=0.3, plain_rounds=1, rounds=5)
+RATES = LearningRateCurve(0.01, 16)
 RESUMED = {
     "nesterov": (SyncConfig(4), Nesterov()),
     "adam": (SyncConfig(3, "int8"), Adam()),
@@ -26,19 +30,24 @@ RESUMED = {
     "in flight, int8": (SyncConfig(5, "int8", fragments=2, overlap_steps=4, mixing=0.5), Adam()),
     "error feedback": (SyncConfig(3, "topk"), Nesterov()),
     "error feedback, in flight": (SyncConfig(5, "2bit", fragments=2, overlap_steps=4, mixing=0.5), Nesterov()),
+    "growing, a course": (SyncConfig(2, growth=0.016), Nesterov(course=COURSE)),
+    "growing, a course, eager": (SyncConfig(2, growth=0.016, outer_overlap="eager"), Nesterov(course=COURSE)),
+    "growing, a course, in flight": (SyncConfig(3, "topk", fragments=2, overlap_steps=2, growth=0.018), Adam()),
 }
+FAULTS = FaultsConfig(0.4, seed=3)
 
 
 @pytest.mark.parametrize(("sync", "outer"), RESUMED.values(), ids=RESUMED.keys())
 @pytest.mark.parametrize("at", [4, 7])
 def test_i5_loading_a_state_dict_goes_on_bit_for_bit(sync: SyncConfig, outer: Nesterov | Adam, at: int) -> None:
-    whole = InTurn(2, sync, outer)
+    more = {} if sync.growth is None else {"learning_rates": RATES, "faults": FAULTS}
+    whole = InTurn(2, sync, outer, more=more)
     whole.step(at)
     saved = [
         copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         for model, optimizer in zip(whole.models, whole.optimizers, strict=True)
     ]
-    resumed = InTurn(2, sync, outer)
+    resumed = InTurn(2, sync, outer, more=more)
     resumed.step(1)  # so that something must really be overwritten
     resumed.step_number = at
     for (model_state, optimizer_state), model, optimizer in zip(saved, resumed.models, resumed.optimizers, strict=True):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -256,7 +257,10 @@ class ElasticWorld:
         *,
         drop: Collection[tuple[int, int]] = (),
         sgd: bool = False,
+        **more: Any,
     ) -> None:
+        """`more`: for DiLoCo."""
+        self.more = more
         self.sync, self.outer_optimizer, self.sgd = sync, outer, sgd
         self.swarm = ElasticSwarm(range(workers), drop=drop)
         self.workers: dict[int, Worker] = {}
@@ -265,7 +269,7 @@ class ElasticWorld:
 
     def join(self, number: int) -> Worker:
         inner = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) if self.sgd else None
-        built = build(self.swarm.engine(number), self.sync, outer=self.outer_optimizer, inner=inner)
+        built = build(self.swarm.engine(number), self.sync, outer=self.outer_optimizer, inner=inner, **self.more)
         self.workers[number] = Worker(number, *built)
         return self.workers[number]
 

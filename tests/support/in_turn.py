@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,12 +26,15 @@ class InTurn:
     models: list[Net] = field(default_factory=list)
     optimizers: list[DiLoCo] = field(default_factory=list)
     step_number: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+    """For DiLoCo."""
 
     def __post_init__(self) -> None:
         weights = list(self.weights) or [1.0] * self.workers
         inner = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) if self.sgd else None
         for engine in LocalSwarm(self.workers, fail_at=self.fail_at).engines():
-            model, optimizer = build(engine, self.sync, outer=self.outer, weight=weights[engine.worker], inner=inner)
+            weight = weights[engine.worker]
+            model, optimizer = build(engine, self.sync, outer=self.outer, weight=weight, inner=inner, **self.more)
             self.models.append(model)
             self.optimizers.append(optimizer)
 

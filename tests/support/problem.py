@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +92,12 @@ def build(
     weight: float = 1.0,
     seed: int | None = None,
     inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    **more: Any,
 ) -> tuple[Net, DiLoCo]:
-    """Worker i starts from its own seed, to show that all begin with worker 0's parameters."""
+    """Worker i starts from its own seed, to show that all begin with worker 0's parameters. `more`: for DiLoCo."""
     model = net(seed=engine.worker if seed is None else seed)
     make = inner or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return model, DiLoCo(model, make(model), engine, sync=sync, outer=outer, weight=weight)
+    return model, DiLoCo(model, make(model), engine, sync=sync, outer=outer, weight=weight, **more)
 
 
 def train(
@@ -108,12 +110,13 @@ def train(
     weight: float = 1.0,
     seed: int | None = None,
     built: Callable[[], object] | None = None,
+    **more: Any,
 ) -> Story:
     """Train for `steps`, or end early after `stop_after`, or when another worker does; then finish.
 
-    `built` is called before the first step.
+    `built` is called before the first step. `more`: for DiLoCo.
     """
-    model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed)
+    model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed, **more)
     if built is not None:
         built()
     story = Story()

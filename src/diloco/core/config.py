@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.core.options import option
+from diloco.core.varying.course import Course
 from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
@@ -20,14 +21,37 @@ OUTER_NUMBERS: dict[str, dict[str, float]] = {
 """The numbers of each outer optimizer, with their defaults (those of core/outer_optimizers.py)."""
 
 
-def check_outer_number(name: str, value: float, optimizer: str) -> None:
-    """Each number of an outer optimizer has one rule, whatever optimizer it belongs to."""
+def check_outer_number(name: str, value: float, optimizer: str, option_name: str | None = None) -> None:
+    """Each number of an outer optimizer has one rule, whatever optimizer and option (`option_name`) it belongs to."""
     if name in ("lr", "epsilon"):
         valid, rule = 0 < value < math.inf, "finite and above 0"
     else:
         valid, rule = 0 <= value < 1, "at least 0 and below 1"
     if not valid:
-        raise ConfigError(f"outer.{name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
+        raise ConfigError(f"outer.{option_name or name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
+
+
+def check_course(course: Course, optimizer: str) -> None:
+    """A course must have an effect on that outer optimizer, and stay within the range of its numbers."""
+    for name in ("warmup_rounds", "plain_rounds"):
+        if getattr(course, name) < 0:
+            raise ConfigError(f"outer.{name} = {getattr(course, name)} must be at least 0")
+    for number in ("lr", "momentum"):
+        for name in (f"start_{number}", f"final_{number}"):
+            if getattr(course, name) is None:
+                continue
+            if number not in OUTER_NUMBERS[optimizer]:
+                raise ConfigError(
+                    f"outer.{name} = {getattr(course, name)} has no effect on the outer optimizer '{optimizer}', which "
+                    f"has no {number}: leave it out"
+                )
+            check_outer_number(number, getattr(course, name), optimizer, name)
+    starts = course.start_lr is not None or course.start_momentum is not None
+    if starts != (course.warmup_rounds > 0):
+        raise ConfigError(
+            f"outer.warmup_rounds = {course.warmup_rounds}, outer.start_lr = {course.start_lr}, outer.start_momentum = "
+            f"{course.start_momentum}: a warm-up needs a number of rounds, and a number to begin with"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,18 @@ class OuterConfig:
     """Decay of adam's second moment (0.99)."""
     epsilon: float | None = None
     """Adam's ε (0.1, the paper's remedy for its instability)."""
+    warmup_rounds: int = 0
+    """Rounds over which start_lr and start_momentum become lr and momentum, linearly."""
+    start_lr: float | None = None
+    """Outer learning rate of the first round, with warmup_rounds (default: lr)."""
+    start_momentum: float | None = None
+    """Outer momentum of the first round, with warmup_rounds (default: momentum)."""
+    final_lr: float | None = None
+    """Outer learning rate of the last round, reached along a cosine (default: lr)."""
+    final_momentum: float | None = None
+    """Outer momentum of the last round, reached along a cosine (default: momentum)."""
+    plain_rounds: int = 0
+    """So many rounds at the end are plain means of the workers' parameters."""
 
     def __post_init__(self) -> None:
         useful = OUTER_NUMBERS[self.optimizer]
@@ -56,10 +92,34 @@ class OuterConfig:
                     f"outer.{name} = {value} has no effect on the outer optimizer '{self.optimizer}': leave it out (it "
                     f"takes {', '.join(useful)})"
                 )
+        check_course(Course(**self.course(), rounds=1), self.optimizer)
 
     def given(self) -> dict[str, float]:
-        """The numbers that were given."""
-        return {name: value for name, value in asdict(self).items() if name != "optimizer" and value is not None}
+        """The optimizer's own numbers that were given."""
+        names = {name for numbers in OUTER_NUMBERS.values() for name in numbers}
+        return {name: value for name, value in asdict(self).items() if name in names and value is not None}
+
+    def course(self) -> dict[str, Any]:
+        """What was given of the course of these numbers over the run."""
+        numbers = {name: getattr(self, name) for name in ("start_lr", "start_momentum", "final_lr", "final_momentum")}
+        counts = {name: getattr(self, name) for name in ("warmup_rounds", "plain_rounds") if getattr(self, name)}
+        return {name: value for name, value in numbers.items() if value is not None} | counts
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Faults on purpose, for experiments."""
+
+    drop: float = 0.0
+    """The share of outer gradients that are dropped, at random: their worker goes on from its own parameters."""
+    seed: int | None = None
+    """Decides which ones (default: the seed of the run)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop < 1:
+            raise ConfigError(f"faults.drop = {self.drop} must be at least 0 and below 1")
+        if self.seed is not None and not self.drop:
+            raise ConfigError(f"faults.seed = {self.seed} has no effect without faults.drop: give it too, say 0.3")
 
 
 @dataclass(frozen=True)
@@ -93,6 +153,8 @@ class SyncConfig:
     outer_overlap: Literal["none", "eager", "delayed"] = option("none", unused_with=_DATA_PARALLEL)
     """eager: a round travels during the whole next one, and each worker's own share of it counts at once (1-outer-step
     overlap); delayed: the same without that share, for comparison."""
+    growth: float | None = option(None, unused_with=_DATA_PARALLEL)
+    """Longer rounds as the inner learning rate falls: H = max(num_inner_steps, (growth / learning rate)²) (QSR)."""
     fragment_order: Literal["strided", "sequential"] = option("strided", unused_with=_DATA_PARALLEL)
     """strided: block i is in fragment i mod P; sequential: neighbouring blocks are in the same fragment."""
     fragments_by_hand: str | None = option(None, unused_with=_DATA_PARALLEL)
@@ -107,6 +169,8 @@ class SyncConfig:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
         if self.outer_overlap != "none":
             self._check_outer_overlap()
+        if self.growth is not None and not 0 < self.growth < math.inf:
+            raise ConfigError(f"sync.growth = {self.growth} must be finite and above 0")
         if self.fragments_by_hand is not None and self.fragments != 1:
             raise ConfigError(
                 f"sync.fragments = {self.fragments} and sync.fragments_by_hand = {self.fragments_by_hand!r}: give one "

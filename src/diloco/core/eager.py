@@ -39,9 +39,13 @@ class Eager:
         self.state = {} if delayed else {name: torch.zeros_like(fragment.anchor) for name in outer.state_names}
 
     @torch.no_grad()
-    def outer_gradient(self, workers: int) -> Iterator[tuple[Span, Tensor]]:
-        """Δ_i = start − θ_i, span by span; behind each span the worker moves to its next start. `workers` is k."""
+    def outer_gradient(self, workers: int, turn: int = 0) -> Iterator[tuple[Span, Tensor]]:
+        """Δ_i = start − θ_i, span by span; behind each span the worker moves to its next start. `workers` is k.
+
+        `turn`: of the schedule, for an outer optimizer with a course.
+        """
         fragment, self._workers = self._fragment, workers
+        outer = fragment.outer_opt.at(turn)
         fragment.check_memory()
         for span, anchor, _ in fragment.visit():
             start = self.start[span.slice]
@@ -50,18 +54,18 @@ class Eager:
             start.copy_(anchor)
             if not self._delayed:
                 state = {name: buffer[span.slice] for name, buffer in self.state.items()}
-                fragment.outer_opt.update(start, delta.div_(workers), state, round_number=1)
+                outer.update(start, delta.div_(workers), state, round_number=1)
             fragment.write(span, start)
 
     @torch.no_grad()
-    def take_back(self, workers: int) -> bool:
+    def take_back(self, workers: int, turn: int = 0) -> bool:
         """The round in flight has failed: the next outer gradient carries its work again. False: it cannot.
 
         The start moves back by Δ_i of that round, which follows from the share that was taken of it.
         """
         if self._delayed:
             return False
-        outer = self._fragment.outer_opt
+        outer = self._fragment.outer_opt.at(turn)
         assert isinstance(outer, (SGD, Nesterov))
         momentum = outer.momentum if isinstance(outer, Nesterov) else 0.0
         for span, anchor, _ in self._fragment.visit():

@@ -9,12 +9,13 @@ The paper (Figure 6) finds Nesterov best; SGD with lr 1 is federated averaging, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from diloco.core.config import OuterConfig, check_outer_number
+from diloco.core.config import OuterConfig, check_course, check_outer_number
+from diloco.core.varying.course import Course
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,29 @@ class OuterOptimizer(ABC):
     name: ClassVar[str]
     state_names: ClassVar[tuple[str, ...]]
     """One flat fp32 buffer of the fragment's size for each name, zero at the start."""
+    course: Course | None = field(default=None, kw_only=True)
+    """How lr and momentum change over the run; None: not at all."""
 
     @abstractmethod
     def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
         """Move `theta` by one step along `delta`, which may be overwritten; `round_number` counts from 1."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_outer_number(field.name, getattr(self, field.name), self.name)
+        for one in fields(self):
+            if one.name != "course":
+                check_outer_number(one.name, getattr(self, one.name), self.name)
+        if self.course is not None:
+            check_course(self.course, self.name)
+
+    def at(self, turn: int) -> "OuterOptimizer":
+        """The optimizer, with fixed numbers, of the rounds of a turn (core/schedule.py), counted from 0."""
+        if self.course is None:
+            return self
+        if self.course.is_plain(turn):
+            return SGD(lr=1.0)
+        names = [one.name for one in fields(self) if one.name in ("lr", "momentum")]
+        numbers = {name: self.course.number(name, getattr(self, name), turn) for name in names}
+        return replace(self, **numbers, course=None)
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,14 @@ OUTER_OPTIMIZERS: dict[str, type[OuterOptimizer]] = {
 }
 
 
-def outer_optimizer(config: OuterConfig) -> OuterOptimizer:
-    """The optimizer a configuration names, with the numbers it gives."""
-    return OUTER_OPTIMIZERS[config.optimizer](**config.given())
+def used_numbers(config: OuterConfig) -> dict[str, float]:
+    """The optimizer's own numbers, given or not."""
+    numbers: dict[str, Any] = config.given()
+    outer = OUTER_OPTIMIZERS[config.optimizer](**numbers)
+    return {one.name: getattr(outer, one.name) for one in fields(outer) if one.name != "course"}
+
+
+def outer_optimizer(config: OuterConfig, rounds: int | None = None) -> OuterOptimizer:
+    """The optimizer a configuration names, with the numbers it gives. `rounds`: of the whole run, if it is known."""
+    course = Course(**config.course(), rounds=rounds) if config.course() else None
+    return OUTER_OPTIMIZERS[config.optimizer](**config.given(), course=course)

@@ -48,24 +48,27 @@ def outer_step(
     mean_outer_gradient: Callable[[Span], Tensor] | None,
     mixing: float = 0.0,
     digest: Digest | None = None,
+    turn: int = 0,
 ) -> None:
     """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
 
     `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker; None: this worker is alone
     (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
     `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does.
-    `digest` is given the new anchor, span by span.
+    `digest` is given the new anchor, span by span. `turn`: of the schedule, for an outer optimizer with a course.
     """
     fragment.rounds += 1
-    kernels = fragment.kernels
+    outer, kernels = fragment.outer_opt, fragment.kernels
+    if outer.course is not None:
+        outer = outer.at(turn)
     for span, theta, state in fragment.visit(write=True):
         delta = None if mean_outer_gradient is None else mean_outer_gradient(span)
-        if kernels is not None and kernels.know(fragment.outer_opt):  # the same in one pass over a GPU's memory
-            kernels.outer_step(span.start, fragment.outer_opt, theta, state, delta, mixing)
+        if kernels is not None and kernels.know(outer):  # the same in one pass over a GPU's memory
+            kernels.outer_step(span.start, outer, theta, state, delta, mixing)
         else:
             if delta is None:
                 delta = theta - fragment.read(span)
-            fragment.outer_opt.update(theta, delta, state, fragment.rounds)  # line 14
+            outer.update(theta, delta, state, fragment.rounds)  # line 14
             fragment.write(span, fragment.read(span).lerp_(theta, 1.0 - mixing) if mixing else theta)  # line 3
         del delta  # before the next one is made
         if digest is not None:

@@ -4,7 +4,8 @@ Inner steps are counted from 1. After inner step t, fragment p is posted if (t â
 posted is merged `overlap_steps` inner steps later (Ï„ of the paper; 0 merges within the same step). So with one
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
-With a warm start of W steps (outer/methods/warm_start.py) t counts from the end of it.
+With a warm start of W steps (outer/methods/warm_start.py) t counts from the end of it. H inner steps are a *turn*, in
+which every fragment is posted once. Turns may grow (varying/round_lengths.py): the offsets grow with them.
 
 A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
 engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last
@@ -13,7 +14,9 @@ rounds in it. The posts of all fragments together are numbered from 0: the seque
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from diloco.core.varying.round_lengths import GrowingRounds, Turns
 from diloco.errors import ConfigError
 
 
@@ -26,6 +29,8 @@ class Schedule:
     overlap_steps: int = 0
     warm_start: int = 0
     """Inner steps before the first round begins to count."""
+    growth: GrowingRounds | None = None
+    """H is the shortest turn, and later ones are longer."""
 
     def __post_init__(self) -> None:
         H = self.num_inner_steps
@@ -50,30 +55,65 @@ class Schedule:
         offsets = tuple(p * num_inner_steps // fragments for p in range(fragments))
         return cls(num_inner_steps, offsets, overlap_steps)
 
+    @cached_property
+    def _turns(self) -> Turns | None:
+        return None if self.growth is None else Turns(self.num_inner_steps, self.growth, self.warm_start)
+
+    def turn_steps(self, turn: int) -> int:
+        """H of a turn, which are numbered from 0."""
+        return self._start(turn + 1) - self._start(turn)
+
+    def turn_of(self, sequence: int) -> int:
+        """The turn of post number `sequence`."""
+        return sequence // len(self.offsets)
+
+    def turns_until(self, step: int) -> int:
+        """How many turns have begun when inner step `step` is taken."""
+        steps = step - self.warm_start
+        return self._turn_at(steps - 1) + 1 if steps > 0 else 0
+
+    def _start(self, turn: int) -> int:
+        """The step after which a turn begins, counted from the end of the warm start, as in all that follows."""
+        return turn * self.num_inner_steps if self._turns is None else self._turns.start(turn)
+
+    def _turn_at(self, step: int) -> int:
+        """The turn that the step after `step` belongs to."""
+        return step // self.num_inner_steps if self._turns is None else self._turns.at(step)
+
+    def _place(self, fragment: int, H: int) -> int:
+        """After which step of a turn of H steps a fragment is posted: from 1 to H."""
+        return (self.offsets[fragment] * H // self.num_inner_steps - 1) % H + 1
+
     def posts_at(self, step: int) -> tuple[int, ...]:
         """The fragments whose outer gradient is taken and sent after inner step `step`."""
         step -= self.warm_start
         if step <= 0:
             return ()
-        return tuple(p for p, offset in enumerate(self.offsets) if (step - offset) % self.num_inner_steps == 0)
+        turn = self._turn_at(step - 1)
+        H, within = self.turn_steps(turn), step - self._start(turn)
+        return tuple(p for p in range(len(self.offsets)) if self._place(p, H) == within)
 
     def rotation(self, step: int) -> tuple[int, ...]:
         """All fragments in the order in which they are posted next, after inner step `step`."""
-        H, step = self.num_inner_steps, max(0, step - self.warm_start)
-        return tuple(sorted(range(len(self.offsets)), key=lambda p: ((self.offsets[p] - step - 1) % H, p)))
+        step = max(0, step - self.warm_start)
+        turn = self._turn_at(step)
+        H, within = self.turn_steps(turn), step - self._start(turn)
+        places = [self._place(p, H) for p in range(len(self.offsets))]
+        return tuple(sorted(range(len(places)), key=lambda p: (places[p] <= within, places[p], p)))
 
     def fragment_of(self, sequence: int) -> int:
         """The fragment of post number `sequence`."""
-        return self.rotation(0)[sequence % len(self.offsets)]
+        return self.rotation(self.warm_start)[sequence % len(self.offsets)]
 
     def post_step(self, sequence: int) -> int:
         """The inner step after which post number `sequence` is due."""
-        H = self.num_inner_steps
-        turn = sequence // len(self.offsets)
-        return self.warm_start + turn * H + (self.offsets[self.fragment_of(sequence)] - 1) % H + 1
+        turn = self.turn_of(sequence)
+        place = self._place(self.fragment_of(sequence), self.turn_steps(turn))
+        return self.warm_start + self._start(turn) + place
 
     def posts_until(self, step: int) -> int:
         """How many posts are due by the end of inner step `step`: the sequence number of the next one."""
-        H = self.num_inner_steps
-        turns, within = divmod(max(0, step - self.warm_start), H)
-        return turns * len(self.offsets) + sum((offset - 1) % H + 1 <= within for offset in self.offsets)
+        step = max(0, step - self.warm_start)
+        turn = self._turn_at(step)
+        H, within = self.turn_steps(turn), step - self._start(turn)
+        return turn * len(self.offsets) + sum(self._place(p, H) <= within for p in range(len(self.offsets)))

@@ -8,6 +8,7 @@ from torch import nn
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
+from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop
@@ -66,6 +67,20 @@ def sync_config(sync: object, H: object) -> SyncConfig:
             f"H = {steps}, but sync.num_inner_steps = {sync.num_inner_steps}, which is the same thing: give one of them"
         )
     return sync or SyncConfig(num_inner_steps=steps)
+
+
+def growing_rounds(sync: SyncConfig, rates: LearningRateCurve | None) -> GrowingRounds | None:
+    """The growth of the rounds; `rates` are those of the inner optimizer."""
+    if sync.growth is None:
+        if rates is not None:
+            raise ConfigError("learning_rates has no effect without sync.growth: leave it out, or give that too")
+        return None
+    if rates is None:
+        raise ConfigError(
+            f"sync.growth = {sync.growth} makes rounds longer as the inner learning rate falls, which all workers must "
+            "know in advance: give DiLoCo learning_rates=diloco.LearningRateCurve(peak=..., total_steps=...)"
+        )
+    return GrowingRounds(sync.growth, rates)
 
 
 def chosen_outer(outer: object) -> OuterOptimizer:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.schedule import Schedule
-from diloco.engines.rounds import GlobalState
+from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import Excluded, RoundFailed
 from diloco.outer.methods.eager_starts import moving_starts
 from diloco.outer.ranks.replica import RankedReplica
@@ -48,7 +48,7 @@ class CatchUp:
                     state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
             for position, (key, _) in enumerate(theirs.means):
                 if theirs.tensors or key.sequence >= state.unmerged:
-                    self._merge_mean(key.fragment, [one.means[position][1] for one in states])
+                    self._merge_mean(key, [one.means[position][1] for one in states])
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             state.jump_to(self._position(theirs))
             self._add_anchors(shares, 1.0)
@@ -94,13 +94,13 @@ class CatchUp:
             for _, fragment in self._state.fragments_of(index):
                 fragment.add_anchor(sign * share)
 
-    def _merge_mean(self, index: int, encoded: Sequence[Tensor]) -> None:
+    def _merge_mean(self, key: RoundKey, encoded: Sequence[Tensor]) -> None:
         """The others' outer step in a round that this worker was not in; its parameters stay as they are."""
         for lane, mean in zip(self._replica.lanes, encoded, strict=True):
-            into = lane.sending[index].vector.mean
+            into = lane.sending[key.fragment].vector.mean
             into.data.copy_(mean.view(into.data.shape))
-            lane.merge(index, into, mixing=1.0)
-        self._state.merged_rounds[index] += 1
+            lane.merge(key.fragment, into, 1.0, self._schedule.turn_of(key.sequence))
+        self._state.merged_rounds[key.fragment] += 1
 
     def _position(self, theirs: GlobalState) -> int:
         """Where the others are, as far as is known; in any case after the last round and before the next one."""

@@ -175,7 +175,7 @@ class ElasticMembership(Policy):
             for posted, outcome in missed.later:
                 if not taken:
                     self.merge(posted, outcome)
-                elif posted.key.sequence < self.state.sequence:
+                elif posted.key.sequence < self.state.sequence and not posted.dropped:
                     self._catch_up.follow(posted, loop.mixing)
             self.state.unmerged = self.state.sequence
         loop.sync_seconds += time.monotonic() - started
@@ -194,7 +194,7 @@ class ElasticMembership(Policy):
             states = self.replica.fetch_states()
             if states is None:
                 return False
-            following = {posted.key.fragment for posted, _ in missed.later}
+            following = {posted.key.fragment for posted, _ in missed.later if not posted.dropped}
             self._catch_up.take_over(states, following=following)
         except RoundFailed as failure:
             logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)

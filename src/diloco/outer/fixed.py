@@ -204,7 +204,8 @@ class FixedMembership(Policy):
         """Twice the time that H steps have taken this worker so far, rounds included: the others may have them left."""
         started, first = self._began
         steps = max(1, self.state.inner_steps - first)
-        return 2 * self.schedule.num_inner_steps * (time.monotonic() - started) / steps
+        H = self.schedule.turn_steps(self.schedule.turn_of(self.state.sequence))
+        return 2 * H * (time.monotonic() - started) / steps
 
     # Saving
 

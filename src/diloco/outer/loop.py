@@ -22,30 +22,29 @@ from torch.optim import Optimizer
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.config import SyncConfig
-from diloco.core.fragment_names import assign
+from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.core.merging import diverged
 from diloco.core.options import common_values
-from diloco.core.outer_optimizers import SGD, OuterOptimizer
-from diloco.core.schedule import Schedule
+from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import RoundFailed
 from diloco.outer.evaluation import Evaluation
+from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
-from diloco.outer.replica import Group, Replica
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, settle, settled_outcome
+from diloco.outer.replica import Replica, lay_groups
+from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle, settled_outcome
 from diloco.outer.saving import restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = ("rounds_failed", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")
+_COUNTERS = ("rounds_failed", "rounds_dropped", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
 
 
@@ -64,10 +63,13 @@ class OuterLoop:
         identity: str,
         inner: Optimizer,
         restoring: bool = False,
+        growth: GrowingRounds | None = None,
+        faults: FaultsConfig | None = None,
     ) -> None:
         """`inner`: the inner optimizer, which must not get other parameters later.
 
         `restoring`: a saved state is loaded next, so only the layouts are compared, and no tensor is sent.
+        `growth`: of the rounds, if `sync.growth` is given. `faults`: on purpose, for experiments.
         """
         self.engine, self.sync, self.weight = engine, sync, weight
         self.on_post: Callable[[RoundKey], None] | None = None
@@ -90,36 +92,32 @@ class OuterLoop:
         """Another worker has taken all its steps, and this one has not called `finish` since."""
         self.compared: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
         """The contributors to the latest mean of several workers, and their inner products."""
-        self.rounds_failed = self.resyncs = self.contributions_refused = self.bytes_sent = 0
+        self.rounds_failed = self.rounds_dropped = self.resyncs = self.contributions_refused = self.bytes_sent = 0
         self.sync_seconds = 0.0
         self.in_flight: list[Posted] = []
         self.restoring = restoring
         self._inner = inner
         self._has_feedback = sync.feedback_decay is not None
         late = sync.outer_overlap != "none"
-        self._merge_after = sync.num_inner_steps if late else sync.overlap_steps
+        self._merge_after = math.inf if late else sync.overlap_steps  # inf: when the fragment is posted again
         self.mixing = 1.0 if late else sync.mixing
         """The share of its own parameters that a worker keeps at a merge: all, where it has moved on when it posted."""
-        self._lay_out(tensors, outer, identity)
+        self._drops = None if faults is None else Drops(faults, engine.worker)
+        self._lay_out(tensors, outer, (identity, *([faults] if faults else [])), growth)
         self.policy = policy(self)
         self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.policy.serves_copies)
         self.policy.join()
         self.joined_at = self.inner_steps
         """The position at which this worker began."""
 
-    def _lay_out(self, tensors: ModelTensors, outer: OuterOptimizer, identity: str) -> None:
-        """Fragments, their schedule, and the memory that travels."""
-        sync = self.sync
-        ratio = sync.max_norm_ratio
-        groups = [Group(tuple(names), outer, ratio) for names in assign(list(tensors.averaged), sync)]
-        offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
-        if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-            groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
-            offsets = (*offsets, offsets[-1])
-        self.schedule = Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start)
-        common = (self.schedule, outer, common_values(sync), identity)
+    def _lay_out(
+        self, tensors: ModelTensors, outer: OuterOptimizer, more: tuple[object, ...], growth: GrowingRounds | None
+    ) -> None:
+        """Fragments, their schedule, and the memory that travels. `more`: what else is the same on all workers."""
+        groups, self.schedule = lay_groups(tensors, self.sync, outer, growth)
+        common = (self.schedule, outer, common_values(self.sync), *more)
         build = Replica if set(self.engine.sizes) == {1} else RankedReplica
-        self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, sync, common)
+        self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, self.sync, common)
         self.state = OuterState(self.replica)
 
     @property
@@ -183,22 +181,29 @@ class OuterLoop:
 
     # One round
 
+    def _turn(self, sequence: int) -> int:
+        return sequence // self.state.num_fragments
+
     def post_fragment(self, index: int) -> None:
         """Take a fragment's outer gradient and give it to the engine."""
-        started = time.monotonic()
+        started, turn = time.monotonic(), self._turn(self.sequence)
         self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
-        norm, self.report = self.replica.encode(index, self.report)
-        steps = self.inner_steps - self.state.jumped - self.state.merged_at[index]
+        dropped = self._drops is not None and not self.report.done and self._drops.hit(self.sequence)
+        norm, self.report = self.replica.encode(index, turn, self.report, dropped=dropped)
+        steps = 0 if dropped else self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         encoded = time.monotonic()
         self._start(index, vectors, steps, norm, self.replica.digests[index])
-        self.in_flight[-1].encode_seconds = encoded - started
+        self.in_flight[-1].encode_seconds, self.in_flight[-1].dropped = encoded - started, dropped
+        self.rounds_dropped += dropped
         if self.on_post is not None:
             self.on_post(self.in_flight[-1].key)
         self.sync_seconds += time.monotonic() - started
 
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
+        growing = self.schedule.growth is not None
+        H = self.schedule.turn_steps(self._turn(self.sequence)) if growing else self.sync.num_inner_steps
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -213,8 +218,8 @@ class OuterLoop:
                 max_norm_ratio=ratio,
                 report=report,
                 note=self.note(),
-                round_weight=self.weight * self.sync.num_inner_steps if self.engine.elastic else math.inf,
-                work=min(1.0, steps / self.sync.num_inner_steps),
+                round_weight=self.weight * H if self.engine.elastic else math.inf,
+                work=min(1.0, steps / H),
                 patience_seconds=self.patience_seconds,
             )
             for lane, vector in zip(self.replica.lanes, vectors, strict=True)
@@ -236,7 +241,8 @@ class OuterLoop:
             self.policy.failed(posted, error)
             if self._has_feedback:
                 self.state.end_feedback(posted.key.fragment, None)
-            if not take_back(self.replica.lanes, posted.key.fragment):
+            turn = self._turn(posted.key.sequence)
+            if not posted.dropped and not take_back(self.replica.lanes, posted.key.fragment, turn):
                 self.state.merged_at[posted.key.fragment] = posted.work
             logger.warning("%s; training goes on from this worker's parameters", failure)
         else:
@@ -247,12 +253,11 @@ class OuterLoop:
         if result is not None and mean_norm is not None and len(result.contributors) > 1:
             self.compared = (result.contributors, result.products)
         if self.on_round is not None:
-            lost = self.replica.lanes[0].codec_errors[posted.key.fragment]
+            lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
             merging = None if mean_norm is None else taken - waited
             times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
-            self.on_round(
-                RoundEvent(posted.key, self.inner_steps, posted.norm, mean_norm, lost, result, failure, times)
-            )
+            seen = (posted.key, self.inner_steps, posted.norm, mean_norm, lost, result, failure, times)
+            self.on_round(RoundEvent(*seen, posted.dropped))
 
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
@@ -265,7 +270,7 @@ class OuterLoop:
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("round %d: the contribution of worker %d was refused: %s", key.sequence, worker, reason)
-        if _has_another_anchor(result, self.engine.worker):
+        if self.engine.worker in result.refused and has_another_anchor(result, self.engine.worker):
             self.rounds_failed += 1
             self.policy.refused_for_its_anchor(posted)
             return None
@@ -274,7 +279,8 @@ class OuterLoop:
     def outer_step(self, posted: Posted, outcome: Outcome) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
         with self.state.lock:
-            norm = self.replica.merge(posted.key.fragment, outcome.means, self.mixing)
+            mixing, turn = 1.0 if posted.dropped else self.mixing, self._turn(posted.key.sequence)
+            norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn)
             self.state.merged(posted.key, posted.work)
         return norm
 
@@ -327,7 +333,7 @@ class OuterLoop:
         def loaded() -> None:
             self.state.loaded(numbers)
             for name in _COUNTERS:
-                setattr(self, name, numbers[name])
+                setattr(self, name, numbers.get(name, 0))  # an earlier version saved fewer
             self.report = Report(**numbers["report"] | {"stopping": False, "done": False})
             self.others_done = False
             self.in_flight = rounds()
@@ -335,11 +341,3 @@ class OuterLoop:
             self.policy.loaded()
 
         return self.state.saved_tensors() | means, loaded
-
-
-def _has_another_anchor(result: RoundResult, worker: int) -> bool:
-    """Whether this worker was refused because its anchor is not the others': their mean must not be added to it."""
-    if worker not in result.refused:
-        return False
-    positions = diverged([member.anchor_digest for member in result.members])
-    return any(result.members[position].worker == worker for position in positions)

@@ -17,11 +17,14 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
 from diloco.core.eager import Eager
+from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
 from diloco.core.lanes import Piece
-from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.core.pruning import pruned_gradient
+from diloco.core.schedule import Schedule
+from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
@@ -46,6 +49,18 @@ class Group:
     """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
     buffers: bool = False
     """Counted buffers, which are few: they travel whole, with 16 bits at least."""
+
+
+def lay_groups(
+    tensors: ModelTensors, sync: SyncConfig, outer: OuterOptimizer, growth: GrowingRounds | None
+) -> tuple[list[Group], Schedule]:
+    """What each fragment holds, and when it is posted."""
+    groups = [Group(tuple(names), outer, sync.max_norm_ratio) for names in assign(list(tensors.averaged), sync)]
+    offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
+    if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
+        groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
+        offsets = (*offsets, offsets[-1])
+    return groups, Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start, growth)
 
 
 @dataclass(frozen=True)
@@ -100,12 +115,12 @@ class Lane:
             if fragment is not None:
                 self.digests[index] = digest(fragment.anchor)
 
-    def encode(self, index: int) -> float:
+    def encode(self, index: int, turn: int) -> float:
         """Put the outer gradient of a fragment into its vector; its norm, with error feedback that of what is sent."""
         fragment, sending = self.fragments[index], self.sending[index]
         norms, errors = [], []
         if fragment is not None:
-            for number, (span, delta) in enumerate(self._gradient(index, fragment)):
+            for number, (span, delta) in enumerate(self._gradient(index, fragment, turn)):
                 if sending.feedback is not None:
                     norms.append(sending.feedback.encode(sending.vector, span, delta))
                 else:
@@ -121,13 +136,13 @@ class Lane:
         self.codec_errors[index] = _relative(errors)
         return self._norms[index]
 
-    def _gradient(self, index: int, fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
+    def _gradient(self, index: int, fragment: Fragment, turn: int) -> Iterator[tuple[Span, Tensor]]:
         prune, eager = self.sending[index].prune, self.sending[index].eager
         if eager is not None:
-            return eager.outer_gradient(self.engine.workers)
+            return eager.outer_gradient(self.engine.workers, turn)
         return outer_gradient(fragment) if prune is None else pruned_gradient(fragment, self.pieces[index], prune)
 
-    def merge(self, index: int, encoded: EncodedVector, mixing: float) -> float:
+    def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
         fragment = self.fragments[index]
         if fragment is None:
@@ -140,7 +155,7 @@ class Lane:
             norms.append(torch.linalg.vector_norm(delta))
             return delta
 
-        outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken)
+        outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
         self.digests[index] = taken.hexdigest()
         return _total(norms) if encoded.num_bytes else self._norms[index]
 
@@ -226,17 +241,17 @@ class Replica:
         for one in self._sharded:
             one.check_in_place()
 
-    def encode(self, index: int, report: Report) -> tuple[float, Report]:
-        """The outer gradient of a fragment into what travels: its norm, and the worker's report."""
-        return self.lane.encode(index), report
+    def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
+        """The outer gradient of a fragment into what travels, unless it is dropped: its norm, the worker's report."""
+        return 0.0 if dropped else self.lane.encode(index, turn), report
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         """One contribution for each lane; returns at once."""
         return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds))
 
-    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float) -> float:
+    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
         """The outer step of a fragment; the norm of the mean outer gradient."""
-        norm = self.lane.merge(index, means[0], mixing)
+        norm = self.lane.merge(index, means[0], mixing, turn)
         self.changed(index)
         return norm
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Protocol
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import cosines
+from diloco.core.merging import cosines, diverged
 from diloco.engines.rounds import RoundKey, RoundResult
 from diloco.errors import RoundFailed
 
@@ -49,6 +49,8 @@ class Posted:
     posted_at: float = field(default_factory=time.monotonic)
     """On time.monotonic()'s clock; for a round that was saved, when it was loaded."""
     encode_seconds: float | None = None
+    dropped: bool = False
+    """On purpose (methods/dropped.py): there is no work in it, and the worker keeps its parameters."""
 
 
 class Settled:
@@ -109,6 +111,8 @@ class RoundEvent:
     result: RoundResult | None
     failure: str | None
     times: RoundTimes
+    dropped: bool = False
+    """This worker's outer gradient was dropped on purpose."""
 
     @property
     def waited_seconds(self) -> float:
@@ -128,3 +132,9 @@ def mean_cosine(contributors: Sequence[int], products: Sequence[float]) -> float
     """Between the outer gradients of every pair of contributors, from their inner products; None without a pair."""
     pairs = cosines(contributors, products)
     return fmean(cosine for _, _, cosine in pairs) if pairs else None
+
+
+def has_another_anchor(result: RoundResult, worker: int) -> bool:
+    """Whether this worker, which was refused, has not the others' anchor: their mean must not be added to its own."""
+    positions = diverged([member.anchor_digest for member in result.members])
+    return any(result.members[position].worker == worker for position in positions)

@@ -72,7 +72,7 @@ def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
 
 def _to_numbers(posted: Posted) -> Numbers:
     """All of a settled round but its mean."""
-    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm")}
+    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm", "dropped")}
     numbers["key"] = asdict(posted.key)
     ended = settled_result(posted)
     if isinstance(ended, RoundFailed):
@@ -95,7 +95,8 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
     else:
         means = _encoded_means(state, key.fragment, loaded)
         ended = Outcome(_result(numbers["result"], means[0]), means)
-    return Posted(key, numbers["at_step"], numbers["work"], numbers["norm"], Settled(ended))
+    dropped = numbers.get("dropped", False)  # an earlier version saved none
+    return Posted(key, numbers["at_step"], numbers["work"], numbers["norm"], Settled(ended), dropped=dropped)
 
 
 def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:

@@ -5,7 +5,6 @@ matrices: those of the model's numbered blocks. Embeddings, the output matrix, n
 updates are scaled to AdamW's size, so that one learning rate and weight decay serve both.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
+from diloco.training.config.rounds import learning_rates
 from diloco.training.config.tables import InnerConfig
 
 Group = dict[str, Any]
@@ -92,15 +92,7 @@ class BothOptimizers(torch.optim.Optimizer):
 
 def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, steps: int) -> LambdaLR:
     """Linear warm-up, then a cosine down to `final_lr_ratio` at the last step."""
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine
-
-    return LambdaLR(inner, factor)
+    return LambdaLR(inner, learning_rates(config, steps).factor)
 
 
 def set_position(schedule: LambdaLR, step: int) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from diloco.core.config import FaultsConfig
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.engines.base import Connection, Engine
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer.loop import OuterLoop
+from diloco.training.config.rounds import learning_rates, num_rounds
 from diloco.training.config.run import RunConfig
 from diloco.training.data_parallel import DataParallel
 from diloco.training.precision import Precision
@@ -90,6 +92,12 @@ class Mode(ABC):
         del state
 
 
+def _faults(config: RunConfig) -> FaultsConfig | None:
+    if not config.faults.drop:
+        return None
+    return replace(config.faults, seed=config.seed if config.faults.seed is None else config.faults.seed)
+
+
 class DiLoCoMode(Mode):
     def __init__(
         self,
@@ -108,10 +116,12 @@ class DiLoCoMode(Mode):
             inner,
             engine,
             sync=config.sync,
-            outer=outer_optimizer(config.outer),
+            outer=outer_optimizer(config.outer, num_rounds(config)),
             weight=weight,
             identity=identity,
             restoring=restoring,
+            learning_rates=None if config.sync.growth is None else learning_rates(config.inner, config.steps),
+            faults=_faults(config),
         )
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         self.averager: OuterLoop = self.optimizer.loop

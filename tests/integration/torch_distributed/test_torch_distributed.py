@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco.core.config import SyncConfig
-from diloco.core.outer_optimizers import SGD, Adam
+from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.outer_optimizers import SGD, Adam, Nesterov
+from diloco.core.varying.course import Course
+from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines.base import Engine
 from diloco.engines.rounds import GlobalState
 from diloco.engines.torch_distributed import TorchDistributedEngine
@@ -63,6 +65,13 @@ def eager_fragments(engine: Engine) -> Story:
 
 def warm_start(engine: Engine) -> Story:
     return train(engine, SyncConfig(4, "int4", warm_start=5), 14)
+
+
+def varying_with_drops(engine: Engine) -> Story:
+    sync = SyncConfig(3, "int8", fragments=2, overlap_steps=1, growth=0.018)
+    course = Course(2, start_momentum=0.1, final_lr=0.3, plain_rounds=1, rounds=4)
+    rates, faults = LearningRateCurve(0.01, 14), FaultsConfig(0.3, seed=1)
+    return train(engine, sync, 14, outer=Nesterov(course=course), learning_rates=rates, faults=faults)
 
 
 def early_end(engine: Engine) -> Story:
@@ -141,6 +150,7 @@ STORIES = (
     overlap_without_mixing,
     eager_fragments,
     warm_start,
+    varying_with_drops,
     early_end,
     early_end_of_all,
     one_nan_then_all_nan,

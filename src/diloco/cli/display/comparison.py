@@ -26,6 +26,7 @@ _SYNC: dict[str, tuple[str, object]] = {
     "error_feedback": ("error feedback", None),
     "error_decay": ("error decay", None),
     "prune": ("prune", None),
+    "growth": ("growth", None),
 }
 """More of `sync.`: the title of its row, which is there if a run has another value than this usual one."""
 _NARROWEST = 14  # characters of a run's column: with more runs than fit, there are several tables

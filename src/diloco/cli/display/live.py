@@ -16,6 +16,7 @@ from diloco.cli.display.notes import printable
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
 from diloco.models.pretrained import short_name
+from diloco.training.config.rounds import turns
 from diloco.training.config.run import RunConfig
 from diloco.training.records.counts import MemberView, WorkerView
 from diloco.training.records.events import EventReader
@@ -243,9 +244,10 @@ def _round(view: RunView) -> Text:
     if view.round_in_progress is not None:
         state = f"round {view.round_in_progress + 1} in progress"
     elif view.config.sync.fragments > 1 or view.config.sync.fragments_by_hand:
-        state = f"every fragment once in {H} steps"
+        state = f"every fragment once in {H} steps{' or more' if view.config.sync.growth else ''}"
     else:
-        state = f"next round in {H - (view.step - warm) % H} steps"
+        schedule = turns(view.config)
+        state = f"next round in {schedule.post_step(schedule.posts_until(view.step)) - view.step} steps"
     last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
     alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
     lost = f" · codec error {view.codec_error:.2g}" if view.codec_error is not None else ""

@@ -102,7 +102,10 @@ def _rounds(summary: Summary) -> str:
     if summary["mode"] != "diloco":
         return f"{summary['rounds']:,} (gradients averaged at every step)"
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
-    return f"{summary['rounds']:,}{failed}, one every {summary['num_inner_steps']} inner steps, {summary['codec']}"
+    dropped = summary.get("rounds_dropped")
+    failed += f", {dropped} contributions dropped on purpose" if dropped else ""
+    often = f"{summary['num_inner_steps']}{' or more' if summary.get('resolved', {}).get('sync.growth') else ''}"
+    return f"{summary['rounds']:,}{failed}, one every {often} inner steps, {summary['codec']}"
 
 
 def _warm_start(summary: Summary) -> str:

@@ -49,7 +49,9 @@ def _network(sizes: Sizes) -> str:
     if not sizes["round_bytes"]:
         return "network: nothing is sent, this worker is alone"
     steps = sizes["round_steps"]
-    often = "at every step" if steps == 1 else f"every {steps} steps"
+    mean = sizes.get("mean_round_steps", steps)  # older runs do not tell it
+    later = f", later fewer times (every {mean:.0f} on average)" if mean > steps else ""
+    often = "at every step" if steps == mean == 1 else f"every {steps} steps{later}"
     times = ", ".join(
         f"{_seconds(took)} at {_rate(1e6 * float(rate))}" for rate, took in sizes["round_seconds"].items()
     )

@@ -13,9 +13,9 @@ def eagers(lanes: Sequence[Lane], index: int) -> list[Eager]:
     return [eager for eager in found if eager is not None]
 
 
-def take_back(lanes: Sequence[Lane], index: int) -> bool:
+def take_back(lanes: Sequence[Lane], index: int, turn: int) -> bool:
     """A round in flight has failed: its work is this worker's own again. False: the worker has moved on without it."""
-    back = [eager.take_back(lane.engine.workers) for lane in lanes for eager in eagers([lane], index)]
+    back = [eager.take_back(lane.engine.workers, turn) for lane in lanes for eager in eagers([lane], index)]
     return all(back)
 
 

@@ -75,10 +75,10 @@ class RankedReplica:
         for one in self._local.values():
             one.check_in_place()
 
-    def encode(self, index: int, report: Report) -> tuple[float, Report]:
+    def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
         """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done."""
         self.average_buffers(self.groups[index].names)
-        own = math.hypot(*(lane.encode(index) for lane in self.lanes))
+        own = 0.0 if dropped else math.hypot(*(lane.encode(index, turn) for lane in self.lanes))
         norms, stopping, done = zip(*self.engine.ranks.gather_numbers(own, report.stopping, report.done), strict=True)
         return math.hypot(*norms), replace(report, stopping=any(stopping), done=all(done))
 
@@ -86,9 +86,9 @@ class RankedReplica:
         """One contribution for each lane; returns at once."""
         return WorkerRound(self.lanes, self.engine.ranks, key, contributions, seconds)
 
-    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float) -> float:
+    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
         """The outer step of a fragment in every lane; the norm of the whole mean outer gradient."""
-        own = [lane.merge(index, mean, mixing) for lane, mean in zip(self.lanes, means, strict=True)]
+        own = [lane.merge(index, mean, mixing, turn) for lane, mean in zip(self.lanes, means, strict=True)]
         self.update_digests()
         self.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from diloco.core.config import COARSE_CODECS, OuterConfig, SyncConfig
+from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
@@ -60,6 +60,7 @@ class RunConfig:
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig, metadata=scope(unused_with=("mode", "data-parallel")))
     sync: SyncConfig = field(default_factory=SyncConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig, metadata=scope(unused_with=("mode", "data-parallel")))
     data: DataConfig = field(default_factory=DataConfig, metadata=scope(may_differ="in a swarm"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig, metadata=scope(may_change=True, may_differ="always"))

@@ -101,10 +101,15 @@ def _how(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["mode"] == "diloco":
         if options.get("sync.warm_start"):
             rows.append(("warm start", f"the first {_number(options['sync.warm_start'])} steps data-parallel"))
-        rows.append(("inner steps between rounds (H)", str(summary["num_inner_steps"])))
+        rows.append(("inner steps between rounds (H)", _between_rounds(summary, options)))
         rows.append(("outer optimizer", _outer(options)))
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
     return [*rows, ("rounds", f"{_number(summary['rounds'])}{failed}"), ("codec", summary["codec"])]
+
+
+def _between_rounds(summary: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    growth = options.get("sync.growth")
+    return f"{summary['num_inner_steps']}" + (f", growing with α = {growth}" if growth else "")
 
 
 def _inner(options: Mapping[str, Any]) -> str:

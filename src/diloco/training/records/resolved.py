@@ -5,14 +5,13 @@ in which an open option stays open: there the decided values are a comment at th
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.atomic_files import write_file
-from diloco.core.outer_optimizers import outer_optimizer
+from diloco.core.outer_optimizers import used_numbers
 from diloco.data.corpus import Corpus
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
@@ -47,7 +46,7 @@ def resolved_values(
     if config.inner.optimizer == "muon" and config.inner.momentum is None:
         values["inner.momentum"] = MUON_MOMENTUM
     if isinstance(mode.averager, OuterLoop):
-        values |= {f"outer.{name}": number for name, number in asdict(outer_optimizer(config.outer)).items()}
+        values |= {f"outer.{name}": number for name, number in used_numbers(config.outer).items()}
         decay = config.sync.feedback_decay
         values |= {"sync.error_feedback": decay is not None, "sync.error_decay": decay}
         values["model.fragments"] = mode.averager.state.num_fragments

@@ -71,6 +71,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
         **_rounds(events, ended),
+        "rounds_dropped": sum({event["worker"]: event.get("rounds_dropped", 0) for event in ended}.values()),
         "contributions_refused": (best or {}).get("contributions_refused", 0),
         "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
         "resumes": max(0, len(list(history.starts(log))) - 1),

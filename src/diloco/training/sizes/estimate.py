@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco.data.tokenizer import Tokenizer
 from diloco.models.registry import model_outline
+from diloco.training.config.rounds import num_rounds
 from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
@@ -51,7 +52,9 @@ class Estimate:
     round_bytes: int
     """Sent by a worker for one round of all fragments."""
     round_steps: int
-    """Inner steps from one such round to the next."""
+    """Inner steps from one such round to the next, with sync.growth to the first."""
+    mean_round_steps: float
+    """Over the whole run."""
     warm_start_bytes: int
     """Sent by a worker in all steps of the warm start."""
     round_seconds: dict[str, float]
@@ -69,7 +72,9 @@ class Estimate:
     def bytes_per_day(self) -> float | None:
         """Sent by a worker, at that speed."""
         return (
-            None if self.step_seconds is None else self.round_bytes * DAY_SECONDS / self.round_steps / self.step_seconds
+            None
+            if self.step_seconds is None
+            else self.round_bytes * DAY_SECONDS / self.mean_round_steps / self.step_seconds
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -122,11 +127,19 @@ def estimate(
         workers=place.workers,
         round_bytes=sent,
         round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
+        mean_round_steps=_mean_round_steps(config),
         warm_start_bytes=warm_start_bytes(config, shapes, place.workers),
         round_seconds={f"{bits / 1e6:g}": 8 * sent / bits for bits in ([known] if known else _USUAL_BITS)},
         step_seconds=measured or rough,
         step_measured=measured is not None,
     )
+
+
+def _mean_round_steps(config: RunConfig) -> float:
+    if config.mode != "diloco":
+        return 1.0
+    H, steps = config.sync.num_inner_steps, config.steps - config.sync.warm_start
+    return float(H) if config.sync.growth is None or steps <= 0 else steps / num_rounds(config)
 
 
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:

@@ -1,0 +1,46 @@
+"""The course of the outer learning rate and momentum over a run, as a function of the round's turn alone.
+
+Momentum that begins low and rises does not remember the first outer gradients, which point apart (Pier, arXiv
+2511.17849, warms it up); an outer rate that falls calms the end. The last rounds may be plain means of the workers'
+parameters, which leave no overshooting step as the last one.
+"""
+
+import math
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Course:
+    """Numbers of the first and the last rounds; between them the outer optimizer's own hold."""
+
+    warmup_rounds: int = 0
+    """Rounds over which the numbers rise, linearly, from the first ones to the optimizer's own."""
+    start_lr: float | None = None
+    start_momentum: float | None = None
+    final_lr: float | None = None
+    """After the warm-up a cosine leads from the optimizer's own number to this one at the last round."""
+    final_momentum: float | None = None
+    plain_rounds: int = 0
+    """The last rounds are plain means: SGD with a learning rate of 1."""
+    rounds: int | None = None
+    """Of the whole run, of each fragment; needed for whatever belongs to its end."""
+
+    def __post_init__(self) -> None:
+        ends = self.final_lr is not None or self.final_momentum is not None or self.plain_rounds > 0
+        if ends and self.rounds is None:
+            raise ConfigError("a course with final_lr, final_momentum or plain_rounds needs the number of rounds")
+
+    def is_plain(self, turn: int) -> bool:
+        return self.rounds is not None and turn >= self.rounds - self.plain_rounds and self.plain_rounds > 0
+
+    def number(self, name: str, own: float, turn: int) -> float:
+        """`name` is lr or momentum, `own` the optimizer's number; turns are counted from 0."""
+        start, final = getattr(self, f"start_{name}"), getattr(self, f"final_{name}")
+        if turn < self.warmup_rounds:
+            return own if start is None else start + (own - start) * turn / self.warmup_rounds
+        if final is None or self.rounds is None:
+            return own
+        progress = (turn - self.warmup_rounds) / max(1, self.rounds - 1 - self.warmup_rounds)
+        return float(final + (own - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
