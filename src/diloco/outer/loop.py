@@ -181,12 +181,9 @@ class OuterLoop:
 
     # One round
 
-    def _turn(self, sequence: int) -> int:
-        return sequence // self.state.num_fragments
-
     def post_fragment(self, index: int) -> None:
         """Take a fragment's outer gradient and give it to the engine."""
-        started, turn = time.monotonic(), self._turn(self.sequence)
+        started, turn = time.monotonic(), self.sequence // self.state.num_fragments
         self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
         dropped = self._drops is not None and not self.report.done and self._drops.hit(self.sequence)
         norm, self.report = self.replica.encode(index, turn, self.report, dropped=dropped)
@@ -203,7 +200,11 @@ class OuterLoop:
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
         growing = self.schedule.growth is not None
-        H = self.schedule.turn_steps(self._turn(self.sequence)) if growing else self.sync.num_inner_steps
+        H = (
+            self.schedule.turn_steps(self.sequence // self.state.num_fragments)
+            if growing
+            else self.sync.num_inner_steps
+        )
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -241,7 +242,7 @@ class OuterLoop:
             self.policy.failed(posted, error)
             if self._has_feedback:
                 self.state.end_feedback(posted.key.fragment, None)
-            turn = self._turn(posted.key.sequence)
+            turn = posted.key.sequence // self.state.num_fragments
             if not posted.dropped and not take_back(self.replica.lanes, posted.key.fragment, turn):
                 self.state.merged_at[posted.key.fragment] = posted.work
             logger.warning("%s; training goes on from this worker's parameters", failure)
@@ -279,7 +280,7 @@ class OuterLoop:
     def outer_step(self, posted: Posted, outcome: Outcome) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
         with self.state.lock:
-            mixing, turn = 1.0 if posted.dropped else self.mixing, self._turn(posted.key.sequence)
+            mixing, turn = 1.0 if posted.dropped else self.mixing, posted.key.sequence // self.state.num_fragments
             norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn)
             self.state.merged(posted.key, posted.work)
         return norm
