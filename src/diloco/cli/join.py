@@ -39,6 +39,7 @@ from the others; only what concerns this machine is decided here:
   --port N, --host A    where to listen (default: any free port, all addresses)
   --announce A          what others should call: HOST, HOST:PORT or a multiaddr
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
+  --dashboard PORT      show the run in the browser while it trains
   --estimate            show memory, disk and bytes that this takes, and end
                         (--bandwidth 100mbit: at that rate; --json)
 

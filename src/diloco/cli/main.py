@@ -37,6 +37,12 @@ app.command(
     help_epilogue="Example:  diloco compare runs/diloco runs/data-parallel",
 )
 app.command(
+    "diloco.cli.dashboard:dashboard",
+    name="dashboard",
+    help="Show runs in the browser, live or afterwards.",
+    help_epilogue="Example:  diloco dashboard runs/mine --port 8420",
+)
+app.command(
     "diloco.cli.generate:generate",
     name="generate",
     help="Continue a prompt.",

@@ -43,6 +43,7 @@ and average from time to time.
   --resume RUNDIR       continue a run that was stopped, killed, or has ended
   --device D            auto (default), cpu, cuda
   --sinks S             also write to tensorboard, wandb, trackio (with commas)
+  --dashboard PORT      show the run in the browser while it trains
   --print-config        show every option with its value and meaning, and end
   --estimate            show memory, disk and bytes that this run takes, and end
                         (--bandwidth 100mbit: at that rate; --json)

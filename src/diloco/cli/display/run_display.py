@@ -1,7 +1,9 @@
-"""A run as its user sees it: the live display, notes, how others can join, the sinks, and the report at the end."""
+"""A run as its user sees it: the live display, notes, how others can join, the sinks, the page in the browser, and the
+report at the end."""
 
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +14,7 @@ from diloco.cli.display.joining_hint import joining_hint
 from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
 from diloco.cli.display.sizes import sizes_printer
+from diloco.dashboard.process import LOOPBACK, DashboardProcess, check_installed, link, listen
 from diloco.sinks.process import SinkProcesses
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.run import EndedRun, Observer, Poll
@@ -23,8 +26,12 @@ class RunDisplay(Observer):
     def __init__(self, console: Console, config: RunConfig) -> None:
         self._console, self._config = console, config
         self._display = Display(console, config)
+        self._listener: socket.socket | None = None
 
     def __enter__(self) -> "RunDisplay":
+        if self._config.dashboard is not None:  # a port that is taken is an error before anything is prepared
+            check_installed()
+            self._listener = listen(self._config.dashboard)
         self._display.__enter__()
         return self
 
@@ -32,6 +39,8 @@ class RunDisplay(Observer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._display.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def show_preparation(self, stage: str, done: int, total: int | None) -> None:
         self._display.show_preparation(stage, done, total)
@@ -41,8 +50,12 @@ class RunDisplay(Observer):
 
     @contextmanager
     def follow(self, folder: Path, *, resumed: bool) -> Iterator[Poll]:
-        with SinkProcesses(self._config.sink_names, folder, self.note) as sinks:
+        with ExitStack() as beside:
+            sinks = beside.enter_context(SinkProcesses(self._config.sink_names, folder, self.note))
             polls = [sizes_printer(self._console, folder), self._display.follow(folder, resumed=resumed), sinks.poll]
+            if self._listener is not None:
+                self._console.print(Text(f"dashboard: {link(self._listener, LOOPBACK, None)}"), soft_wrap=True)
+                polls.append(beside.enter_context(DashboardProcess(self._listener, folder, self.note)).poll)
             if self._config.engine == "swarm":
                 polls.append(joining_hint(self._console, folder))
 

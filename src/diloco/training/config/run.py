@@ -57,6 +57,8 @@ class RunConfig:
     several with commas."""
     sinks: str | None = option(None, may_change=True, may_differ="always")
     """Where the run is written to as well: tensorboard, wandb, trackio; several with commas (default: nowhere)."""
+    dashboard: int | None = option(None, may_change=True, may_differ="always")
+    """TCP port of this machine, on loopback, where a page shows the run while it trains (0: any free port)."""
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig, metadata=scope(unused_with=("mode", "data-parallel")))
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -82,6 +84,8 @@ class RunConfig:
             at_least("threads", self.threads, 1)
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be from 1 to 65535")
+        if self.dashboard is not None and not 0 <= self.dashboard <= 65535:
+            raise ConfigError(f"dashboard = {self.dashboard} must be a port, from 1 to 65535, or 0 for any free one")
         for name in self.sink_names:
             if name not in SINK_NAMES or self.sink_names.count(name) > 1:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")

@@ -13,7 +13,7 @@ from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
-_OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "data.cache_dir", "threads"})
+_OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "dashboard", "data.cache_dir", "threads"})
 _PATHS = ("model.name", "data.source", "data.tokenizer", "data.feature_model")
 
 

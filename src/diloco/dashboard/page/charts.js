@@ -1,0 +1,79 @@
+// Line charts in the look of the page, drawn by plotly. A chart is a list of traces with x, y and a colour.
+import { $, colour, fill, make } from "./dom.js";
+import { duration } from "./format.js";
+
+export const PALETTE = ["#3a75b5", "#d1742f", "#3b9469", "#b25b93", "#c29a2b", "#5aa9c9", "#7a6bb5", "#a0604a", "#6c8a3d", "#c2586b", "#4f7f86", "#8d8d8d"];
+export const AXES = {
+  step: { label: "step", key: "step" },
+  tokens: { label: "tokens", key: "tokens" },
+  bytes: { label: "bytes sent by a worker", key: "bytes" },
+  seconds: { label: "time", key: "seconds" },
+};
+
+export function line(x, y, { name = "", color, width = 1.6, dash = "solid", opacity = 1, axis = "y", markers = false, hover = null } = {}) {
+  const trace = {
+    type: "scatter", x, y, name, opacity, yaxis: axis, mode: markers ? "lines+markers" : "lines", connectgaps: false,
+    line: { color, width, dash }, hovertemplate: hover ?? `%{y:.4~g}<extra>${escapeText(name)}</extra>`,
+  };
+  if (markers) trace.marker = { color, size: 6, line: { color: colour("panel"), width: 1.2 } };
+  return trace;
+}
+
+// The area between two curves, without lines of its own.
+export function band(x, low, high, color) {
+  const quiet = { type: "scatter", x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+  return [{ ...quiet, y: low }, { ...quiet, y: high, fill: "tonexty", fillcolor: fade(color, 0.14) }];
+}
+
+export function fade(color, alpha) {
+  const value = parseInt(color.slice(1), 16);
+  return `rgba(${value >> 16}, ${(value >> 8) & 255}, ${value & 255}, ${alpha})`;
+}
+
+// Plotly reads a little HTML in names: a name from a run must not be any.
+export const escapeText = (text) => String(text).replace(/[&<>%]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", "%": "&#37;" })[sign]);
+
+export function smooth(values, weight) {
+  if (!weight) return values;
+  let mean = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return mean / total;
+  });
+}
+
+export function show(id, traces, { axis = "step", y = {}, y2 = null, legend = false, empty = "nothing yet" } = {}) {
+  const target = $(id);
+  if (!traces.some((trace) => trace.x?.length)) {
+    if (target.querySelector(".main-svg")) window.Plotly.purge(target);
+    fill(target, make("p", { class: "empty" }, empty));
+    return;
+  }
+  target.querySelector(".empty")?.remove();
+  const grid = { gridcolor: colour("grid"), zeroline: false, linecolor: colour("line"), tickcolor: colour("line"), automargin: true };
+  const layout = {
+    margin: { l: 46, r: y2 ? 46 : 8, t: legend ? 26 : 8, b: 34 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", showlegend: legend,
+    font: { family: colour("sans"), size: 11, color: colour("soft") },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", font: { size: 11 } },
+    hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12, family: colour("sans") } },
+    xaxis: { ...grid, showgrid: false, ...xAxis(axis, traces), spikecolor: colour("faint"), spikethickness: -2 },
+    yaxis: { ...grid, ...y },
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    uirevision: axis + (y.type ?? ""),
+  };
+  if (y2) layout.yaxis2 = { ...grid, showgrid: false, overlaying: "y", side: "right", ...y2 };
+  window.Plotly.react(target, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
+}
+
+function xAxis(axis, traces) {
+  const title = { text: AXES[axis].label, font: { size: 11, color: colour("faint") }, standoff: 6 };
+  if (axis !== "seconds") return { title, tickformat: "~s", hoverformat: axis === "step" ? ",d" : ".3~s" };
+  let longest = 0;
+  for (const trace of traces) for (const x of trace.x ?? []) if (x > longest) longest = x;
+  const every = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800].find((size) => longest / size <= 8) ?? longest / 6;
+  const ticks = Array.from({ length: Math.floor(longest / every) + 1 }, (_, index) => index * every);
+  return { title, tickvals: ticks, ticktext: ticks.map(duration), hoverformat: ",.0f" };
+}

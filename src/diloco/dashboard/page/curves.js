@@ -1,0 +1,72 @@
+// Which curves each panel shows.
+import { AXES, band, line, PALETTE, show, smooth } from "./charts.js";
+import { colour } from "./dom.js";
+
+// `shown`: [{ name, series, color }], the first is the run in focus.
+export function drawCurves(shown, options) {
+  if (!shown.length) return;
+  const { series } = shown[0];
+  drawLoss(shown, options);
+  drawRates(shown, options);
+  drawRounds(series, options);
+}
+
+function drawLoss(shown, { axis, smoothing, log, each }) {
+  const several = shown.length > 1, traces = [];
+  shown.forEach(({ name, series, color }) => {
+    const x = series.loss[AXES[axis].key], workers = Object.entries(series.workers);
+    if (!several && each && axis !== "tokens") {
+      workers.forEach(([worker, curve], index) => traces.push(line(ownX(curve, axis, series), smooth(curve.loss, smoothing),
+        { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 })));
+    } else if (!several && series.workers_in_means > 1) traces.push(...band(x, series.loss.low, series.loss.high, color));
+    traces.push(line(x, smooth(series.loss.mean, smoothing), { name: several ? name : "training", color, width: 2 }));
+    const validation = series.validation;
+    traces.push(line(validation[AXES[axis].key], validation.loss,
+      { name: several ? `${name}, validation` : "validation", color: several ? color : colour("ink"), width: 1.2, dash: "dot", markers: true }));
+  });
+  show("loss", traces, { axis, y: { type: log ? "log" : "linear", title: { text: "loss", font: { size: 11 } } }, legend: true, empty: "no step has been logged yet" });
+}
+
+function ownX(curve, axis, series) {
+  if (axis === "seconds") { const start = series.start; return curve.time.map((time) => time - start); }
+  return curve[AXES[axis].key];
+}
+
+function drawRates(shown, { axis, each }) {
+  for (const [id, key, y] of [["rate", "tokens_per_second", { rangemode: "tozero", tickformat: "~s" }], ["use", "utilization", { range: [0, 1.02], tickformat: ".0%" }]]) {
+    const traces = [];
+    shown.forEach(({ name, series, color }) => {
+      const x = series.rates[AXES[axis].key];
+      if (each && shown.length === 1) {
+        Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, curve[key],
+          { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.6 })));
+      }
+      traces.push(line(x, series.rates[key], { name: shown.length > 1 ? name : key === "utilization" ? "mean" : "all workers", color, width: 1.8 }));
+    });
+    show(id, traces, { axis, y });
+  }
+}
+
+function drawRounds(series, { axis }) {
+  const x = AXES[axis].key, { rounds, communication, gradient_norm: gradient, learning_rate: rate } = series;
+  const [blue, orange, , purple] = PALETTE, at = rounds[x];
+  show("bytes", [
+    line(communication[x], communication.data_parallel, { name: "data-parallel", color: orange, dash: "dash" }),
+    line(communication[x], communication.sent, { name: "sent", color: blue, width: 2 }),
+  ], { axis, y: { type: "log", tickformat: "~s", dtick: 1, ticksuffix: "B" }, legend: true });
+  show("agreement", [
+    ...band(at, rounds.cosine_low, rounds.cosine_high, blue),
+    line(at, rounds.similarity, { name: "mean cosine", color: blue }),
+    line(at, rounds.contributors, { name: "contributors", color: purple, axis: "y2", width: 1.2, dash: "dot" }),
+  ], { axis, y: { title: { text: "cosine", font: { size: 11 } } }, y2: { rangemode: "tozero", tickformat: "d" }, legend: true, empty: "no round has been merged yet" });
+  show("norms", [
+    ...band(at, rounds.norm_low, rounds.norm_high, orange),
+    line(at, rounds.norm_high, { name: "largest of a worker", color: orange, width: 1 }),
+    line(at, rounds.mean_norm, { name: "of the mean", color: blue }),
+  ], { axis, y: { rangemode: "tozero" }, legend: true, empty: "no round has been merged yet" });
+  show("gradient", [
+    ...band(gradient[x], gradient.low, gradient.high, blue),
+    line(gradient[x], gradient.mean, { name: "gradient norm", color: blue }),
+    line(rate[x], rate.mean, { name: "learning rate", color: purple, axis: "y2", width: 1.2, dash: "dot" }),
+  ], { axis, y: { rangemode: "tozero" }, y2: { rangemode: "tozero", tickformat: "~g" }, legend: true });
+}

@@ -1,0 +1,43 @@
+// Numbers as people read them.
+export const missing = "–";
+
+export function plain(value, digits = 4) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return missing;
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(2);
+  return Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 });
+}
+
+export function whole(value) {
+  return Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : missing;
+}
+
+// 1234567 -> 1.23 M
+export function short(value, unit = "") {
+  if (value === null || value === undefined || !Number.isFinite(value)) return missing;
+  const steps = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+  for (const [size, letter] of steps) {
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))} ${letter}${unit}`;
+  }
+  return `${Number(value.toPrecision(3))}${unit ? " " + unit : ""}`;
+}
+
+export const bytes = (value) => short(value, "B");
+export const share = (value) => (Number.isFinite(value) && value !== null ? `${(100 * value).toFixed(value > 0.995 ? 1 : 0)} %` : missing);
+
+export function bits(bytesPerSecond) {
+  if (bytesPerSecond === null || !Number.isFinite(bytesPerSecond)) return missing;
+  return short(8 * bytesPerSecond, "bit/s");
+}
+
+// 3725 -> 1:02:05
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return missing;
+  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`;
+  const total = Math.round(seconds), days = Math.floor(total / 86400), two = (n) => String(n).padStart(2, "0");
+  const [h, m, s] = [Math.floor((total % 86400) / 3600), Math.floor((total % 3600) / 60), total % 60];
+  if (days) return `${days} d ${h} h`;
+  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+}
+
+export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+export const date = (time) => new Date(1000 * time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });

@@ -1,0 +1,85 @@
+// The rounds of each worker over time: inner steps, then what the round took. Straggler and failures stand out.
+import { $, draw, fill, make } from "./dom.js";
+import { clock, duration, plain } from "./format.js";
+
+const PHASES = ["compute", "encode", "send", "wait", "reduce", "merge"];
+const LEFT = 64, TOP = 18;
+
+export function drawWaterfall(target, rounds) {
+  const parts = rounds.flatMap((round) => round.workers.map((part) => ({ round, part, bars: bars(round, part) }))).filter((one) => one.bars.length);
+  if (!parts.length) {
+    fill(target, make("p", { class: "empty" }, "no round has ended yet"));
+    return;
+  }
+  const workers = [...new Set(parts.map(({ part }) => part.worker))].sort((a, b) => a - b);
+  const row = workers.length <= 12 ? 20 : workers.length <= 32 ? 13 : 9;
+  const from = Math.min(...parts.map(({ bars: [first] }) => first.from)), to = Math.max(...parts.map(({ bars: all }) => all.at(-1).to));
+  const width = Math.max(320, target.clientWidth), height = TOP + workers.length * row + 18;
+  const x = (time) => LEFT + ((time - from) / Math.max(1e-9, to - from)) * (width - LEFT - 8);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": describe(rounds) });
+  drawFrame(svg, { workers, rounds, row, x, width, height, from, to });
+  for (const { round, part, bars: all } of parts) {
+    const y = TOP + workers.indexOf(part.worker) * row;
+    for (const bar of all) {
+      const left = x(bar.from), size = Math.max(0.6, x(bar.to) - left);
+      svg.append(draw("rect", { x: left, y: y + 1, width: size, height: row - 2, rx: row > 12 ? 2 : 0, class: bar.phase + (part.posted ? "" : " elsewhere") },
+        draw("title", {}, `round ${round.sequence}, worker ${part.worker}: ${bar.phase} ${duration(bar.to - bar.from)}`)));
+    }
+    if (part.failure) svg.append(draw("rect", { x: x(all[0].from), y: y + 1, width: Math.max(2, x(all.at(-1).to) - x(all[0].from)), height: row - 2, class: "failed" }, draw("title", {}, part.failure)));
+  }
+  const seen = new Set(parts.flatMap(({ bars: all }) => all.map((bar) => bar.phase)));
+  fill(target, svg, make("div", { class: "key" }, ...PHASES.filter((phase) => seen.has(phase)).map((phase) => make("span", { class: phase }, phase === "compute" ? "inner steps" : phase))));
+}
+
+function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
+  const late = new Set(rounds.slice(-1).map((round) => round.straggler)), every = row > 12 ? 1 : row > 9 ? 2 : 8;
+  workers.forEach((worker, index) => {
+    if (index % every && !late.has(worker)) return;
+    svg.append(draw("text", { x: LEFT - 8, y: TOP + index * row + row / 2 + 4, "text-anchor": "end", class: late.has(worker) ? "late" : "" }, `worker ${worker}`));
+  });
+  for (const round of rounds) {
+    const at = x(round.time);
+    svg.append(draw("line", { x1: at, x2: at, y1: TOP - 4, y2: TOP + workers.length * row, class: "boundary" }));
+    if (rounds.length <= 24 || round.sequence % 5 === 0) svg.append(draw("text", { x: at, y: TOP - 7, "text-anchor": "end" }, String(round.sequence)));
+  }
+  svg.append(draw("text", { x: LEFT, y: height - 3 }, clock(from)), draw("text", { x: width - 8, y: height - 3, "text-anchor": "end" }, `${clock(to)} · ${duration(to - from)}`));
+}
+
+// The bars of one worker in one round, from left to right. A worker of another machine is known by its own report only.
+function bars(round, part) {
+  const compute = part.compute_seconds ?? 0;
+  if (part.posted === null) {
+    const sync = Object.values(part.phases).reduce((sum, seconds) => sum + seconds, 0);
+    return compute > 0 ? [{ phase: "compute", from: round.time - sync - compute, to: round.time - sync }] : [];
+  }
+  const all = part.started !== null ? [{ phase: "compute", from: part.started, to: part.posted }] : [];
+  const end = part.ended ?? part.posted;
+  let time = part.posted;
+  const encode = part.phases.encode ?? 0;
+  if (encode && all.length) all[0].to = Math.max(all[0].from, part.posted - encode), all.push({ phase: "encode", from: all[0].to, to: part.posted });
+  for (const phase of PHASES.slice(2)) {
+    const seconds = Math.min(part.phases[phase] ?? 0, Math.max(0, end - time));
+    if (seconds > 0) all.push({ phase, from: time, to: time += seconds });
+  }
+  return all;
+}
+
+export function describe(rounds) {
+  const last = rounds.at(-1);
+  if (!last) return "";
+  const late = last.workers.find((part) => part.worker === last.straggler);
+  const waits = last.workers.map((part) => part.phases.wait ?? 0);
+  const slow = late ? `worker ${late.worker} was last after ${duration(late.compute_seconds)} of inner steps; the others waited up to ${duration(Math.max(...waits))}` : "no straggler";
+  return last.failure && !last.merged ? `round ${last.sequence} failed: ${last.failure}` : `round ${last.sequence}: ${slow}`;
+}
+
+export function drawFailures(rounds, start) {
+  const rows = [
+    ...rounds.failures.map((one) => [one.sequence, one.time, "failed", `${one.reason}${one.merged_by_others ? " (other workers merged it)" : ""}`, one.workers.join(", ")]),
+    ...rounds.refusals.flatMap((one) => Object.entries(one.refused).map(([worker, reason]) => [one.sequence, one.time, "refused", reason, worker])),
+  ].sort((a, b) => b[0] - a[0]).slice(0, 50);
+  if (!rows.length) { fill($("failures")); return; }
+  const head = make("tr", {}, ...["round", "after", "", "workers", "reason"].map((name) => make("th", {}, name)));
+  const body = rows.map(([sequence, time, what, reason, workers]) => make("tr", {}, ...[plain(sequence), duration(time - start), what, workers, reason].map((text) => make("td", {}, text))));
+  fill($("failures"), make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
+}

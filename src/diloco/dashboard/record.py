@@ -1,0 +1,167 @@
+"""A run, folded from its events: columns of numbers for each worker, rounds, members, and what else happened.
+
+It keeps numbers and short texts instead of events, so that a run of a hundred thousand events stays small. Everything
+carries its time: the state at any moment of the run is computed from the same record (snapshot.py). Steps that a
+resume has taken back are left out, as in training/records/history.py.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.dashboard.columns import Columns
+from diloco.dashboard.members import Members
+from diloco.dashboard.notes import note_of
+from diloco.dashboard.rounds import Rounds
+from diloco.training.records.events import Event
+
+logger = logging.getLogger(__name__)
+_MOST_NOTES = 2000
+_MOST_SAMPLES = 200
+_REPEAT_SECONDS = 60.0
+
+
+class Worker:
+    """A worker of this machine (`local`), or of another one, as its reports with the rounds tell."""
+
+    def __init__(self) -> None:
+        self.local = False
+        self.started: Mapping[str, Any] = {}
+        self.ended: Event | None = None
+        self.columns = Columns(
+            "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "learning_rate",
+            "gradient_norm",
+        )  # fmt: skip
+        self.states: list[tuple[float, str]] = []
+
+
+class RunRecord:
+    """`update` with every event, in the order of the log."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.first_time: float | None = None
+        self.last_time: float | None = None
+        self.workers: dict[int, Worker] = {}
+        self.validations = Columns("time", "step", "loss", "perplexity")
+        self.rounds = Rounds()
+        self.members = Members()
+        self.notes: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self.resolved: dict[str, Any] = {}
+        self.parameters = 0
+        self.tokens_per_step = 0
+        self.unigram_perplexity: float | None = None
+        self.refused_events = 0
+        """Events whose fields are not those of this version."""
+
+    def update(self, event: Event) -> None:
+        self.events += 1
+        time = event["time"]
+        self.first_time = time if self.first_time is None else min(self.first_time, time)
+        self.last_time = time if self.last_time is None else max(self.last_time, time)
+        try:
+            handler = getattr(self, f"_on_{event['type']}", None)
+            if handler is not None:
+                handler(event)
+            self.members.update(event)
+            self._note(event)
+        except (KeyError, TypeError, AttributeError, ValueError):  # an event of another version, or made up
+            self.refused_events += 1
+            logger.debug("an event was left out: %.200r", event, exc_info=True)
+
+    def worker(self, event: Event) -> Worker:
+        return self.workers.setdefault(event["worker"], Worker())
+
+    def _on_worker_started(self, event: Event) -> None:
+        worker = self.worker(event)
+        worker.local, worker.ended = True, None
+        worker.started = {key: event.get(key) for key in ("device", "precision", "threads", "ranks", "workers")}
+        worker.states.append((event["time"], "starting"))
+        self.parameters = int(event.get("parameters") or 0)
+        self.tokens_per_step = int(event.get("tokens_per_step") or 0)
+        self.unigram_perplexity = event.get("unigram_perplexity")
+        self.resolved = dict(event.get("resolved") or {})
+        self.rounds.began(event["worker"], event["time"])
+
+    def _on_starting(self, event: Event) -> None:
+        self.worker(event).states.append((event["time"], str(event["doing"])))
+        self.rounds.began(event["worker"], event["time"])
+
+    def _on_first_step(self, event: Event) -> None:
+        self.worker(event).states.append((event["time"], "training"))
+
+    def _on_step(self, event: Event) -> None:
+        worker = self.worker(event)
+        worker.local = True
+        worker.columns.append(**event)
+        _set_state(worker, event["time"], "training")
+
+    def _on_round_posted(self, event: Event) -> None:
+        self.rounds.posted(event)
+        _set_state(self.worker(event), event["time"], "in a round")
+
+    def _on_round(self, event: Event) -> None:
+        self.rounds.ended(event)
+        _set_state(self.worker(event), event["time"], "training")
+        for member in event.get("members") or ():
+            worker = self.workers.setdefault(int(member["worker"]), Worker())
+            report = member.get("report") or {}
+            if not worker.local and (report.get("inner_steps") or 0) > (worker.columns.last("step") or -1):
+                worker.columns.append(time=event["time"], step=report.get("inner_steps"), **report)
+
+    def _on_validation(self, event: Event) -> None:
+        if (self.validations.last("step") or -1.0) >= event["step"]:
+            self.validations.drop("step", event["step"] - 1)
+        self.validations.append(**event)
+
+    def _on_sample(self, event: Event) -> None:
+        self.samples.append({name: event.get(name) for name in ("time", "worker", "step", "prompt", "text")})
+        del self.samples[:-_MOST_SAMPLES]
+
+    def _on_worker_finished(self, event: Event) -> None:
+        self._ended(event, "done")
+
+    def _on_worker_failed(self, event: Event) -> None:
+        self._ended(event, "failed")
+
+    def _ended(self, event: Event, state: str) -> None:
+        worker = self.worker(event)
+        worker.ended = {key: value for key, value in event.items() if key not in ("members", "confirmed")}
+        worker.states.append((event["time"], state))
+        self.members.agreed(event)
+        values = {"step": event.get("inner_steps"), "loss": worker.columns.last("loss")} | event
+        worker.columns.append(**values)
+
+    def _on_joined(self, event: Event) -> None:
+        worker = self.worker(event)
+        worker.local, worker.ended = True, None
+        worker.states.append((event["time"], "joined"))
+
+    def _on_resumed(self, event: Event) -> None:
+        """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
+        step = event["step"]
+        for number, worker in self.workers.items():
+            if number == event["worker"] or number >= event["workers"]:
+                worker.columns.drop("step", step)
+                worker.ended = None
+        if event["worker"] == min(self.workers, default=0) or not event["workers"]:
+            self.validations.drop("step", step)
+            self.rounds.forget(step)
+        self.rounds.began(event["worker"], event["time"])
+
+    def _note(self, event: Event) -> None:
+        note = note_of(event)
+        if note is None:
+            return
+        kind, text = note
+        for earlier in reversed(self.notes[-32:]):  # several workers of this machine tell the same
+            if earlier["text"] == text and event["time"] - earlier["time"] < _REPEAT_SECONDS:
+                return
+        self.notes.append({"time": event["time"], "kind": kind, "text": text})
+        del self.notes[:-_MOST_NOTES]
+
+
+def _set_state(worker: Worker, time: float, state: str) -> None:
+    if not worker.states or worker.states[-1][1] != state:
+        worker.states.append((time, state))

@@ -1,0 +1,170 @@
+"""The rounds of a run, put together from the reports of the workers of this machine."""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.dashboard.columns import number
+from diloco.training.records.events import Event
+
+PHASES = ("encode", "send", "wait", "reduce", "merge")
+_MOST_COSINES = 64 * 63 // 2
+
+
+@dataclass
+class WorkerRound:
+    """One worker's part in a round: when it posted, when it had the mean, and what it did in between."""
+
+    started: float | None = None
+    """When the inner steps of this round began, as far as is known."""
+    posted: float | None = None
+    ended: float | None = None
+    compute_seconds: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    norm: float | None = None
+    failure: str | None = None
+
+    def as_json(self, worker: int) -> dict[str, Any]:
+        return {"worker": worker, **vars(self)}
+
+
+@dataclass
+class Round:
+    """One outer step of one fragment."""
+
+    sequence: int
+    fragment: int = 0
+    step: int = 0
+    time: float = 0.0
+    """When the first worker of this machine had its outcome."""
+    workers: dict[int, WorkerRound] = field(default_factory=dict)
+    contributors: list[int] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    merged: bool = False
+    mean_norm: float | None = None
+    similarity: float | None = None
+    codec_error: float | None = None
+    seconds: float | None = None
+    bytes_sent: int = 0
+    """Of the worker that sent most."""
+    digests: dict[str, int] = field(default_factory=dict)
+    """Anchor digest -> how many members have it."""
+    odd_workers: list[int] = field(default_factory=list)
+    """Members whose anchor is not most members' anchor."""
+    cosines: list[list[float]] = field(default_factory=list)
+
+    @property
+    def straggler(self) -> int | None:
+        """The worker for which the others waited: it computed longest, by a tenth more than half of them."""
+        seconds = {w: one.compute_seconds for w, one in self.workers.items() if one.compute_seconds is not None}
+        if len(seconds) < 2:
+            return None
+        slowest = max(seconds, key=lambda worker: seconds[worker])
+        return slowest if seconds[slowest] > 1.1 * statistics.median(seconds.values()) else None
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {name: value for name, value in vars(self).items() if name not in ("workers", "cosines")}
+        workers = [self.workers[worker].as_json(worker) for worker in sorted(self.workers)]
+        return plain | {"workers": workers, "straggler": self.straggler}
+
+
+class Rounds:
+    """By sequence. A round is there from the first post on."""
+
+    def __init__(self) -> None:
+        self.by_sequence: dict[int, Round] = {}
+        self._ended: dict[int, float] = {}  # worker -> when its last round ended
+        self._worked: dict[int, float] = {}  # worker -> its seconds of training without rounds, at its last report
+
+    def posted(self, event: Event) -> None:
+        one = self._worker(event)
+        one.posted, one.started = event["time"], self._ended.get(event["worker"])
+        if one.started is not None:
+            one.compute_seconds = max(0.0, event["time"] - one.started)
+
+    def began(self, worker: int, time: float) -> None:
+        """The worker takes inner steps from now on."""
+        self._ended[worker] = time
+
+    def ended(self, event: Event) -> None:
+        one, round_ = self._worker(event), self.by_sequence[event["sequence"]]
+        one.ended, one.norm, one.failure = event["time"], _finite(event.get("norm")), _text(event.get("failure"))
+        one.phases = _phases(event, one)
+        self._ended[event["worker"]] = event["time"]
+        round_.step, round_.fragment = event.get("step", 0), event.get("fragment", 0)
+        round_.time = round_.time or event["time"]
+        if one.failure is not None:
+            round_.failure = one.failure
+        if event.get("mean_norm") is not None or event.get("contributors"):
+            self._merged(event, round_)
+
+    def _merged(self, event: Event, round_: Round) -> None:
+        round_.merged = round_.merged or event.get("mean_norm") is not None
+        for name in ("mean_norm", "similarity", "codec_error", "seconds"):
+            setattr(round_, name, _finite(event.get(name)))
+        round_.bytes_sent = max(round_.bytes_sent, event.get("bytes_sent") or 0)
+        round_.contributors = list(event.get("contributors") or ())
+        round_.refused |= {str(worker): str(why) for worker, why in (event.get("refused") or {}).items()}
+        round_.cosines = (event.get("cosines") or [])[:_MOST_COSINES]
+        digests: dict[str, list[int]] = {}
+        for member in event.get("members") or ():
+            if member.get("anchor_digest"):
+                digests.setdefault(str(member["anchor_digest"]), []).append(member["worker"])
+            self._remote_part(member, round_)
+        round_.digests = {digest: len(workers) for digest, workers in digests.items()}
+        most = max(digests.values(), key=len, default=[])
+        round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
+
+    def _remote_part(self, member: dict[str, Any], round_: Round) -> None:
+        """A member of another machine reports its seconds at every round: the difference is this round's work."""
+        worker, report = member["worker"], member.get("report") or {}
+        if worker in self._ended:
+            return
+        worked = number(report.get("elapsed_seconds")) - number(report.get("sync_seconds"))
+        before = self._worked.get(worker)
+        if before is None or worked > before:
+            self._worked[worker] = worked
+        one = round_.workers.setdefault(worker, WorkerRound())
+        if before is not None and worked > before:
+            one.compute_seconds = worked - before
+        one.norm = _finite(member.get("norm"))
+
+    def forget(self, after_step: int) -> None:
+        """A resume has taken the later rounds back."""
+        self.by_sequence = {key: one for key, one in self.by_sequence.items() if one.step <= after_step}
+        self._ended, self._worked = {}, {}
+
+    def until(self, time: float | None) -> list[Round]:
+        """The rounds with an outcome by then, in order; without those to which no worker brought any work."""
+        known = [one for one in self.by_sequence.values() if one.merged or one.failure is not None]
+        ended = [one for one in known if time is None or one.time <= time]
+        return sorted(ended, key=lambda one: one.sequence)
+
+    def _worker(self, event: Event) -> WorkerRound:
+        sequence = event["sequence"]
+        round_ = self.by_sequence.setdefault(sequence, Round(sequence))
+        round_.step = round_.step or event.get("step", 0)
+        return round_.workers.setdefault(event["worker"], WorkerRound())
+
+
+def _phases(event: Event, one: WorkerRound) -> dict[str, float]:
+    """Seconds by phase; what no field explains between post and end is waiting."""
+    known = {name: event.get(f"{name}_seconds") for name in PHASES if name != "wait"}
+    phases = {name: max(0.0, seconds) for name, seconds in known.items() if isinstance(seconds, int | float)}
+    waited = event.get("waited_seconds")
+    wait = waited if isinstance(waited, int | float) else 0.0
+    if not phases and one.posted is not None:
+        wait = max(wait, event["time"] - one.posted)
+    else:
+        wait = wait - phases.get("send", 0.0) - phases.get("reduce", 0.0)
+    return phases | {"wait": max(0.0, wait)}
+
+
+def _finite(value: object) -> float | None:
+    as_number = number(value)
+    return None if as_number != as_number or abs(as_number) == float("inf") else as_number
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,220 @@
+"""The runs that a dashboard shows: one run folder, or all in a folder of runs. Reads, and never writes."""
+
+import json
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diloco.dashboard.record import RunRecord
+from diloco.dashboard.series import series
+from diloco.dashboard.snapshot import snapshot
+from diloco.dashboard.tail import EventTail
+from diloco.errors import ConfigError
+from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION
+from diloco.training.records.run_folder import RUN_FILE
+from diloco.training.records.summary import SUMMARY_FILE
+
+Json = dict[str, Any]
+_DEEPEST = 3
+_MOST_RUNS = 500
+_MOST_FOLDERS = 5000
+_MOST_FILE_BYTES = 16 << 20
+
+
+class Run:
+    """One run folder. Any thread may call it; what was appended to the log is read at every call of `refresh`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.version = 0
+        """Rises with every change."""
+        self._lock = threading.Lock()
+        self._tail, self._record = EventTail(folder), RunRecord()
+        self._ended: tuple[float, Json | None] = (0.0, None)
+
+    def refresh(self) -> int:
+        """Read what is new, and return the version."""
+        with self._lock:
+            while True:
+                events, restarted = self._tail.read()
+                if restarted:
+                    self._record = RunRecord()
+                for event in events:
+                    self._record.update(event)
+                if events or restarted:
+                    self.version += 1
+                if not events:
+                    break
+            self._read_summary()
+            return self.version
+
+    def _read_summary(self) -> None:
+        path = self.folder / SUMMARY_FILE
+        try:
+            changed = path.stat().st_mtime
+        except OSError:
+            changed = 0.0
+        if changed != self._ended[0]:
+            self._ended = (changed, _read_json(path) if changed else None)
+            self.version += 1
+
+    def state(self, until: float | None = None) -> Json:
+        self.refresh()
+        with self._lock:
+            options = self.options()
+            found = snapshot(self._record, options, self._ended[1], until, time.time())
+            return {"run": self.name, "version": self.version, "problems": self._problems(), **found}
+
+    def series(self, until: float | None, points: int, chosen: set[int] | None) -> Json:
+        self.refresh()
+        with self._lock:
+            return {"run": self.name, "version": self.version, **series(self._record, until, points, chosen)}
+
+    def rounds(self, until: float | None, count: int, before: int | None = None) -> Json:
+        """The last `count` rounds, or those before the round `before`."""
+        self.refresh()
+        with self._lock:
+            found = [one for one in self._record.rounds.until(until) if before is None or one.sequence < before]
+            return {"run": self.name, "rounds": [one.as_json() for one in found[-count:]], "all": len(found)}
+
+    def config(self) -> Json:
+        """What was resolved when training started; before, the options of config.toml."""
+        self.refresh()
+        with self._lock:
+            resolved = self._record.resolved
+            return {"run": self.name, "resolved": bool(resolved), "options": resolved or self.options()}
+
+    def options(self) -> Json:
+        """config.toml, by dotted key; empty if it cannot be read."""
+        try:
+            path = self.folder / RUN_FILE
+            if path.stat().st_size > _MOST_FILE_BYTES:
+                return {}
+            return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def brief(self) -> Json:
+        """For the list of runs."""
+        state = self.state()
+        kept = (
+            "run",
+            "version",
+            "status",
+            "step",
+            "steps",
+            "loss",
+            "validation",
+            "first_time",
+            "last_time",
+            "problems",
+        )
+        options = self.options()
+        about = {
+            key: options.get(key) for key in ("model.name", "mode", "engine", "sync.num_inner_steps", "sync.codec")
+        }
+        return {key: state[key] for key in kept} | {"workers": len(state["workers"]), "about": about}
+
+    def _problems(self) -> list[str]:
+        """What a reader of the page should know about the log."""
+        problems = []
+        if self._tail.newest_version > EVENTS_VERSION:
+            problems.append(
+                f"A newer diloco wrote this run (events of version {self._tail.newest_version}; this one knows "
+                f"{EVENTS_VERSION}): what it does not know is left out. Update diloco."
+            )
+        if self._tail.damaged_lines:
+            problems.append(f"{self._tail.damaged_lines} damaged lines of {EVENTS_FILE} are left out.")
+        if self._record.refused_events:
+            problems.append(f"{self._record.refused_events} events have unknown fields and are left out.")
+        if not self._tail.path.exists():
+            problems.append(f"There is no {EVENTS_FILE} yet: the run has not started to train.")
+        return problems
+
+
+class RunFolder:
+    """All runs below a folder, or the folder itself if it is a run. New runs are found at every call of `find`."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not a run folder, nor a folder of runs: there is no such folder")
+        self.root = root
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        if not self.find():
+            raise ConfigError(
+                f"{root} is not a run folder, nor a folder of runs: no folder in it has {EVENTS_FILE} or {RUN_FILE}"
+            )
+
+    def find(self) -> dict[str, Run]:
+        """By name, newest first."""
+        with self._lock:
+            for folder, name in _run_folders(self.root):
+                if name not in self._runs:
+                    self._runs[name] = Run(folder, name)
+            return dict(sorted(self._runs.items(), key=lambda item: -_changed(item[1].folder)))
+
+    def run(self, name: str) -> Run | None:
+        """Only a run that `find` has found: a name in a request is never made into a path."""
+        return self._runs.get(name) or self.find().get(name)
+
+
+def _run_folders(root: Path) -> list[tuple[Path, str]]:
+    if _is_run(root):
+        return [(root, _readable(root.resolve().name or "run"))]
+    found = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, [_MOST_FOLDERS])]
+    return sorted(found, key=lambda item: -_changed(item[0]))[:_MOST_RUNS]
+
+
+def _below(folder: Path, deepest: int, left: list[int]) -> Iterator[Path]:
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError:
+        return
+    for child in children:
+        left[0] -= 1
+        if left[0] < 0:
+            return
+        if _is_run(child):
+            yield child
+        elif deepest > 1:
+            yield from _below(child, deepest - 1, left)
+
+
+def _readable(name: str) -> str:
+    """A name that is not UTF-8 can be neither sent nor shown as it is."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / EVENTS_FILE).is_file() or (folder / RUN_FILE).is_file()
+
+
+def _changed(folder: Path) -> float:
+    for name in (EVENTS_FILE, RUN_FILE):
+        try:
+            return (folder / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def _read_json(path: Path) -> Json | None:
+    try:
+        if path.stat().st_size > _MOST_FILE_BYTES:
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _flat(table: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,159 @@
+"""The curves of a run, few enough points to draw: every point has its step, tokens, bytes and seconds as x."""
+
+from typing import Any
+
+import numpy as np
+
+from diloco.dashboard.columns import Columns, Numbers, as_json, exact_json, mean_by_step, thin_out
+from diloco.dashboard.record import RunRecord
+from diloco.dashboard.rounds import Round
+from diloco.training.records.summary import data_parallel_bytes
+
+Json = dict[str, Any]
+MOST_POINTS = 4000
+_SHOWN_WORKERS = 12
+_RATE_POINTS = 240
+
+
+def series(record: RunRecord, until: float | None, points: int, chosen: set[int] | None = None) -> Json:
+    """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
+    rows = {number: worker.columns.until(until) for number, worker in sorted(record.workers.items())}
+    rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
+    axes = _Axes(rows, record.first_time or 0.0)
+    if chosen is None:
+        chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
+    return {
+        "loss": _mean_curve(rows, "loss", points, axes),
+        "gradient_norm": _mean_curve(rows, "gradient_norm", min(points, 400), axes),
+        "learning_rate": _mean_curve(rows, "learning_rate", min(points, 200), axes),
+        "start": record.first_time,
+        "workers": {str(n): _own_curve(columns, points) for n, columns in rows.items() if n in chosen},
+        "validation": _validation(record.validations, until, points, axes),
+        "rates": _rates(rows, axes, chosen),
+        "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),
+        "communication": _communication(record, rows, axes, record.rounds.until(until)),
+        "workers_in_means": len(rows),
+    }
+
+
+class _Axes:
+    """The x values that belong to a moment: the tokens of all workers, the bytes of the one that sent most."""
+
+    def __init__(self, rows: dict[int, dict[str, Numbers]], start: float) -> None:
+        self._rows, self._start = list(rows.values()), start
+
+    def at(self, times: Numbers, steps: Numbers | None = None) -> Json:
+        tokens = sum((_held(row, "tokens", times) for row in self._rows), np.zeros(len(times)))
+        sent = np.zeros(len(times))
+        for row in self._rows:
+            sent = np.maximum(sent, _held(row, "bytes_sent", times))
+        if steps is None:
+            steps = np.zeros(len(times))
+            for row in self._rows:
+                steps = np.maximum(steps, _held(row, "step", times))
+        seconds = exact_json(times - self._start)
+        return {"step": exact_json(steps), "tokens": exact_json(tokens), "bytes": exact_json(sent), "seconds": seconds}
+
+
+def _held(row: dict[str, Numbers], name: str, times: Numbers) -> Numbers:
+    """The last value of a column by each time; 0 before the first."""
+    indices = np.searchsorted(row["time"], times, side="right")
+    return np.concatenate([[0.0], np.nan_to_num(row[name])])[indices]
+
+
+def _mean_curve(rows: dict[int, dict[str, Numbers]], name: str, points: int, axes: _Axes) -> Json:
+    if not rows:
+        return {"step": [], "tokens": [], "bytes": [], "seconds": [], "mean": [], "low": [], "high": []}
+    steps = np.concatenate([row["step"] for row in rows.values()])
+    values = np.concatenate([row[name] for row in rows.values()])
+    times = np.concatenate([row["time"] for row in rows.values()])
+    known = ~np.isnan(steps)
+    curve = mean_by_step(steps[known], values[known], points)
+    last = mean_by_step(steps[known], times[known], points)["high"]
+    drawn = {key: as_json(curve[key]) for key in ("mean", "low", "high")}
+    return axes.at(last, curve["step"]) | drawn
+
+
+def _own_curve(row: dict[str, Numbers], points: int) -> Json:
+    kept = thin_out(row["loss"], points)
+    times = row["time"][kept]
+    return {
+        "step": exact_json(row["step"][kept]),
+        "tokens": exact_json(row["tokens"][kept]),
+        "bytes": exact_json(row["bytes_sent"][kept]),
+        "time": exact_json(times),
+        "loss": as_json(row["loss"][kept]),
+    }
+
+
+def _validation(columns: Columns, until: float | None, points: int, axes: _Axes) -> Json:
+    values = columns.until(until)
+    kept = thin_out(values["loss"], points)
+    x = axes.at(values["time"][kept], values["step"][kept])
+    return x | {"loss": as_json(values["loss"][kept]), "perplexity": as_json(values["perplexity"][kept])}
+
+
+def _rates(rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int]) -> Json:
+    """Tokens a second and the share of time spent on training, between consecutive moments."""
+    if not rows:
+        return axes.at(np.zeros(0)) | {"tokens_per_second": [], "utilization": [], "workers": {}}
+    first = min(row["time"][0] for row in rows.values())
+    last = max(row["time"][-1] for row in rows.values())
+    logged = max(len(row["time"]) for row in rows.values())
+    grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
+    between = np.diff(grid)
+    total, shares, own = np.zeros(len(between)), [], {}
+    for number, row in rows.items():
+        gained = np.maximum(np.diff(_smooth(row, "tokens", grid)), 0.0)
+        rate = np.divide(gained, between, out=np.zeros_like(between), where=between > 0)
+        total += rate
+        ran = np.maximum(np.diff(_smooth(row, "elapsed_seconds", grid)), 0.0)
+        synced = np.maximum(np.diff(_smooth(row, "sync_seconds", grid)), 0.0)
+        share = np.divide(ran - synced, ran, out=np.full(len(ran), np.nan), where=ran > 0)
+        shares.append(np.clip(share, 0.0, 1.0))
+        if number in chosen:
+            own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(shares[-1])}
+    known = np.array(shares)
+    counts = (~np.isnan(known)).sum(axis=0)
+    mean = np.where(counts > 0, np.nansum(known, axis=0) / np.maximum(counts, 1), np.nan)
+    return axes.at(grid[1:]) | {"tokens_per_second": as_json(total), "utilization": as_json(mean), "workers": own}
+
+
+def _smooth(row: dict[str, Numbers], name: str, grid: Numbers) -> Numbers:
+    """A counter between the moments at which it was logged."""
+    return np.interp(grid, row["time"], np.nan_to_num(row[name]))
+
+
+def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:
+    merged = [one for one in rounds if one.merged]
+    names = ("mean_norm", "similarity", "codec_error", "seconds")
+    columns = {name: np.array([_or_nan(getattr(one, name)) for one in merged]) for name in names}
+    columns["sequence"] = np.array([float(one.sequence) for one in merged])
+    columns["contributors"] = np.array([float(len(one.contributors)) for one in merged])
+    norms = [[part.norm for part in one.workers.values() if part.norm is not None] for one in merged]
+    columns["norm_low"] = np.array([min(found, default=np.nan) for found in norms])
+    columns["norm_high"] = np.array([max(found, default=np.nan) for found in norms])
+    pairs = [[pair[2] for pair in one.cosines] for one in merged]
+    columns["cosine_low"] = np.array([min(found, default=np.nan) for found in pairs])
+    columns["cosine_high"] = np.array([max(found, default=np.nan) for found in pairs])
+    kept = thin_out(columns["mean_norm"], points)
+    x = axes.at(np.array([one.time for one in merged])[kept], np.array([float(one.step) for one in merged])[kept])
+    return x | {f"round_{n}" if n == "seconds" else n: as_json(column[kept]) for n, column in columns.items()}
+
+
+def _communication(record: RunRecord, rows: dict[int, dict[str, Numbers]], axes: _Axes, rounds: list[Round]) -> Json:
+    """Bytes that a worker has sent, and what it would have sent with a gradient average at every step."""
+    counts = [len(one.contributors) for one in rounds if one.merged]
+    workers = max(1, round(sum(counts) / len(counts))) if counts else 1
+    if not rows or not record.tokens_per_step:
+        return axes.at(np.zeros(0)) | {"sent": [], "data_parallel": []}
+    row = max(rows.values(), key=lambda one: float(np.nan_to_num(one["tokens"][-1])))
+    kept = thin_out(row["bytes_sent"], 300)
+    taken = row["tokens"][kept] / record.tokens_per_step
+    baseline = data_parallel_bytes(record.parameters, 1, workers) * taken
+    x = axes.at(row["time"][kept], row["step"][kept])
+    return x | {"sent": as_json(row["bytes_sent"][kept]), "data_parallel": as_json(baseline)}
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,173 @@
+"""The dashboard's web server: the page, its files, JSON of everything, and a stream that tells what has changed."""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from diloco.dashboard.access import Access
+from diloco.dashboard.runs import Run, RunFolder
+from diloco.dashboard.series import MOST_POINTS
+
+_PAGE = Path(str(files("diloco.dashboard") / "page"))
+_POLL_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 15.0
+_MOST_STREAMS = 64
+_MOST_FOLLOWED = 16
+_CACHED = {"cache-control": "public, max-age=86400"}
+_FRESH = {"cache-control": "no-store"}
+
+
+def build_app(runs: RunFolder, token: str | None) -> Starlette:
+    server = _Server(runs)
+    routes = [
+        Route("/", server.page),
+        Route("/plotly.js", server.plotly),
+        Route("/page/{file}", server.file),
+        Route("/api/runs", server.list_runs),
+        Route("/api/stream", server.stream),
+        Route("/api/run/{run:path}/state", server.state),
+        Route("/api/run/{run:path}/series", server.series),
+        Route("/api/run/{run:path}/rounds", server.rounds),
+        Route("/api/run/{run:path}/config", server.config),
+    ]
+    middleware = [Middleware(Access, token=token), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _refuse})
+
+
+class _Server:
+    def __init__(self, runs: RunFolder) -> None:
+        self._runs = runs
+        self._files = {path.name: path for path in _PAGE.iterdir() if path.is_file()}
+        self._streams = 0
+
+    async def page(self, request: Request) -> Response:
+        del request
+        return FileResponse(_PAGE / "index.html", headers=_FRESH)
+
+    async def plotly(self, request: Request) -> Response:
+        del request
+        return FileResponse(plotly_file(), media_type="text/javascript", headers=_CACHED)
+
+    async def file(self, request: Request) -> Response:
+        path = self._files.get(request.path_params["file"])
+        if path is None:
+            raise HTTPException(404, "there is no such file")
+        return FileResponse(path, headers=_FRESH)
+
+    async def list_runs(self, request: Request) -> Response:
+        del request
+
+        def brief() -> list[dict[str, Any]]:
+            return [run.brief() for run in self._runs.find().values()]
+
+        return _json({"root": self._runs.root.resolve().name, "runs": await asyncio.to_thread(brief)})
+
+    async def state(self, request: Request) -> Response:
+        run, until = self._run(request), _number(request, "until")
+        return _json(await asyncio.to_thread(run.state, until))
+
+    async def series(self, request: Request) -> Response:
+        run, until = self._run(request), _number(request, "until")
+        points = _count(request, "points", 600, MOST_POINTS)
+        given = request.query_params.get("workers")
+        chosen = None if given is None else {int(one) for one in given.split(",") if one.isascii() and one.isdigit()}
+        return _json(await asyncio.to_thread(run.series, until, points, chosen))
+
+    async def rounds(self, request: Request) -> Response:
+        run, until, before = self._run(request), _number(request, "until"), _number(request, "before")
+        count = _count(request, "count", 12, 1000)
+        return _json(await asyncio.to_thread(run.rounds, until, count, None if before is None else int(before)))
+
+    async def config(self, request: Request) -> Response:
+        return _json(await asyncio.to_thread(self._run(request).config))
+
+    async def stream(self, request: Request) -> Response:
+        """Server-sent events: the version of each followed run, whenever it has changed."""
+        followed = [
+            run for name in request.query_params.getlist("run")[:_MOST_FOLLOWED] if (run := self._runs.run(name))
+        ]
+        if self._streams >= _MOST_STREAMS:
+            raise HTTPException(503, f"{_MOST_STREAMS} pages follow this dashboard already")
+        return StreamingResponse(self._changes(followed), media_type="text/event-stream", headers=_FRESH)
+
+    async def _changes(self, runs: list[Run]) -> AsyncIterator[str]:
+        self._streams += 1
+        known: dict[str, int] = {}
+        told = time.monotonic()
+        try:
+            yield "retry: 2000\n\n"
+            while True:
+                for run in runs:
+                    version = await asyncio.to_thread(run.refresh)
+                    if known.get(run.name) != version:
+                        known[run.name], told = version, time.monotonic()
+                        yield f"event: change\ndata: {json.dumps({'run': run.name, 'version': version})}\n\n"
+                if time.monotonic() - told > _HEARTBEAT_SECONDS:
+                    told = time.monotonic()
+                    yield ": still here\n\n"
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self._streams -= 1
+
+    def _run(self, request: Request) -> Run:
+        run = self._runs.run(request.path_params["run"])
+        if run is None:
+            raise HTTPException(404, "there is no such run")
+        return run
+
+
+def plotly_file() -> Path:
+    """plotly's JavaScript, which is inside its Python package: the page works without internet."""
+    return Path(str(files("plotly") / "package_data" / "plotly.min.js"))
+
+
+def _json(content: object) -> Response:
+    return JSONResponse(_finite(content), headers=_FRESH)
+
+
+def _finite(content: Any) -> Any:
+    """JSON knows no nan and no inf."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
+
+
+def _number(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise HTTPException(400, f"{name} must be a number")
+    return value
+
+
+def _count(request: Request, name: str, default: int, most: int) -> int:
+    value = _number(request, name)
+    return default if value is None else max(1, min(most, int(value)))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HTTPException)
+    return PlainTextResponse(error.detail, error.status_code)

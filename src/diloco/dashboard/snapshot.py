@@ -1,0 +1,201 @@
+"""The state of a run at a moment, as JSON: what the page shows beside its curves."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco.dashboard.record import RunRecord, Worker
+from diloco.dashboard.rounds import Round
+from diloco.training.records.summary import data_parallel_bytes
+
+Json = dict[str, Any]
+_SILENT_SECONDS = 120.0
+_LISTED = 50
+
+
+def snapshot(
+    record: RunRecord, options: Mapping[str, Any], summary: Json | None, until: float | None, now: float
+) -> Json:
+    """`until`: a moment of the run; None: now. `summary`: the content of summary.json, if the run has ended."""
+    live = until is None
+    rounds = record.rounds.until(until)
+    workers = [_worker(number, one, until) for number, one in sorted(record.workers.items()) if _known(one, until)]
+    local = [one for one in workers if one["local"]] or workers
+    steps = _number(options.get("steps"))
+    step = _step(local, swarm=options.get("engine") == "swarm")
+    running = [one for one in workers if one["active"]] or workers
+    rate = sum(one["tokens_per_second"] or 0.0 for one in running)
+    shares = [one["utilization"] for one in local if one["utilization"] is not None]
+    end = until if until is not None else record.last_time
+    return {
+        "status": _status(record, workers, summary, until, now),
+        "error": summary.get("error") if live and summary else None,
+        "events": record.events,
+        "first_time": record.first_time,
+        "last_time": record.last_time,
+        "time": end,
+        "seconds": None if end is None or record.first_time is None else end - record.first_time,
+        "step": step,
+        "steps": steps,
+        "seconds_left": _seconds_left(local, step, steps, record.tokens_per_step),
+        "loss": _mean([one["loss"] for one in local]),
+        "validation": _validation(record, until),
+        "tokens": int(sum(one["tokens"] or 0 for one in workers)),
+        "tokens_per_second": rate,
+        "utilization": _mean(shares),
+        "rounds": _rounds(rounds),
+        "communication": _communication(record, rounds, local, until),
+        "workers": workers,
+        "members": record.members.until(until),
+        "members_left_out": record.members.left_out,
+        "last_digests": record.members.last_digests if live else {},
+        "notes": [note for note in record.notes if live or note["time"] <= (until or 0)][-200:],
+        "samples": [one for one in record.samples if live or one["time"] <= (until or 0)][-20:],
+        "parameters": record.parameters,
+        "unigram_perplexity": record.unigram_perplexity,
+        "summary": summary if live else None,
+    }
+
+
+def _known(worker: Worker, until: float | None) -> bool:
+    return until is None or worker.columns.last("time", until) is not None or _state(worker, until) is not None
+
+
+def _state(worker: Worker, until: float | None) -> str | None:
+    return next((state for time, state in reversed(worker.states) if until is None or time <= until), None)
+
+
+def _worker(number: int, worker: Worker, until: float | None) -> Json:
+    last = {name: worker.columns.last(name, until) for name in worker.columns.names}
+    elapsed = last["elapsed_seconds"]
+    state = _state(worker, until) or ("training" if last["time"] is not None else "")
+    return {
+        "worker": number,
+        "local": worker.local,
+        "state": state,
+        "active": state not in ("done", "failed", ""),
+        "tokens_per_second": last["tokens"] / elapsed if elapsed and last["tokens"] is not None else None,
+        "utilization": 1 - (last["sync_seconds"] or 0.0) / elapsed if elapsed else None,
+        "error": worker.ended.get("error") if worker.ended and until is None else None,
+        **dict(worker.started),
+        **last,
+    }
+
+
+def _step(workers: list[Json], *, swarm: bool) -> int:
+    """As in the terminal: of the slowest worker; in a swarm, of the furthest local one."""
+    steps = [int(one["step"] or 0) for one in workers]
+    return (max if swarm else min)(steps, default=0)
+
+
+def _seconds_left(workers: list[Json], step: int, steps: float | None, tokens_per_step: int) -> float | None:
+    """From the worker that has trained longest, and its own steps: in a swarm the position may have jumped."""
+    first = max(workers, key=lambda one: one["elapsed_seconds"] or 0.0, default=None)
+    if first is None or steps is None or not tokens_per_step or not first["tokens"] or not first["elapsed_seconds"]:
+        return None
+    taken = first["tokens"] / tokens_per_step
+    return float(max(0.0, first["elapsed_seconds"] / taken * (steps - step)))
+
+
+def _validation(record: RunRecord, until: float | None) -> Json | None:
+    values = record.validations.until(until)
+    if not len(values["step"]):
+        return None
+    losses = values["loss"]
+    best = None if np.isnan(losses).all() else int(np.nanargmin(losses))
+    return {
+        "step": int(values["step"][-1]),
+        "loss": _finite(losses[-1]),
+        "perplexity": _finite(values["perplexity"][-1]),
+        "best_perplexity": None if best is None else _finite(values["perplexity"][best]),
+        "best_step": None if best is None else int(values["step"][best]),
+    }
+
+
+def _rounds(rounds: list[Round]) -> Json:
+    merged = [one for one in rounds if one.merged]
+    failed = [one for one in rounds if one.failure is not None]
+    refused = [one for one in rounds if one.refused]
+    compared = [one for one in merged if one.digests]
+    unequal = [one for one in compared if len(one.digests) > 1]
+    last = merged[-1] if merged else None
+    stragglers = [one.straggler for one in rounds[-100:] if one.straggler is not None]
+    usual = statistics.mode(stragglers) if stragglers else -1
+    often = {"worker": usual, "rounds": stragglers.count(usual), "of": len(rounds[-100:])}
+    return {
+        "merged": len(merged),
+        "failed": len(failed),
+        "refused": sum(len(one.refused) for one in rounds),
+        "last": None if last is None else last.as_json(),
+        "cosines": [] if last is None else last.cosines,
+        "digests_compared": len(compared),
+        "digests_unequal": [
+            {"sequence": one.sequence, "workers": one.odd_workers, "merged": one.merged} for one in unequal[-_LISTED:]
+        ],
+        "failures": [
+            {"sequence": one.sequence, "step": one.step, "time": one.time, "reason": one.failure,
+             "workers": sorted(w for w, part in one.workers.items() if part.failure is not None),
+             "merged_by_others": one.merged}
+            for one in failed[-_LISTED:]
+        ],
+        "refusals": [
+            {"sequence": one.sequence, "step": one.step, "time": one.time, "refused": one.refused}
+            for one in refused[-_LISTED:]
+        ],
+        "straggler": often if stragglers else None,
+    }  # fmt: skip
+
+
+def _communication(record: RunRecord, rounds: list[Round], workers: list[Json], until: float | None) -> Json:
+    """Bytes of a worker, against averaging fp32 gradients at every step, and against what its link carried."""
+    del until
+    sent = max((int(one["bytes_sent"] or 0) for one in workers), default=0)
+    counts = [len(one.contributors) for one in rounds if one.merged]
+    peers = max(1, round(statistics.fmean(counts))) if counts else 1
+    first = max(workers, key=lambda one: one["tokens"] or 0, default=None)
+    taken = 0 if first is None or not record.tokens_per_step else int(first["tokens"] or 0) // record.tokens_per_step
+    baseline = data_parallel_bytes(record.parameters, taken, peers)
+    seconds = max((one["elapsed_seconds"] or 0.0 for one in workers), default=0.0)
+    rates = [one.bytes_sent / one.seconds for one in rounds if one.seconds and one.bytes_sent]
+    return {
+        "bytes_sent_per_worker": sent,
+        "data_parallel_bytes_per_worker": baseline,
+        "reduction": baseline / sent if sent else None,
+        "workers": peers,
+        "mean_bytes_per_second": sent / seconds if seconds else None,
+        "data_parallel_bytes_per_second": baseline / seconds if seconds else None,
+        "link_bytes_per_second": max(rates, default=None),
+        "link_share": sent / seconds / max(rates) if rates and seconds else None,
+    }
+
+
+def _status(record: RunRecord, workers: list[Json], summary: Json | None, until: float | None, now: float) -> str:
+    """complete, stopped, failed, training, silent (no event for a while), starting, or empty."""
+    if not record.events:
+        return "empty"
+    local = [one for one in workers if one["local"]]
+    if until is not None and record.last_time is not None and until < record.last_time:
+        return "training" if any(one["step"] for one in local) else "starting"
+    if summary is not None and isinstance(summary.get("status"), str):
+        return str(summary["status"])
+    if local and not any(one["active"] for one in local):
+        return "failed" if all(one["state"] == "failed" for one in local) else "complete"
+    if record.last_time is not None and now - record.last_time > _SILENT_SECONDS:
+        return "silent"
+    return "training" if any(one["step"] for one in local) else "starting"
+
+
+def _mean(values: list[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,74 @@
+"""Reads events.jsonl while a run writes it: each call returns the events that were appended since the last one.
+
+Half a line at the end is left for the next call. A line that cannot be an event is counted and left out. A file that
+has become shorter, or was replaced, is read from its beginning (`restarted`). Nothing is ever written.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event
+
+_CHUNK_BYTES = 16 << 20
+_LONGEST_LINE = 64 << 20
+_MOST_WORKERS = 1 << 20
+
+
+class EventTail:
+    """The event log of one run."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / EVENTS_FILE
+        self.damaged_lines = 0
+        self.newest_version = EVENTS_VERSION
+        """The largest `v` that was read: above EVENTS_VERSION, a newer diloco wrote the log."""
+        self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+
+    def read(self) -> tuple[list[Event], bool]:
+        """New events, at most _CHUNK_BYTES of them, and whether the log was replaced and is read from its start."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return [], self._restart(None)
+        file_id = (status.st_dev, status.st_ino)
+        restarted = self._restart(file_id) if file_id != self._file_id or status.st_size < self._offset else False
+        if status.st_size == self._offset:
+            return [], restarted
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_CHUNK_BYTES)
+            while b"\n" not in data and len(data) < _LONGEST_LINE and (more := file.read(_CHUNK_BYTES)):
+                data += more
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) >= _LONGEST_LINE:
+            self.damaged_lines, end = self.damaged_lines + 1, len(data)
+            data = b""
+        self._offset += end
+        return [
+            event for line in data[:end].split(b"\n") if line and (event := self._parse(line)) is not None
+        ], restarted
+
+    def _restart(self, file_id: tuple[int, int] | None) -> bool:
+        was_read, self._offset, self._file_id = self._offset > 0, 0, file_id
+        self.damaged_lines, self.newest_version = 0, EVENTS_VERSION
+        return was_read
+
+    def _parse(self, line: bytes) -> Event | None:
+        try:
+            event = json.loads(line)
+            known = (
+                isinstance(event["type"], str)
+                and isinstance(event["worker"], int)
+                and -1 <= event["worker"] < _MOST_WORKERS
+                and math.isfinite(event["time"])
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            known = False
+        if not known:
+            self.damaged_lines += 1
+            return None
+        if isinstance(version := event.get("v"), int):
+            self.newest_version = max(self.newest_version, version)
+        return dict(event)

@@ -1,0 +1,180 @@
+"""What the dashboard makes of a log: figures, rounds, members, replay, curves of few points."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.dashboard.columns import mean_by_step, thin_out
+from diloco.dashboard.runs import Run, RunFolder
+from diloco.errors import ConfigError
+from diloco.training.config.run import RunConfig
+from diloco.training.records.summary import summarize
+from support.dashboard_runs import (
+    PARAMETERS,
+    START,
+    TOKENS_PER_STEP,
+    append,
+    calm_events,
+    event,
+    failed_round,
+    round_events,
+    started,
+    step,
+    write_run,
+)
+
+
+def test_figures_are_those_of_the_summary(tmp_path: Path) -> None:
+    events = calm_events(workers=3, steps=100)
+    state = Run(write_run(tmp_path, events), "run").state()
+    summary = summarize(RunConfig(workers=3), events)
+    assert state["rounds"]["merged"] == summary["rounds"] == 5
+    assert state["tokens"] == summary["tokens"]
+    assert state["validation"]["perplexity"] == summary["validation_perplexity"]
+    assert state["utilization"] == pytest.approx(summary["compute_utilization"])
+    sent = state["communication"]
+    assert sent["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"]
+    assert sent["bytes_sent_per_worker"] == summary["bytes_sent_per_worker"]
+
+
+def test_time_left_follows_from_the_steps_so_far(tmp_path: Path) -> None:
+    state = Run(write_run(tmp_path, calm_events(steps=100), steps=400), "run").state()
+    assert state["seconds_left"] == pytest.approx(300.0)  # a second a step
+
+
+def test_a_round_names_the_straggler_and_what_the_others_waited(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path, calm_events(workers=3, steps=100)), "run")
+    last = run.rounds(None, 1)["rounds"][0]
+    assert (last["sequence"], last["straggler"]) == (4, 2)
+    wait = {part["worker"]: part["phases"]["wait"] for part in last["workers"]}
+    assert wait[0] == pytest.approx(2.9) and wait[2] == pytest.approx(0.5)
+    assert run.state()["rounds"]["straggler"] == {"worker": 2, "rounds": 5, "of": 5}
+
+
+def test_failed_and_refused_rounds_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    run = write_run(tmp_path, calm_events(steps=40))
+    append(run, *failed_round(2, 2, 20, "worker 1 did not answer"))
+    append(run, *round_events(3, 2, 20, refused={"1": "its norm is 900"}, contributors=[0]))
+    rounds = Run(run, "run").state()["rounds"]
+    assert (rounds["merged"], rounds["failed"], rounds["refused"]) == (3, 1, 1)
+    assert rounds["failures"][0]["reason"] == "worker 1 did not answer"
+    assert rounds["failures"][0]["workers"] == [0, 1]
+    assert rounds["refusals"][0]["refused"] == {"1": "its norm is 900"}
+
+
+def test_unequal_anchors_are_found(tmp_path: Path) -> None:
+    members = [{"worker": w, "anchor_digest": "b" if w == 1 else "a", "report": {}} for w in range(3)]
+    events = [started(0, 3), *round_events(0, 1, 20), *round_events(1, 1, 20, members=members)]
+    rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
+    assert rounds["digests_compared"] == 2
+    assert rounds["digests_unequal"] == [{"sequence": 1, "workers": [1], "merged": True}]
+
+
+def test_a_moment_of_the_run_is_shown_as_it_was(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path, calm_events(steps=100)), "run")
+    then = run.state(until=START + 45.5)
+    assert (then["step"], then["rounds"]["merged"], then["status"]) == (40, 2, "training")
+    assert then["validation"]["step"] == 40
+    assert max(run.series(START + 45.5, 500, None)["loss"]["step"]) == 40
+    assert run.state()["step"] == 100
+
+
+def test_members_come_go_and_are_banned_with_the_reason(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [started(0, 1)], engine="swarm")
+    listed = {"member": 1, "where": "ada", "step": 7, "loss": 3.0, "contributed": 2}
+    append(
+        run,
+        event("member_joined", 1.0, member=1, peer="p1", label="ada"),
+        event("member_joined", 2.0, member=2, peer="p2", label=""),
+        event("members", 10.0, present=[listed | {"state": "training"}]),
+        event("member_lost", 20.0, member=2, peer="p2", label="", reason="silent for 5 s"),
+        event("member_banned", 30.0, member=1, peer="p1", label="ada", reason="5 refusals"),
+        event("members", 40.0, present=[listed | {"state": "lost"}]),
+    )
+    shown = {one["member"]: one for one in Run(run, "run").state()["members"]}
+    assert (shown[1]["state"], shown[1]["reason"], shown[1]["step"]) == ("banned", "5 refusals", 7)
+    assert (shown[2]["state"], shown[2]["reason"]) == ("lost", "silent for 5 s")
+    early = {one["member"]: one["state"] for one in Run(run, "run").state(until=START + 15)["members"]}
+    assert early == {1: "training", 2: "joined"}
+
+
+def test_what_a_resume_took_back_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path, calm_events(workers=1, steps=100))
+    append(run, started(0, 1, 200.0), event("resumed", 201.0, step=60, rounds=3, workers=1, new=False, notes=[]))
+    state = Run(run, "run").state()
+    assert (state["step"], state["rounds"]["merged"], state["validation"]["step"]) == (60, 3, 60)
+
+
+def test_a_loss_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
+    events = [started(0, 1), step(0, 10), step(0, 20) | {"loss": None}, step(0, 30) | {"gradient_norm": None}]
+    series = Run(write_run(tmp_path, events), "run").series(None, 100, None)
+    assert [value is None for value in series["loss"]["mean"]] == [False, True, False]
+    assert [value is None for value in series["workers"]["0"]["loss"]] == [False, True, False]
+    json.dumps(series, allow_nan=False)
+
+
+def test_few_points_keep_every_extreme_and_every_gap() -> None:
+    values = np.sin(np.arange(50_000) / 500)
+    values[12_345], values[31_000], values[40_000] = 99.0, -99.0, np.nan
+    kept = thin_out(values, 300)
+    assert len(kept) <= 300
+    assert {0, 12_345, 31_000, 40_000, 49_999} <= set(kept.tolist())
+
+
+def test_the_mean_over_workers_keeps_the_extremes_of_each_range() -> None:
+    steps = np.repeat(np.arange(10_000.0), 2)
+    values = np.tile([1.0, 3.0], 10_000)
+    values[777] = 50.0
+    curve = mean_by_step(steps, values, 100)
+    assert len(curve["step"]) <= 100
+    assert curve["high"].max() == 50.0 and curve["low"].min() == 1.0
+    assert np.median(curve["mean"]) == 2.0
+
+
+def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
+    """How long a hundred thousand events take: benchmarks/dashboard.py."""
+    events = [step(worker, number) for number in range(1, 5001) for worker in range(2)]
+    run = Run(write_run(tmp_path, [started(0, 2), started(1, 2), *events]), "run")
+    series = run.series(None, 800, None)
+    assert run.state()["step"] == 5000
+    assert len(series["loss"]["step"]) <= 800 and len(series["workers"]["1"]["step"]) <= 800
+    assert max(series["loss"]["step"]) == max(series["workers"]["1"]["step"]) == 5000
+
+
+def test_thousands_of_members_are_counted_and_the_rest_left_out(tmp_path: Path) -> None:
+    joined = [event("member_joined", 1.0, member=n, peer=f"p{n}", label="") for n in range(5000)]
+    state = Run(write_run(tmp_path, [started(0, 1), *joined]), "run").state()
+    assert len(state["members"]) + state["members_left_out"] == 5000
+    assert len(state["notes"]) <= 200
+
+
+def test_a_folder_of_runs_lists_them_and_new_ones(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", calm_events())
+    write_run(tmp_path / "study" / "b", calm_events())
+    runs = RunFolder(tmp_path)
+    assert set(runs.find()) == {"a", "study/b"}
+    write_run(tmp_path / "c", [])
+    assert set(runs.find()) == {"a", "study/b", "c"}
+    assert runs.run("../a") is None
+
+
+@pytest.mark.parametrize("name", ["missing", "file", "empty"])
+def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is not a run folder, nor a folder of runs"):
+        RunFolder(tmp_path / name)
+
+
+def test_remote_workers_of_a_swarm_are_known_by_their_reports(tmp_path: Path) -> None:
+    events = [started(0, 1), step(0, 20), *round_events(0, 3, 20)]
+    events = [one for one in events if one["worker"] == 0]  # the others write their own logs
+    state = Run(write_run(tmp_path, events, engine="swarm"), "run").state()
+    assert [one["worker"] for one in state["workers"]] == [0, 1, 2]
+    assert [one["local"] for one in state["workers"]] == [True, False, False]
+    assert state["workers"][2]["tokens"] == 20 * TOKENS_PER_STEP
+    assert state["parameters"] == PARAMETERS
+    assert math.isclose(state["workers"][1]["loss"], 5.0)

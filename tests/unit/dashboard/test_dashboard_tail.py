@@ -1,0 +1,77 @@
+"""The event log as the dashboard reads it: half lines, damage, truncation, replacement, other versions."""
+
+import json
+from pathlib import Path
+
+from diloco.dashboard.runs import Run
+from diloco.dashboard.tail import EventTail
+from support.dashboard_runs import append, calm_events, event, started, write_run
+
+
+def test_each_event_is_read_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -> None:
+    tail = EventTail(write_run(tmp_path, [started(0, 1)]))
+    assert [one["type"] for one in tail.read()[0]] == ["worker_started"]
+    line = json.dumps(event("step", 1.0, step=10, loss=3.0)) + "\n"
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(line[:20])
+    assert tail.read() == ([], False)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(line[20:])
+    assert [one["step"] for one in tail.read()[0]] == [10]
+    assert tail.damaged_lines == 0
+
+
+def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, [started(0, 1)])
+    bad = [b"{", b"[1, 2]", b'"text"', b"null", b'{"type": 3, "worker": 0, "time": 1}', b"\xff\xfe", b"[" * 100_000,
+           b'{"type": "step", "worker": 0, "time": NaN}', b'{"type": "step", "worker": 1e9, "time": 1}']  # fmt: skip
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b"\n".join(bad) + b"\n")
+    append(tmp_path, event("step", 1.0, step=10, loss=3.0))
+    tail = EventTail(tmp_path)
+    assert [one["type"] for one in tail.read()[0]] == ["worker_started", "step"]
+    assert tail.damaged_lines == len(bad)
+
+
+def test_a_truncated_or_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path, calm_events(steps=100)), "run")
+    assert run.state()["step"] == 100
+    write_run(tmp_path, calm_events(steps=40))
+    assert run.state()["step"] == 40
+    other = tmp_path / "other"
+    write_run(other, calm_events(steps=80))
+    (other / "events.jsonl").replace(tmp_path / "events.jsonl")
+    assert run.state()["step"] == 80
+    (tmp_path / "events.jsonl").unlink()
+    state = run.state()
+    assert state["status"] == "empty"
+    assert "has not started" in state["problems"][0]
+
+
+def test_a_log_of_a_newer_version_says_so_and_shows_what_is_known(tmp_path: Path) -> None:
+    events = calm_events(steps=40)
+    run = Run(write_run(tmp_path, events), "run")
+    append(tmp_path, event("step", 50.0, step=50, loss=1.0) | {"v": 7}, event("teleport", 51.0, where={"x": [1]}))
+    state = run.state()
+    assert "version 7" in state["problems"][0]
+    assert state["workers"][0]["step"] == 50
+
+
+def test_events_with_fields_of_another_shape_are_counted_and_harm_nothing(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path, calm_events(steps=40)), "run")
+    append(
+        tmp_path,
+        event("round", 60.0, sequence="x"),
+        event("round", 60.0, sequence=9, step=41, members=7, mean_norm=1.0),
+        event("members", 60.0, present=[{"member": "?"}]),
+        event("resumed", 60.0),
+        event("member_lost", 60.0),
+        event("sample", 60.0, text={"a": 1}),
+        event("step", 60.0, step=50, loss="many", tokens=10**400),
+        event("starting", 61.0),
+    )
+    state = run.state()
+    assert state["step"] == 40
+    assert any("unknown fields" in problem for problem in state["problems"])
+    run.series(None, 100, None)
+    run.rounds(None, 5)
