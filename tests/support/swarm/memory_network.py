@@ -19,6 +19,8 @@ class MemoryNetwork:
         self.first_answers = False
         """Of two processes that have one name; else the second one does."""
         self.cut: set[str] = set()
+        self.sides: list[set[str]] = []
+        """A peer of one side hears and says nothing to one of another; a peer of no side talks to all."""
         self.dead: set[str] = set()
         self._operations = 0
         self._at: int | None = None
@@ -37,7 +39,8 @@ class MemoryNetwork:
         if self._at is not None and self._operations >= self._at:
             self._at = None
             self._action()
-        return one in self.cut or other in self.cut
+        apart = any(one in side and other in rest for side in self.sides for rest in self.sides if rest is not side)
+        return apart or one in self.cut or other in self.cut
 
     def kill(self, name: str) -> None:
         self.dead.add(name)

@@ -1,6 +1,7 @@
 """Stories of a swarm in memory, on a virtual clock: found it, run rounds, stop a worker."""
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,3 +56,17 @@ async def sleep(swarm: MemorySwarm, worker: MemoryWorker, seconds: float) -> Non
     swarm.network.cut.discard(worker.name)
     node._start_task(node.heartbeats.run())
     node._start_task(node._check_regularly())
+
+
+async def train(worker: MemoryWorker, until: int, step_seconds: float = 0.3) -> None:
+    """As a trainer: posts a round now and then, or when the others wait for it, and fetches the state when told to."""
+    trainer = worker.trainer
+    while trainer.sequence < until:
+        end = asyncio.get_running_loop().time() + step_seconds
+        while asyncio.get_running_loop().time() < end and not any(call >= trainer.sequence for call in trainer.calls):
+            await asyncio.sleep(0.05)
+        digest = hashlib.sha256(b"".join(trainer.means)).hexdigest()[:16]
+        outcome, _ = await worker.post(values(worker.node.number, trainer.sequence), digest=digest, seconds=60.0)
+        assert not outcome.fatal, outcome
+        if outcome.resync:
+            await worker.catch_up()

@@ -11,8 +11,8 @@ from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.errors import Excluded
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, sleep, told
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, rounds, sleep, told, train
 
 
 async def missed(worker: MemoryWorker) -> None:
@@ -145,6 +145,30 @@ def test_after_a_cut_the_older_of_two_processes_with_one_identity_stays() -> Non
         return codes[0], codes[1]
 
     assert told(story) == ("again", "twice")
+
+
+def test_two_that_joined_on_the_two_sides_of_a_cut_have_two_numbers_after_it_and_are_in_the_rounds() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[int], tuple[int, ...], dict[str, str]]:
+        workers = list(await founded(swarm, 4))
+        await rounds(workers, 1)
+        one, other = {w.name for w in workers[:2]} | {NAMES[10]}, {w.name for w in workers[2:]} | {NAMES[11]}
+        swarm.network.sides = [one, other]
+        await asyncio.sleep(10.0)
+        joiners = [await swarm.start(name=NAMES[10]), await swarm.start(name=NAMES[11])]
+        assert joiners[0].node.number == joiners[1].node.number == 4
+        for joiner in joiners:
+            await joiner.catch_up()
+        swarm.network.sides = []
+        everyone = [*workers, *joiners]
+        async with asyncio.timeout(120.0):
+            await asyncio.gather(*(train(worker, 5) for worker in everyone))
+        (ended,) = {worker.node.outcomes.recent.get(4).plan.decision.contributors for worker in everyone}
+        assert len({b"".join(worker.trainer.means) for worker in everyone}) == 1
+        banned = {name: why for worker in everyone for name, why in worker.node.permissions.bans().items()}
+        return sorted(joiner.node.number for joiner in joiners), ended, banned
+
+    numbers, contributors, banned = told(story, patience=0.5)
+    assert numbers == [4, 5] and contributors == (0, 1, 2, 3, 4, 5) and banned == {}
 
 
 @pytest.mark.parametrize("text", ["banned: out", "model: another one", "say hello first", "Round 3: no", "a-b: c"])

@@ -11,6 +11,7 @@ from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, RendezvousError
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
@@ -135,7 +136,7 @@ def test_a_joiner_that_the_leader_knows_by_another_member_first_gets_a_number() 
         credential = members.peers.pop(name).credential
         del members.numbers[name]
         members.add_roster([RosterEntry(name, credential, (), -1)])
-        return members.number_for(name, -1)
+        return give_number(members, name, -1)
 
     assert told(story) == 2
 
@@ -216,12 +217,12 @@ def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("diloco.engines.swarm.node.joining._SEARCH_SECONDS", 0.7)
 
     async def story(swarm: MemorySwarm) -> None:
-        (first,) = await founded(swarm, 1)
+        await founded(swarm, 1)
 
-        def refuse(name: str, wished: int) -> int:
+        def refuse(*_: Any) -> int:
             raise CallRefused("not today")
 
-        monkeypatch.setattr(first.node.members, "number_for", refuse)
+        monkeypatch.setattr("diloco.engines.swarm.node.node.give_number", refuse)
         await swarm.start()
 
     with pytest.raises(

@@ -252,6 +252,8 @@ class SwarmEngine(Engine):
             case messages.Event():
                 if message.type == "excluded":
                     self.excluded = str(message.fields["reason"])
+                if message.type == "renumbered":
+                    self.worker = int(message.fields["number"])
                 self._emit(message.type, message.fields)
             case messages.Started():
                 self.worker = message.worker

@@ -15,6 +15,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.messages import AskNumber, Number, expect
+from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.wire import Malformed, encode
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
@@ -116,6 +117,28 @@ async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str]) -> Excep
         logger.info("%s: %s", peer, problem)
         return problem
     return None
+
+
+async def settle_number(heartbeats: Heartbeats) -> bool:
+    """Ask for another number if another live worker has this one's too; whether there is a new one."""
+    members = heartbeats.members
+    leader = members.leader()
+    if not clashes(members, members.me) or leader in (None, members.me):
+        return False
+    try:
+        answer = await heartbeats.transport.call(leader, encode(AskNumber(-1)), heartbeats.settings.lost_seconds)
+        number = expect(answer, Number).number
+    except (CallRefused, Malformed, Unreachable) as problem:
+        logger.info("no other number yet: %s", problem)
+        return False
+    if number == members.status.number:
+        return False
+    members.on_event("renumbered", {"before": members.status.number, "number": number})
+    members.status.number = members.numbers[members.me] = number
+    save(members)
+    for peer in members.live():
+        heartbeats.beat_soon(peer.name)
+    return True
 
 
 async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:

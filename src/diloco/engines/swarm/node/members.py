@@ -1,9 +1,9 @@
 """The members of the swarm as one node sees them: which are live, which of them leads, which numbers are taken.
 
 There is no master. The live member with the lowest number that has the state leads rounds (rounds/leader.py) and gives
-numbers to joiners; when it is lost, the next one does. The views of two nodes may differ for a moment: rounds are safe
-all the same, since every message of a leader carries an authority (plan.py). heartbeats.py keeps the view up to date.
-No peer is a member without a credential.
+numbers to joiners (numbers.py); when it is lost, the next one does. The views of two nodes may differ for a moment:
+rounds are safe all the same, since every message of a leader carries an authority (plan.py). heartbeats.py keeps the
+view up to date. No peer is a member without a credential.
 """
 
 import asyncio
@@ -228,16 +228,6 @@ class Members:
             self.excluded = reason
             self.on_event("excluded", {"number": self.status.number, "reason": reason})
         self.status.has_state = False
-
-    def number_for(self, name: str, wished: int) -> int:
-        """A joiner's worker number; only the leader gives them."""
-        leader = self.leader()
-        if leader != self.me:
-            raise CallRefused(f"{leader} leads, not this worker", "leader")
-        taken = {self.status.number, *self.numbers.values()}
-        if name not in self.numbers:
-            self.numbers[name] = wished if wished >= 0 and wished not in taken else max(taken) + 1
-        return self.numbers[name]
 
     # One peer
 

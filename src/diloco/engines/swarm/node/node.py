@@ -35,8 +35,9 @@ from diloco.engines.swarm.node import clock, messages
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.engines.swarm.node.heartbeats import Heartbeats
-from diloco.engines.swarm.node.joining import join, save
+from diloco.engines.swarm.node.joining import join, save, settle_number
 from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.leader import Leader
@@ -138,6 +139,8 @@ class Node:
             if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
                 self.members.expel()
             self.members.addresses = tuple(await self.transport.addresses())
+            if not self.participant.rounds:  # in a round, its leader says so
+                await settle_number(self.heartbeats)
             self._own_checks.run()
             self._peers_file.save_if_due(self._known_peers())
 
@@ -268,7 +271,7 @@ class Node:
             case messages.Beat():
                 return self.heartbeats.answer_beat(peer, request)
             case messages.AskNumber():
-                return messages.Number(self.members.number_for(peer, request.wished))
+                return messages.Number(give_number(self.members, peer, request.wished))
             case messages.Goodbye():
                 self.members.record_left(peer)
                 return messages.Done()

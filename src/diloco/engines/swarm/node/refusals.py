@@ -2,6 +2,7 @@
 
 unknown, hello      say hello (again): the asked peer has restarted, or has forgotten a worker that was away for long
 busy, leader        not now; or another member decides it
+number              another worker has this one's number: ask the leader for another
 forged, expired     the credential is no good
 banned, revoked     this peer is out of the run
 again, twice        another process has this peer's identity, and may be dead; and is known to be live

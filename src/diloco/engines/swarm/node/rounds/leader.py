@@ -9,12 +9,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Ready, Trouble, Waiting
+from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Entry
 from diloco.engines.swarm.node.rounds.led_round import POLL_SECONDS, LedRound
 from diloco.engines.swarm.node.rounds.participant import Participant
-from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.engines.swarm.node.wire import PeerMessage
 
 _LEAST_PATIENCE = 0.2  # times `lost_seconds`
 
@@ -44,8 +46,8 @@ class Leader:
             ahead = any(peer.status.ended_round > status.ended_round for peer in self.members.live())
             if self.members.leader() != self.members.me or (ahead and key.sequence > status.ended_round + 1):
                 return NotLeader()
-        if entry.number != self.members.number_of(sender):
-            raise Malformed(f"the number {entry.number} of another worker")
+        if entry.number != self.members.number_of(sender) or clashes(self.members, sender):
+            raise CallRefused(f"{entry.number} is the number of another worker, or not yet this one's here", "number")
         if led is None:
             led = self._rounds[key.sequence] = LedRound(self, key, ready.max_norm_ratio)
             task = asyncio.create_task(led.run())

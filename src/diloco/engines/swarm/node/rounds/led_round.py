@@ -20,6 +20,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Inquire, LedBy, Posted, Superseded, Trouble
+from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -149,7 +150,7 @@ class LedRound:
         except (CallRefused, Malformed) as problem:
             logger.info("round %d: %s is not in it: %s", self.key.sequence, peer, problem)
             return False
-        if entry.number == self._members.number_of(peer):
+        if entry.number == self._members.number_of(peer) and not clashes(self._members, peer):
             self.ready.setdefault(peer, entry)
         return peer in self.ready
 
@@ -219,7 +220,11 @@ class LedRound:
         dropped: set[str] = set()
         while True:
             await self._wait_until_it_may_go_on()
-            here = [e for e in self.ready.values() if e.peer not in dropped and self._members.is_live(e.peer)]
+            here = [
+                e
+                for e in self.ready.values()
+                if e.peer not in dropped and self._members.is_live(e.peer) and not clashes(self._members, e.peer)
+            ]
             if not here:
                 raise SteppedDown("no worker is left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)

@@ -14,6 +14,7 @@ import logging
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.joining import settle_number
 from diloco.engines.swarm.node.messages import (
     Commit,
     Complete,
@@ -93,6 +94,8 @@ class Participant:
         except CallRefused as reason:
             if reason.code in NO_ROUND:
                 round_.fail(str(reason), fatal=True)
+            elif reason.code == "number" and await settle_number(self.heartbeats):
+                round_.number = self.members.status.number
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
             self.heartbeats.beat_soon(leader)
         except Malformed as problem:

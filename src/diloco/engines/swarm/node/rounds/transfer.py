@@ -14,7 +14,6 @@ import asyncio
 import logging
 import math
 import struct
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +25,7 @@ from diloco.codecs.registry import codec
 from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.trainer import PostedRound
@@ -194,7 +194,9 @@ class Transfer:
             last = min(first + self._chunk_rows, len(self._mine))
             while not self._have_arrived(last):
                 await self._wait_until(partial(self._have_arrived, last), self._stall)
+            started = clock.now()
             mean, squares, products = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
+            self.reduce_seconds += clock.now() - started
             self._check(squares)
             self._own_products = _add(self._own_products, products)
             into[first * width : last * width] = mean.view(-1).numpy().data
@@ -225,7 +227,6 @@ class Transfer:
     @torch.no_grad()
     def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], list[float]]:
         """The mean of these rows of this worker's range, the squared norm of each contribution, and their products."""
-        started = time.monotonic()
         squares = [0.0] * len(self.plan.contributors)
 
         def add_square(index: int, values: Tensor) -> None:
@@ -246,7 +247,6 @@ class Transfer:
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
         )
-        self.reduce_seconds += time.monotonic() - started
         return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:

@@ -1,0 +1,30 @@
+"""Worker numbers. They are labels: a peer's key is its identity, and a worker that returns keeps its number.
+
+The leader gives them. After a network split two workers may have got the same one; of the two the one with the higher
+key asks for another (`joining.settle_number`), and is in no plan before it has one. That is no offence.
+"""
+
+from diloco.engines.swarm.network.transport import CallRefused
+from diloco.engines.swarm.node.members import Members
+
+
+def give_number(members: Members, name: str, wished: int) -> int:
+    """The number of this peer, a new one if another peer with a lower key has it too. Raises CallRefused."""
+    leader = members.leader()
+    if leader != members.me:
+        raise CallRefused(f"{leader} leads, not this worker", "leader")
+    numbers = {**members.numbers, members.me: members.status.number}
+    taken, number = set(numbers.values()), numbers.get(name)
+    if number is None:
+        number = wished if wished >= 0 and wished not in taken else max(taken) + 1
+    elif any(other < name for other, its in numbers.items() if its == number):
+        number = max(taken) + 1
+    members.numbers[name] = number
+    return number
+
+
+def clashes(members: Members, name: str) -> bool:
+    """Whether another live member has the number of this one, and a lower key."""
+    number = members.number_of(name)
+    numbers = {peer.name: peer.status.number for peer in members.live()} | {members.me: members.status.number}
+    return number >= 0 and any(other < name for other, its in numbers.items() if its == number)
