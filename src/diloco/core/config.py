@@ -160,6 +160,9 @@ class SyncConfig:
     fragments_by_hand: str | None = option(None, unused_with=_DATA_PARALLEL)
     """Instead of a number: patterns of parameter names, a semicolon between two fragments ("*embed*; *.0.*, *.1.*")."""
 
+    dynamic_steps: bool = option(False, unused_with=_DATA_PARALLEL)
+    """A slower worker takes fewer inner steps in a round, by its measured speed, so that all arrive together."""
+
     def __post_init__(self) -> None:
         if self.num_inner_steps < 1:
             raise ConfigError(f"sync.num_inner_steps = {self.num_inner_steps} must be at least 1")
@@ -171,6 +174,12 @@ class SyncConfig:
             self._check_outer_overlap()
         if self.growth is not None and not 0 < self.growth < math.inf:
             raise ConfigError(f"sync.growth = {self.growth} must be finite and above 0")
+        if self.growth is not None and self.dynamic_steps:
+            raise ConfigError(
+                f"sync.growth = {self.growth} and sync.dynamic_steps = True: workers of different speeds stand "
+                "together at the ends of rounds only, and evaluations and checkpoints are planned for rounds of one "
+                "length; leave out one of the two"
+            )
         if self.fragments_by_hand is not None and self.fragments != 1:
             raise ConfigError(
                 f"sync.fragments = {self.fragments} and sync.fragments_by_hand = {self.fragments_by_hand!r}: give one "
@@ -212,13 +221,20 @@ class SyncConfig:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
 
     def _check_outer_overlap(self) -> None:
-        for name, off in (("overlap_steps", 0), ("mixing", 0.0), ("prune", None), ("offload", False)):
+        for name, off in (
+            ("overlap_steps", 0),
+            ("mixing", 0.0),
+            ("prune", None),
+            ("offload", False),
+            ("dynamic_steps", False),
+        ):
             if getattr(self, name) != off:
                 reason = {
                     "overlap_steps": "a round is merged after H steps, not after fewer",
                     "mixing": "the parameters never follow a mean, but the worker's own share of it",
                     "prune": "a share of a pruned outer gradient would not be what the mean gets",
                     "offload": "a worker's start stays on its device",
+                    "dynamic_steps": "a worker counts its own share of a mean as 1/k before it knows the others' steps",
                 }[name]
                 raise ConfigError(
                     f"sync.outer_overlap = {self.outer_overlap} and sync.{name} = {getattr(self, name)}: {reason}; "

@@ -72,6 +72,10 @@ class Schedule:
         steps = step - self.warm_start
         return self._turn_at(steps - 1) + 1 if steps > 0 else 0
 
+    def turn_end(self, step: int) -> int:
+        """The last step of the turn that the step after `step` belongs to."""
+        return self.warm_start + self._start(self._turn_at(step - self.warm_start) + 1)
+
     def _start(self, turn: int) -> int:
         """The step after which a turn begins, counted from the end of the warm start, as in all that follows."""
         return turn * self.num_inner_steps if self._turns is None else self._turns.start(turn)

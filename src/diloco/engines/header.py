@@ -8,8 +8,8 @@ from diloco.core.merging import Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
-_MAGIC = b"dlc3"
-_FORMAT = struct.Struct("<4s qq dddd 16s16s qqqddddqqq??")
+_MAGIC = b"dlc4"
+_FORMAT = struct.Struct("<4s qq dddd 16s16s qqqddddqqq??d")
 HEADER_BYTES = _FORMAT.size
 
 

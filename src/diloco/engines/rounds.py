@@ -40,6 +40,8 @@ class Report:
     """This worker ends after this round's rotation; with a fixed membership all do."""
     done: bool = False
     """This worker has taken all its steps. With a fixed membership it posts on until all have."""
+    step_seconds: float = 0.0
+    """How long an inner step takes it, measured since its last post; 0 where that is not measured."""
 
 
 @dataclass(frozen=True)

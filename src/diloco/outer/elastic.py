@@ -91,6 +91,8 @@ class ElasticMembership(Policy):
         Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
         """
         posted: set[int] = set()
+        if self.loop.pace is not None:
+            self.loop.pace.advance(self.loop.ends_at)
         while self._must_act():
             if self.missed is not None:  # a post from an old anchor would be refused
                 if not self._resync():
@@ -125,6 +127,8 @@ class ElasticMembership(Policy):
     # What rounds do
 
     def heard(self, posted: Posted, result: RoundResult) -> None:
+        if self.loop.pace is not None:
+            self.loop.pace.hear(result.members)
         done = {member.worker for member in result.members if member.report.done}
         if self._agreed_last is None and done == {member.worker for member in result.members} | set(result.roster):
             self._agreed_last = posted.key.sequence + self.state.num_fragments - 1

@@ -3,6 +3,7 @@
 Needs no extra memory: parameters and anchors change places (core/fragments.py). Training is refused meanwhile.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -19,6 +20,8 @@ class Evaluation:
         """`serves_copies`: other workers get copies of the anchors, from wherever they are, and need not wait."""
         self._state, self._replica, self._serves_copies = state, replica, serves_copies
         self.active = False
+        self.seconds = 0.0
+        """Spent with the anchors in the model."""
 
     def refuse_training(self) -> None:
         if self.active:
@@ -28,7 +31,7 @@ class Evaluation:
     def exchanged(self) -> Iterator[None]:
         """Parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
         self.refuse_training()
-        lock = self._state.lock
+        started, lock = time.monotonic(), self._state.lock
         # The lock is held for each exchange only if copies may be served in between, else during the whole evaluation.
         during_evaluation, during_exchange = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
         with during_evaluation:
@@ -39,6 +42,7 @@ class Evaluation:
             finally:
                 with during_exchange:
                     self._exchange()
+                self.seconds += time.monotonic() - started
 
     def _exchange(self) -> None:
         if not self.active:

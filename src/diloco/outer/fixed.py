@@ -12,7 +12,7 @@ anchor has diverged from the others' takes the parameters too, and its work sinc
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -37,6 +37,7 @@ class FixedMembership(Policy):
         self._last_round: int | None = None  # set once a worker stops: after this round every worker does
         self._missed: set[int] = set()  # fragments whose anchor may not be the others'
         self._diverged: set[int] = set()  # of those, the ones whose parameters came from a diverged anchor
+        self._first_of_step = 0  # the first round that was posted after the latest inner step
         self._began = (time.monotonic(), 0)  # when, and at which inner step
 
     # The start
@@ -81,16 +82,26 @@ class FixedMembership(Policy):
     # Rounds
 
     def due(self) -> Iterator[int]:
-        for index in self.schedule.posts_at(self.state.inner_steps):
+        self._first_of_step = self.state.sequence
+        for index in self._scheduled():
             while any(one.key.fragment == index for one in self.loop.in_flight):
                 self.loop.merge_next()  # a round that travels until the fragment's next one
             self._catch_up(index)
             yield index
 
+    def _scheduled(self) -> Iterable[int]:
+        """The fragments of the schedule that the last inner step has reached, or passed."""
+        if self.loop.pace is None:
+            return self.schedule.posts_at(self.state.inner_steps)
+        positions = self.loop.pace.advance(self.loop.ends_at)
+        return [index for position in positions for index in self.schedule.posts_at(position)]
+
     def merge(self, posted: Posted, outcome: Outcome) -> float | None:
         return self.loop.outer_step(posted, outcome)
 
     def heard(self, posted: Posted, result: RoundResult) -> None:
+        if self.loop.pace is not None:
+            self.loop.pace.hear(result.members)
         told = any(member.report.stopping or member.report.done for member in result.members)
         if told and run_ends(result.members):
             self._save_before_cut(posted)
@@ -151,10 +162,12 @@ class FixedMembership(Policy):
     def _save_before_cut(self, posted: Posted) -> None:
         """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
 
-        Not if it is in `finish` itself (it has saved before its last rounds), nor if it has trained on since.
+        Not if it is in `finish` itself (it has saved before its last rounds), nor if it has trained on since, nor if
+        an earlier round of the same step is merged.
         """
         loop = self.loop
-        if loop.on_cut is None or loop.report.done or self.stopping or posted.at_step != self.state.inner_steps:
+        at_post = posted.at_step == self.state.inner_steps and posted.key.sequence == self._first_of_step
+        if loop.on_cut is None or loop.report.done or self.stopping or not at_post:
             return
         later, loop.in_flight = loop.in_flight, []
         sequence, self.state.sequence = self.state.sequence, posted.key.sequence

@@ -33,6 +33,7 @@ from diloco.errors import RoundFailed
 from diloco.outer.evaluation import Evaluation
 from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
+from diloco.outer.methods.pace import Pace
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
@@ -106,6 +107,7 @@ class OuterLoop:
         self._lay_out(tensors, outer, (identity, *([faults] if faults else [])), growth)
         self.policy = policy(self)
         self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.policy.serves_copies)
+        self.pace = Pace(self) if sync.dynamic_steps else None
         self.policy.join()
         self.joined_at = self.inner_steps
         """The position at which this worker began."""
@@ -183,10 +185,11 @@ class OuterLoop:
 
     def post_fragment(self, index: int) -> None:
         """Take a fragment's outer gradient and give it to the engine."""
+        report = self.report if self.pace is None else self.pace.report(self.report)
         started, turn = time.monotonic(), self.sequence // self.state.num_fragments
         self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
         dropped = self._drops is not None and not self.report.done and self._drops.hit(self.sequence)
-        norm, self.report = self.replica.encode(index, turn, self.report, dropped=dropped)
+        norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
         steps = 0 if dropped else self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         encoded = time.monotonic()
@@ -323,6 +326,7 @@ class OuterLoop:
         taken = {index: one.means_with(self.engine.worker) for index, one in ended if isinstance(one, Outcome)}
         counters = {name: getattr(self, name) for name in _COUNTERS}
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
+        numbers |= {"pace": self.pace.saved()} if self.pace else {}
         return self.state.saved_tensors(taken) | means, numbers
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
@@ -337,6 +341,8 @@ class OuterLoop:
                 setattr(self, name, numbers.get(name, 0))  # an earlier version saved fewer
             self.report = Report(**numbers["report"] | {"stopping": False, "done": False})
             self.others_done = False
+            if self.pace is not None and "pace" in numbers:
+                self.pace.loaded(numbers["pace"])
             self.in_flight = rounds()
             self.state.unmerged = self.in_flight[0].key.sequence if self.in_flight else self.sequence
             self.policy.loaded()

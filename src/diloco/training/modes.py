@@ -125,6 +125,8 @@ class DiLoCoMode(Mode):
         )
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         self.averager: OuterLoop = self.optimizer.loop
+        if not engine.elastic and config.sync.dynamic_steps:
+            self.averager.end_at(config.steps)
         self._stop_requested = False
         self._is_iid = config.data.partition == "iid"
 
@@ -178,6 +180,8 @@ class DiLoCoMode(Mode):
     def start_from_anchor(self) -> None:
         self.averager.state.start_from_anchor()
         self.averager.bytes_sent, self.averager.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
+        if self.averager.pace is not None:
+            self.averager.pace.restart()
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": self.optimizer.skipped_steps}

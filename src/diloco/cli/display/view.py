@@ -57,7 +57,9 @@ class RunView(RunCounts):
     def seconds_left(self) -> float | None:
         first = max(self.workers.values(), key=lambda worker: worker.elapsed_seconds, default=WorkerView())
         taken = self.step
-        if self.config.engine == "swarm":  # the position may have jumped: count only its own steps
+        if (
+            self.config.engine == "swarm" or self.config.sync.dynamic_steps
+        ):  # the position may have jumped: count only its own steps
             taken = first.tokens // self.config.tokens_per_step
         return first.elapsed_seconds / taken * (self.config.steps - self.step) if taken else None
 

@@ -87,6 +87,8 @@ class WarmStart:
         contribution = self._gradients.contribution(weight, layout, self._report())
         result = self._round(RoundKey(step - self.steps, _GRADIENTS), contribution)
         self.stopping = self.stopping or result.stopping
+        if loop.pace is not None:
+            loop.pace.hear(result.members)
         loop.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("step %d: the gradients of worker %d were refused: %s", step + 1, worker, reason)
@@ -121,6 +123,8 @@ class WarmStart:
 
     def _report(self) -> Report:
         loop = self._loop
+        if loop.pace is not None and loop.inner_steps and loop.inner_steps % loop.sync.num_inner_steps == 0:
+            loop.report = loop.pace.report(loop.report)
         return replace(
             loop.report, inner_steps=loop.inner_steps, bytes_sent=loop.bytes_sent, sync_seconds=loop.sync_seconds
         )

@@ -76,11 +76,17 @@ class RankedReplica:
             one.check_in_place()
 
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
-        """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done."""
+        """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done.
+
+        An inner step takes as long as on its slowest rank.
+        """
         self.average_buffers(self.groups[index].names)
         own = 0.0 if dropped else math.hypot(*(lane.encode(index, turn) for lane in self.lanes))
-        norms, stopping, done = zip(*self.engine.ranks.gather_numbers(own, report.stopping, report.done), strict=True)
-        return math.hypot(*norms), replace(report, stopping=any(stopping), done=all(done))
+        told = self.engine.ranks.gather_numbers(own, report.stopping, report.done, report.step_seconds)
+        norms, stopping, done, seconds = zip(*told, strict=True)
+        return math.hypot(*norms), replace(
+            report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds))
+        )
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         """One contribution for each lane; returns at once."""

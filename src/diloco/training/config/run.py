@@ -205,8 +205,15 @@ class RunConfig:
 
     def evaluation_due(self, step: int) -> bool:
         """Whether a fixed set of workers evaluates after this step: after rounds, which count from the warm start."""
-        warm_start = self.sync.warm_start
-        return (step if step <= warm_start else step - warm_start) % self.eval_interval == 0
+        warm_start, interval = self.sync.warm_start, self.eval_interval
+        if self.sync.dynamic_steps and step > warm_start:
+            since, H = step - warm_start, self.sync.num_inner_steps
+            return self._ends_turn(step) and since // interval > (since - H) // interval
+        return (step if step <= warm_start else step - warm_start) % interval == 0
+
+    def _ends_turn(self, step: int) -> bool:
+        """With `sync.dynamic_steps` workers pass over steps; the ends of their turns are the steps that all reach."""
+        return (step - self.sync.warm_start) % self.sync.num_inner_steps == 0
 
     @property
     def checkpoint_interval(self) -> int:
@@ -219,6 +226,9 @@ class RunConfig:
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether every worker saves after this inner step; the same for all."""
+        if self.sync.dynamic_steps and step > self.sync.warm_start:
+            before = step - self.sync.num_inner_steps
+            return self._ends_turn(step) and self.checkpoints_until(step) > self.checkpoints_until(before)
         if self.checkpoint.interval is not None:
             return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
         warm_start, interval = self.sync.warm_start, self._checkpoint_interval()

@@ -58,6 +58,8 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
     if config.engine == "swarm":
         numbers |= swarm_numbers(log, events, best)
         compared = (numbers["local_steps"], usual_workers(events))
+    elif config.sync.dynamic_steps:  # positions in the schedule are not steps
+        numbers["tokens"] = _own_tokens(events, members)
     sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(started.get("parameters", 0), *compared)
     return {
         "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
@@ -103,6 +105,15 @@ def _steps(events: list[Event], members: list[dict[str, Any]]) -> dict[int, int]
             step = event["step"] if "step" in event else event["inner_steps"]
             steps[event["worker"]] = max(steps.get(event["worker"], 0), step)
     return steps
+
+
+def _own_tokens(events: list[Event], members: list[dict[str, Any]]) -> int:
+    """What each worker says of itself, added up."""
+    tokens: dict[int, int] = {member["worker"]: member["report"]["tokens"] for member in members}
+    for event in events:
+        if event["type"] in ("step", "worker_finished", "worker_failed"):
+            tokens[event["worker"]] = max(tokens.get(event["worker"], 0), event.get("tokens", 0))
+    return sum(tokens.values())
 
 
 def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
