@@ -8,6 +8,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, tables
+from diloco.cli.display.comparison_plot import compared_panels
+from diloco.cli.plot import check_figure, write_figure
 from diloco.errors import ConfigError
 from diloco.training.config.run_file import read_run_file
 from diloco.training.records.run_folder import RUN_FILE
@@ -19,6 +21,7 @@ def compare(
     against: Annotated[Path | None, Parameter(name="--against")] = None,
     json_: Annotated[bool, Parameter(name="--json")] = False,
     csv: Annotated[bool, Parameter(name="--csv")] = False,
+    plot: Path | None = None,
 ) -> None:
     """Put runs side by side in one table.
 
@@ -32,9 +35,13 @@ def compare(
         Print the numbers as JSON.
     csv
         Print the numbers as CSV, a line for each run.
+    plot
+        Also draw the runs over each other: a file that ends in .svg, .png, .pdf or .html.
     """
     if json_ and csv:
         raise ConfigError("--json and --csv are two forms of the same: choose one")
+    if plot is not None:
+        check_figure(plot)
     folders = list(runs)
     if against is not None and not any(against.absolute() == run.absolute() for run in runs):
         folders.append(against)
@@ -44,6 +51,8 @@ def compare(
     reference = default_reference(compared)
     if against is not None:
         reference = next(run for run in compared if run.folder.absolute() == against.absolute())
+    if plot is not None:
+        write_figure(plot, compared_panels(compared), ", ".join(run.name for run in compared))
     console = Console()
     try:
         if json_:

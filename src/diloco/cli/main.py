@@ -43,6 +43,12 @@ app.command(
     help_epilogue="Example:  diloco dashboard runs/mine --port 8420",
 )
 app.command(
+    "diloco.cli.plot:plot",
+    name="plot",
+    help="Draw runs: loss, rounds, utilisation; as SVG, PNG, PDF or HTML.",
+    help_epilogue="Example:  diloco plot runs/mine runs/other --out loss.pdf --panels steps,tokens",
+)
+app.command(
     "diloco.cli.generate:generate",
     name="generate",
     help="Continue a prompt.",

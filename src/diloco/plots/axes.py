@@ -14,10 +14,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from diloco.plots.panels import Panel, Series, Values, printable
+from diloco.plots.panels import PALETTE, Panel, Series, Values, printable
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#882255")
-"""Okabe and Ito's colours, told apart with every kind of colour vision; without yellow, which is pale on white."""
 Dashes = Literal["solid", "dashed", "dotted", "dashdot", "none"]
 _DASHES: tuple[Dashes, ...] = ("solid", "dashed", "dotted", "dashdot")
 _MOST_NAMES = 16  # in a legend
@@ -127,11 +125,13 @@ def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
     """Grouped by name, with the series of a group beside each other."""
     if panel.y_log:
         axes.set_yscale("log")
-    names = list(dict.fromkeys(str(name) for series in panel.series for name in series.x))
-    width = 0.8 / max(1, len(panel.series))
+    groups = _groups(panel)
+    names, most = list(groups), max(map(len, groups.values()), default=1)
+    width = 0.8 / most if most > 1 else 0.6
     for number, series in enumerate(panel.series):
-        shift = (number - (len(panel.series) - 1) / 2) * width
-        x = [names.index(str(name)) + shift for name in series.x]
+        within = [(groups[str(name)].index(number), len(groups[str(name)])) for name in series.x]
+        shifts = [(position - (count - 1) / 2) * width for position, count in within]
+        x = [names.index(str(name)) + shift for name, shift in zip(series.x, shifts, strict=True)]
         y = _numbers(series.y, panel.y_log)
         errors = None
         if series.low is not None and series.high is not None:
@@ -146,6 +146,15 @@ def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
             label.set_horizontalalignment("right")
             label.set_rotation_mode("anchor")
     axes.tick_params(axis="x", length=0)
+
+
+def _groups(panel: Panel) -> dict[str, list[int]]:
+    """The names below the bars, and which series have a bar there."""
+    groups: dict[str, list[int]] = {}
+    for number, series in enumerate(panel.series):
+        for name in dict.fromkeys(map(str, series.x)):
+            groups.setdefault(name, []).append(number)
+    return groups
 
 
 def _draw_spans(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
@@ -203,13 +212,16 @@ def add_legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel], l
 
 
 def _entries(panel: Panel) -> dict[str, Series]:
-    """The series of a legend by their label."""
+    """The series of a legend by their label; none for single bars, which have their names below them."""
+    if panel.kind == "bar" and all(len(series) == 1 for series in _groups(panel).values()):
+        return {}
     return {series.label: series for series in reversed(panel.series) if not series.faint and series.label}
 
 
 def _columns(names: dict[str, Series], characters: int) -> int:
     longest = min(_LONG_NAME, max(map(len, names))) + 6
-    return max(1, min(len(names), characters // longest))
+    most = max(1, min(len(names), characters // longest))
+    return next((count for count in range(most, 1, -1) if len(names) % count == 0), most)
 
 
 def _handles(panel: Panel, names: dict[str, Series], looks: dict[str, Look]) -> list[Line2D | Patch]:

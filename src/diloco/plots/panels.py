@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#882255")
+"""Okabe and Ito's colours, told apart with every kind of colour vision; without yellow, which is pale on white."""
 Values = Sequence[float | None]
 """Numbers; None, nan and inf are gaps."""
 

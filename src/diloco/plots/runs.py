@@ -1,0 +1,298 @@
+"""The panels of training runs, from their events; several runs are drawn over each other."""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.plots.panels import PALETTE, Panel, Series, Values
+from diloco.training.records import history
+from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event, read_events
+from diloco.training.records.waterfall import PHASES, round_spans
+
+_MOST_POINTS = 2000
+_PHASE_COLORS = dict(zip(PHASES, ("#0072B2", "#56B4E9", "#009E73", "#c8c8c8", "#E69F00", "#CC79A7"), strict=True))
+
+
+@dataclass(frozen=True)
+class PlottedRun:
+    """The events of a run, without those that a resume has taken back."""
+
+    name: str
+    events: Sequence[Event]
+
+    @cached_property
+    def steps(self) -> list[Event]:
+        """Logged steps, and the end of a worker as a step without a loss."""
+        logged = [event for event in self.events if event["type"] == "step"]
+        last = max((event["step"] for event in logged), default=0)
+        ends = [event for event in self.events if event["type"] in ("worker_finished", "worker_failed")]
+        return logged + [event | {"step": event["inner_steps"]} for event in ends if event["inner_steps"] > last]
+
+    @cached_property
+    def rounds(self) -> list[Event]:
+        """With a mean or a failure: a last round, in which no worker had work, has neither."""
+        return [
+            event
+            for event in self.events
+            if event["type"] == "round" and not (event.get("mean_norm") is None and event.get("failure") is None)
+        ]
+
+
+def read_run(folder: Path, name: str) -> PlottedRun:
+    """Raises ConfigError for a folder that is no run, or has nothing to plot."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a run folder: there is no such folder")
+    if not (folder / EVENTS_FILE).is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {EVENTS_FILE}")
+    found = [event for event in read_events(folder) if _is_event(event)]
+    newer = max((event.get("v", 1) for event in found), default=1)
+    if newer > EVENTS_VERSION:
+        raise ConfigError(
+            f"{folder} was written by a newer version of diloco (events of version {newer}, this one reads "
+            f"{EVENTS_VERSION}): update diloco"
+        )
+    run = PlottedRun(name, history.current(found))
+    if not any(event["type"] == "step" for event in run.steps):
+        raise ConfigError(f"{folder} has no steps yet: there is nothing to plot before the first one is logged")
+    return run
+
+
+def _is_event(event: object) -> bool:
+    kinds = {"type": str, "worker": int, "time": int | float}
+    return isinstance(event, dict) and all(isinstance(event.get(name), kind) for name, kind in kinds.items())
+
+
+# What a figure can show
+
+
+def panels_of(
+    runs: Sequence[PlottedRun], names: Sequence[str] | None = None, *, smooth: int = 1, rounds: int = 8
+) -> list[Panel]:
+    """`names`: of PANELS; None: all that these runs have something for.
+
+    `smooth`: the mean of so many logged steps. `rounds`: how many of the last ones a waterfall shows.
+    """
+    for name in names or ():
+        if name not in PANELS:
+            raise ConfigError(f"there is no panel {name!r}: choose of {', '.join(PANELS)}")
+        if name in _OF_ROUNDS and not any(run.rounds for run in runs):
+            which = ", ".join(run.name for run in runs)
+            raise ConfigError(
+                f"the panel {name!r} shows rounds, and {which} has none yet (a data-parallel run has none)"
+            )
+    asked = _Asked(runs, smooth, rounds)
+    drawn = [PANELS[name](asked) for name in (PANELS if names is None else names)]
+    return [panel for several in drawn for panel in several if names is not None or panel.series]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    runs: Sequence[PlottedRun]
+    smooth: int
+    rounds: int
+
+    def colors(self) -> Iterable[tuple[PlottedRun, str]]:
+        return ((run, PALETTE[number % len(PALETTE)]) for number, run in enumerate(self.runs))
+
+
+def _loss_over(
+    name: str, label: str, x_of: Callable[[Event], float], total: Callable[[Sequence[float]], float]
+) -> Callable[[_Asked], list[Panel]]:
+    """The mean loss of the workers over something that grows with the steps; `total` is of the workers' values."""
+
+    def panel(asked: _Asked) -> list[Panel]:
+        series = []
+        one = len(asked.runs) == 1
+        for run, color in asked.colors():
+            rows = _by_step(run.steps, lambda event: (x_of(event), _number(event.get("loss"))))
+            steps, x = list(rows), [total([value for value, _ in row]) for row in rows.values()]
+            losses = [[loss for _, loss in row] for row in rows.values()]
+            label_ = "training" if one else run.name
+            series += _lines(label_, x, losses, color, asked.smooth)
+            points = [
+                (where, _number(event.get("loss")))
+                for event in run.events
+                if event["type"] == "validation"
+                and (where := _between(event["step"], steps, x, name != "bytes")) is not None
+            ]
+            if points:
+                told = "validation" if one else f"{run.name}, validation"
+                at, losses_there = zip(*points, strict=True)
+                series.append(Series(told, at, losses_there, color=_darker(color), marker="o", line="dashed"))
+        return [Panel(f"Loss over {name}", label, "loss", series)]
+
+    return panel
+
+
+def _between(step: int, steps: Sequence[int], x: Sequence[float], even: bool) -> float | None:
+    """Where a step is, from the logged ones beside it; None beyond the last.
+
+    `even`: x grows evenly between them; else it is what had been reached at the later one.
+    """
+    after = bisect_left(steps, step)
+    if after == len(steps) or steps[after] == step:
+        return x[after] if after < len(steps) else None
+    if not even:
+        return x[after]
+    before, from_ = (steps[after - 1], x[after - 1]) if after else (0, 0.0)
+    return from_ + (x[after] - from_) * (step - before) / (steps[after] - before)
+
+
+def _by_step(events: Iterable[Event], value: Callable[[Event], Any]) -> dict[int, list[Any]]:
+    """The values of all workers at each step, in the order of steps."""
+    rows: dict[int, list[Any]] = {}
+    for event in events:
+        rows.setdefault(event["step"], []).append(value(event))
+    return dict(sorted(rows.items()))
+
+
+def _lines(
+    label: str, x: Sequence[float], values: Sequence[Sequence[float]], color: str, smooth: int = 1, **how: Any
+) -> list[Series]:
+    """A line through the means, in a band from the smallest to the largest of the workers; smoothed if asked."""
+    rows = [[value for value in row if math.isfinite(value)] for row in values]
+    means: Values = [statistics.fmean(row) if row else None for row in rows]
+    x, means, low, high = _thinned(
+        x, means, [min(row, default=None) for row in rows], [max(row, default=None) for row in rows]
+    )
+    several = any(len(row) > 1 for row in rows) or len(rows) > _MOST_POINTS
+    if smooth <= 1:
+        return [Series(label, x, means, low if several else None, high if several else None, color=color, **how)]
+    return [
+        Series(label, x, means, color=color, faint=True),
+        Series(label, x, _smoothed(means, smooth), color=color, **how),
+    ]
+
+
+def _thinned(x: Sequence[float], mean: Values, low: Values, high: Values) -> tuple[list[float], Values, Values, Values]:
+    """At most _MOST_POINTS, each for some neighbours: their mean, smallest and largest value."""
+    every = -(-len(x) // _MOST_POINTS)
+    if every <= 1:
+        return list(x), mean, low, high
+    groups = [slice(first, first + every) for first in range(0, len(x), every)]
+
+    def each(values: Values, what: Callable[[list[float]], float]) -> list[float | None]:
+        rows = [[value for value in values[group] if value is not None] for group in groups]
+        return [what(row) if row else None for row in rows]
+
+    return [x[group][-1] for group in groups], each(mean, statistics.fmean), each(low, min), each(high, max)
+
+
+def _smoothed(values: Values, count: int) -> list[float | None]:
+    """The mean of the last `count` values; a gap stays a gap."""
+    smoothed: list[float | None] = []
+    window: list[float] = []
+    for value in values:
+        if value is None:
+            smoothed.append(None)
+            continue
+        window = [*window, value][-count:]
+        smoothed.append(statistics.fmean(window))
+    return smoothed
+
+
+def _darker(color: str) -> str:
+    """For the points of the validation beside the line of the training loss."""
+    return "#" + "".join(f"{int(int(color[at : at + 2], 16) * 0.55):02x}" for at in (1, 3, 5))
+
+
+def _seconds(asked: _Asked) -> list[Panel]:
+    longest = max((_number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps), default=0.0)
+    unit, name = (3600.0, "hours") if longest > 3 * 3600 else (60.0, "minutes") if longest > 300 else (1.0, "seconds")
+    return _loss_over("time", f"{name} of training", lambda event: _number(event.get("elapsed_seconds")) / unit, max)(
+        asked
+    )
+
+
+def _utilization(asked: _Asked) -> list[Panel]:
+    def share(event: Event) -> float:
+        elapsed = _number(event.get("elapsed_seconds"))
+        return 100 * (1 - _number(event.get("sync_seconds")) / elapsed) if elapsed > 0 else math.nan
+
+    series: list[Series] = []
+    for run, color in asked.colors():
+        rows = _by_step(run.steps, share)
+        series += _lines(run.name, list(rows), list(rows.values()), color)
+    return [Panel("Compute utilisation", "inner step", "% of time, without rounds", series)]
+
+
+def _cosines(asked: _Asked) -> list[Panel]:
+    series: list[Series] = []
+    for run, color in asked.colors():
+        rows = _by_step(run.rounds, lambda event: [_number(pair[2]) for pair in event.get("cosines") or ()])
+        found = {step: several[0] for step, several in rows.items() if several[0]}
+        if found:
+            series += _lines(run.name, list(found), list(found.values()), color, marker="o" if len(found) < 50 else "")
+    return [Panel("Cosine of the workers' outer gradients", "inner step", "cosine, all pairs", series)]
+
+
+def _norms(asked: _Asked) -> list[Panel]:
+    series: list[Series] = []
+    one = len(asked.runs) == 1
+    for run, color in asked.colors():
+        own = _by_step(run.rounds, lambda event: _number(event.get("norm")))
+        if not own:
+            continue
+        means = _by_step(run.rounds, lambda event: _number(event.get("mean_norm")))
+        series += _lines("of a worker" if one else run.name, list(own), list(own.values()), color)
+        label = "of the mean" if one else f"{run.name}, mean"
+        averages = [
+            statistics.fmean(row) if (row := [v for v in values if math.isfinite(v)]) else None
+            for values in means.values()
+        ]
+        series.append(Series(label, list(means), averages, color=_darker(color), line="dashed"))
+    return [Panel("Norm of the outer gradients", "inner step", "norm", series)]
+
+
+def _waterfalls(asked: _Asked) -> list[Panel]:
+    """A panel for each run: what its workers did in the last rounds."""
+    panels = []
+    for run in asked.runs:
+        if not run.rounds:
+            continue
+        last = sorted({event["sequence"] for event in run.rounds})[-asked.rounds :]
+        spans = [span for span in round_spans(run.events) if span.sequence in last]
+        if not spans:
+            continue
+        start = min(span.start for span in spans)
+        workers = sorted({span.worker for span in spans})
+        series = []
+        for phase in PHASES:
+            mine = [span for span in spans if span.phase == phase]
+            if mine:
+                rows = [float(workers.index(span.worker)) for span in mine]
+                ends = [span.end - start for span in mine]
+                series.append(
+                    Series(phase, [span.start - start for span in mine], rows, until=ends, color=_PHASE_COLORS[phase])
+                )
+        title = f"Rounds {last[0]} to {last[-1]}" if len(last) > 1 else f"Round {last[0]}"
+        if len(asked.runs) > 1:
+            title = f"{title} of {run.name}"
+        panels.append(
+            Panel(title, "seconds", "", series, kind="spans", rows=[f"worker {worker}" for worker in workers])
+        )
+    return panels
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
+    "steps": _loss_over("steps", "inner step", lambda event: float(event["step"]), max),
+    "tokens": _loss_over("tokens", "tokens of these workers", lambda event: _number(event.get("tokens")), sum),
+    "bytes": _loss_over("bytes", "bytes sent by a worker", lambda event: _number(event.get("bytes_sent")), max),
+    "time": _seconds,
+    "rounds": _waterfalls,
+    "utilisation": _utilization,
+    "cosines": _cosines,
+    "norms": _norms,
+}
+"""By name, in the order of a figure with all of them."""
+_OF_ROUNDS = ("rounds", "cosines", "norms")
