@@ -79,7 +79,7 @@ def _requests(me: str) -> dict[str, bytes]:
         "number": encode(messages.AskNumber(0)),
         "ready": encode(messages.Ready(PresentWorker(0, b"", b""), None)),
         "inquire": encode(messages.Inquire(1, authority)),
-        "commit": encode(messages.Commit(1, authority)),
+        "commit": encode(messages.Commit(1, authority, authority)),
         "outcome": encode(messages.AskOutcome(0)),
         "post now": encode(messages.PostNow(1 << 40)),
         "goodbye": encode(messages.Goodbye()),

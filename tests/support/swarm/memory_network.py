@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Literal
 
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
 
+Fate = Literal["arrives", "lost", "answer lost"]
 LATENCY_SECONDS = 0.001
 """One way. Not 0: two peers that ask each other again and again must not stop the virtual clock."""
 
@@ -22,6 +24,8 @@ class MemoryNetwork:
         self.sides: list[set[str]] = []
         """A peer of one side hears and says nothing to one of another; a peer of no side talks to all."""
         self.dead: set[str] = set()
+        self.fate: Callable[[str, str, bytes], Fate] = lambda *_: "arrives"
+        """(caller, peer, request) -> what becomes of a call."""
         self._operations = 0
         self._at: int | None = None
         self._action: Callable[[], None] = lambda: None
@@ -151,6 +155,10 @@ class MemoryTransport(Transport):
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         other = await self._reach(peer, seconds)
         assert other.on_call is not None
+        fate = self.network.fate(self.peer, peer, request)
+        if fate == "lost":
+            await asyncio.sleep(seconds)
+            raise Unreachable("no answer")
         try:
             async with asyncio.timeout(seconds):
                 answer = await other.on_call(self.peer, request)
@@ -160,6 +168,9 @@ class MemoryTransport(Transport):
             raise
         except Exception as error:  # noqa: BLE001 - what a handler raises is told to the caller
             raise CallRefused.read(str(error)) from None
+        if fate == "answer lost":
+            await asyncio.sleep(seconds)
+            raise Unreachable("no answer")
         await self._reach(peer, seconds)
         return answer
 

@@ -46,7 +46,7 @@ def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> No
             messages.AskNumber(0),
             messages.Ready(ended.plan.entries[0].contribution, None),
             ended.plan,
-            messages.Commit(1, AUTHORITY),
+            messages.Commit(1, AUTHORITY, AUTHORITY),
             messages.Inquire(1, AUTHORITY),
             messages.AskOutcome(0),
             messages.AskStatus(),

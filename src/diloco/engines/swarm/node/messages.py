@@ -136,10 +136,13 @@ class Trouble(PeerMessage, frozen=True):
 
 
 class Commit(PeerMessage, frozen=True):
-    """The mean of this plan counts. Answered by Done, NotPosted, Ended or Superseded."""
+    """The mean of a plan counts. Answered by Done, NotPosted, Ended or Superseded."""
 
     sequence: Sequence
     authority: Authority
+    """The sender's."""
+    plan: Authority
+    """The plan's: of an earlier leader, where a new one has found its mean complete."""
 
 
 class Inquire(PeerMessage, frozen=True):
@@ -153,6 +156,8 @@ class Posted(PeerMessage, frozen=True):
     contribution: PresentWorker
     complete: Plan | None = None
     """The plan whose whole mean the worker has."""
+    following: Authority | None = None
+    """The last plan that the worker has followed, complete or not."""
 
 
 class LedBy(PeerMessage, frozen=True):

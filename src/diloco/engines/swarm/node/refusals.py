@@ -7,6 +7,7 @@ forged, expired     the credential is no good
 banned, revoked     this peer is out of the run
 again, twice        another process has this peer's identity, and may be dead; and is known to be live
 version, model      another version of diloco; another model, data, codec or schedule
+plan                the plan is not one that this worker can follow
 malformed           the asked peer cannot read the message
 """
 

@@ -54,7 +54,7 @@ class Leader:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         led.check(entry)
-        led.ready.setdefault(sender, entry)
+        led.ready[sender] = entry  # a worker that was restarted may post another one
         self.members.changed()
         return Waiting()
 

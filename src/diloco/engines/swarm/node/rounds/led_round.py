@@ -1,11 +1,13 @@
 """One round, from the leader's side.
 
     inquire   ask all members for the state of this round: an earlier leader may have come far. If one of them has ended
-              it, it has ended; if all live workers of a plan have its whole mean, that plan is committed
+              it, it has ended; if one has the whole mean of a plan that all its live workers still follow, that is
+              committed
     gather    until all members are ready, or patience is over: then the slow ones are told to post what they have
     attempt   send a plan to all ready workers; those that die, freeze or lie are left out of the next attempt
-    commit    when all live workers have the whole mean. The leader's own worker counts it last: if the leader dies
-              before any other has heard of it, no worker has ended the round, and the next leader goes on
+    commit    when all live workers have the whole mean; or most have it, and the others take twice the usual time. The
+              leader's own worker counts it last: if the leader dies before any other has heard of it, no worker has
+              ended the round, and the next leader goes on
 
 A leader that finds a higher authority, or the round ended, steps down. Its own worker need not be in the round.
 """
@@ -136,9 +138,10 @@ class LedRound:
                 raise SteppedDown(f"{answer.leader} leads it")
             elif isinstance(answer, Posted) and self._add(peer, answer) and answer.complete is not None:
                 complete[peer] = answer.complete
-        for plan in complete.values():
-            live = {entry.peer for entry in plan.entries if self._members.is_live(entry.peer)}
-            if live and live <= {peer for peer, other in complete.items() if other.authority == plan.authority}:
+        following = {peer: answer.following for peer, answer in answers.items() if isinstance(answer, Posted)}
+        for plan in sorted(complete.values(), key=lambda plan: plan.authority, reverse=True):
+            live = [entry.peer for entry in plan.entries if self._members.is_live(entry.peer)]
+            if live and all(following.get(peer) == plan.authority for peer in live):  # its leader may have committed it
                 await self._commit(plan)
                 return True
         return False
@@ -254,10 +257,11 @@ class LedRound:
             raise SteppedDown("other workers are back, and may have gone on")
 
     async def _attempt(self, plan: Plan) -> _Dropped | None:
-        """None: all live workers have the whole mean."""
+        """None: all live workers have the whole mean; or most have it, and the others take too long."""
         self.phase = "averaging"
         self.complete, self.troubles = set(), []
-        refusals: dict[str, PeerMessage] = {}
+        refusals: dict[str, object] = {}
+        end = clock.now() + self._participant.transfers.limit(plan, self._settings.stall_seconds)
         offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
         try:
             while True:
@@ -267,6 +271,10 @@ class LedRound:
                     return None
                 if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
                     return _Dropped(lost, lost=True)
+                if clock.now() > end and 2 * len(self.complete) > len(plan.entries):
+                    for peer in waiting:  # they are in the mean, and fetch it from the others
+                        self._participant.transfers.forget(peer)
+                    return None
                 if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
                     raise SteppedDown("another worker leads it now, or it has ended")
                 if refusals:
@@ -278,9 +286,20 @@ class LedRound:
             for offer in offers:
                 offer.cancel()
 
-    async def _offer(self, plan: Plan, peer: str, refusals: dict[str, PeerMessage]) -> None:
-        answer = (await self._ask([peer], plan)).get(peer)
-        if answer is not None and not isinstance(answer, Done):
+    async def _offer(self, plan: Plan, peer: str, refusals: dict[str, object]) -> None:
+        """Again and again, until the worker has answered."""
+        answer: object = None
+        while answer is None:
+            try:
+                answer = await self._participant.calls.ask(peer, plan)
+            except Unreachable as problem:
+                self._heartbeats.suspect(peer, problem)
+            except (CallRefused, Malformed) as problem:
+                logger.info("round %d: %s does not take the plan: %s", self.key.sequence, peer, problem)
+                answer = problem if isinstance(problem, CallRefused) and problem.code == "plan" else None
+            if answer is None:
+                await asyncio.sleep(POLL_SECONDS)
+        if not isinstance(answer, Done):
             refusals[peer] = answer
             self._members.changed()
 
@@ -313,7 +332,7 @@ class LedRound:
         """Tell all other workers first, and count the mean here when at least one of them has answered."""
         self.phase = "committing"
         others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
-        commit = Commit(self.key.sequence, plan.authority)
+        commit = Commit(self.key.sequence, self.authority, plan.authority)
         commits = [asyncio.create_task(self._ask([peer], commit)) for peer in others]
         for next_one in asyncio.as_completed(commits):
             answers = await next_one

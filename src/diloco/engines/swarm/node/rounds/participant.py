@@ -35,6 +35,7 @@ from diloco.engines.swarm.node.refusals import NO_ROUND
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
+from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -50,6 +51,7 @@ class Participant:
         self.outcomes, self.calls = outcomes, outcomes.calls
         self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
         self.settings = self.members.settings
+        self.transfers = TransferTimes()
         self.rounds: dict[int, Round] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
 
@@ -136,6 +138,8 @@ class Participant:
             return refusal or NotPosted()
         if plan.authority < round_.authority:
             return Superseded()
+        if round_.plan is not None and round_.plan.authority == plan.authority:
+            return Done()  # it was offered again, since the first answer was lost
         self._check_plan(round_, sender, plan)
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
@@ -149,13 +153,13 @@ class Participant:
     def _check_plan(self, round_: Round, sender: str, plan: Plan) -> None:
         own = plan.entry(self.members.me)
         if plan.leader != sender:
-            raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}")
+            raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}", "plan")
         if own is None or own.contribution != round_.contribution:
-            raise CallRefused("the plan does not have this worker's header as it was sent")
+            raise CallRefused("the plan does not have this worker's header as it was sent", "plan")
         if plan.max_norm_ratio != round_.posted.max_norm_ratio or plan.key != round_.posted.key:
-            raise CallRefused("the plan has another fragment or another max_norm_ratio")
+            raise CallRefused("the plan has another fragment or another max_norm_ratio", "plan")
         if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
-            raise CallRefused("the plan has a worker that trains another model")
+            raise CallRefused("the plan has a worker that trains another model", "plan")
 
     def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
         refusal = self._refusal(sender, commit.sequence, commit.authority)
@@ -164,7 +168,7 @@ class Participant:
         if refusal is not None:
             return refusal
         round_ = self.rounds[commit.sequence]
-        if round_.plan is not None and round_.complete == commit.authority:
+        if round_.plan is not None and round_.complete == commit.plan:
             self.outcomes.succeed(round_, round_.plan)
         else:  # a new leader has found that another worker has ended the round
             task = asyncio.create_task(self.outcomes.resolve(round_, sender))
@@ -180,7 +184,8 @@ class Participant:
                 return LedBy(round_.leader) if self.members.is_live(round_.leader) else refusal
             return refusal or NotPosted()
         round_.authority = inquire.authority
-        return Posted(round_.contribution, round_.plan if round_.complete is not None else None)
+        following = None if round_.plan is None else round_.plan.authority
+        return Posted(round_.contribution, round_.plan if round_.complete is not None else None, following)
 
     def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
         """Why a leader's message is not obeyed, if so."""
@@ -190,7 +195,7 @@ class Participant:
         if round_ is None:
             return NotPosted()
         if -authority.minus_number != self.members.number_of(sender):
-            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker")
+            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
         return Superseded() if authority.leader < round_.authority.leader else None
 
     async def _follow(self, round_: Round, plan: Plan) -> None:
@@ -198,7 +203,9 @@ class Participant:
         message: PeerMessage
         try:
             if round_.transfer is not None:
+                started = clock.now()
                 await round_.transfer.run()
+                self.transfers.record(plan, clock.now() - started)
             round_.transferred(plan)
             message = Complete(round_.sequence, plan.authority)
         except TransferFailed as problem:
@@ -212,10 +219,9 @@ class Participant:
                 return
             except (CallRefused, Malformed) as refused:
                 logger.info("round %d: its leader refuses a message: %s", round_.sequence, refused)
-                return
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
-                await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def serve_parts(self, stream: Stream, request: OpenParts) -> None:
         """Another worker's parts, which may arrive before the plan that they belong to."""

@@ -1,0 +1,31 @@
+"""How long the transfer of a round takes, as this worker has seen it, and how long one may take at most.
+
+All participants of a transfer wait for the slowest, so its time is known of each of them. A participant whose line has
+become much slower is left out once; after that its time is unknown again, and the next transfer waits for it.
+"""
+
+import math
+
+from diloco.engines.swarm.network.limits import LruCache
+from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
+
+_SHARE = 2.0
+
+
+class TransferTimes:
+    def __init__(self) -> None:
+        self._seconds: LruCache[float] = LruCache(MAX_WORKERS)
+        """Of the last transfer that each peer was in."""
+
+    def record(self, plan: Plan, seconds: float) -> None:
+        for entry in plan.contributors:
+            self._seconds.put(entry.peer, seconds)
+
+    def forget(self, peer: str) -> None:
+        self._seconds.drop(peer)
+
+    def limit(self, plan: Plan, least: float) -> float:
+        """Twice the longest of its contributors' last transfers, at least `least`; inf while one of them is new."""
+        known = [self._seconds.get(entry.peer) for entry in plan.contributors]
+        longest = max((math.inf if seconds is None else seconds for seconds in known), default=math.inf)
+        return max(least, _SHARE * longest)
