@@ -21,8 +21,8 @@ _GONE = ("left", "lost", "banned", "excluded")
 class Member:
     peer: str = ""
     label: str = ""
-    path: str = ""
-    """How its messages arrive: direct, relay, or unknown (empty)."""
+    link: str = ""
+    """`direct`, `relay`, or empty if that is not known."""
     states: list[tuple[float, str, str]] = field(default_factory=list)
     """Time, state, reason."""
     columns: Columns = field(
@@ -57,7 +57,7 @@ class Members:
                     self._listed(event["time"], one, member)
 
     def _listed(self, time: float, one: dict[str, Any], member: Member) -> None:
-        member.label, member.path = str(one.get("where") or ""), str(one.get("path") or member.path)
+        member.label, member.link = str(one.get("where") or ""), str(one.get("link") or member.link)
         last = member.states[-1][1] if member.states else ""
         state = str(one.get("state") or "")
         if not (last in ("banned", "excluded") and state in _GONE):
@@ -89,6 +89,6 @@ def _state(number: int, member: Member, time: float | None) -> dict[str, Any] | 
     numbers = {name: member.columns.last(name, time) for name in member.columns.names if name != "time"}
     joined = next((at for at, what, _ in states if what not in _GONE), since)
     return {
-        "member": number, "peer": member.peer, "label": member.label, "path": member.path, "state": state,
+        "member": number, "peer": member.peer, "label": member.label, "link": member.link, "state": state,
         "since": since, "joined": joined, "reason": reason, **numbers,
     }  # fmt: skip

@@ -30,7 +30,7 @@ class Worker:
         self.ended: Event | None = None
         self.columns = Columns(
             "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "learning_rate",
-            "gradient_norm",
+            "gradient_norm", "rounds",
         )  # fmt: skip
         self.states: list[tuple[float, str]] = []
 

@@ -7,7 +7,6 @@ from typing import Any
 from diloco.dashboard.columns import number
 from diloco.training.records.events import Event
 
-PHASES = ("encode", "send", "wait", "reduce", "merge")
 _MOST_COSINES = 64 * 63 // 2
 
 
@@ -56,12 +55,13 @@ class Round:
 
     @property
     def straggler(self) -> int | None:
-        """The worker for which the others waited: it computed longest, by a tenth more than half of them."""
+        """The worker for which the others waited: it computed a tenth longer than the median of them."""
         seconds = {w: one.compute_seconds for w, one in self.workers.items() if one.compute_seconds is not None}
         if len(seconds) < 2:
             return None
         slowest = max(seconds, key=lambda worker: seconds[worker])
-        return slowest if seconds[slowest] > 1.1 * statistics.median(seconds.values()) else None
+        others = statistics.median(taken for worker, taken in seconds.items() if worker != slowest)
+        return slowest if seconds[slowest] > 1.1 * others else None
 
     def as_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("workers", "cosines")}
@@ -149,16 +149,17 @@ class Rounds:
 
 
 def _phases(event: Event, one: WorkerRound) -> dict[str, float]:
-    """Seconds by phase; what no field explains between post and end is waiting."""
-    known = {name: event.get(f"{name}_seconds") for name in PHASES if name != "wait"}
-    phases = {name: max(0.0, seconds) for name, seconds in known.items() if isinstance(seconds, int | float)}
-    waited = event.get("waited_seconds")
-    wait = waited if isinstance(waited, int | float) else 0.0
-    if not phases and one.posted is not None:
-        wait = max(wait, event["time"] - one.posted)
-    else:
-        wait = wait - phases.get("send", 0.0) - phases.get("reduce", 0.0)
-    return phases | {"wait": max(0.0, wait)}
+    """Seconds by phase. `wait`: for the others' contributions, and what no other phase explains; `flight`: inner steps
+    between post and merge, during which the engine works (docs/events.md)."""
+    names = ("encode", "flight", "others", "send", "reduce", "merge")
+    found = {name: number(event.get(f"{name}_seconds")) for name in names}
+    phases = {name: seconds for name, seconds in found.items() if seconds > 0}
+    waited = number(event.get("waited_seconds"))
+    if one.posted is not None and not phases:  # an event of an earlier version
+        waited = max(waited, event["time"] - one.posted)
+    if waited > 0:
+        phases["wait"] = waited
+    return phases
 
 
 def _finite(value: object) -> float | None:

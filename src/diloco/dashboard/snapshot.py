@@ -46,7 +46,7 @@ def snapshot(
         "tokens": int(sum(one["tokens"] or 0 for one in workers)),
         "tokens_per_second": rate,
         "utilization": _mean(shares),
-        "rounds": _rounds(rounds),
+        "rounds": _rounds(rounds) | _told(record, rounds, until),
         "communication": _communication(record, rounds, local, until),
         "workers": workers,
         "members": record.members.until(until),
@@ -126,8 +126,6 @@ def _rounds(rounds: list[Round]) -> Json:
     usual = statistics.mode(stragglers) if stragglers else -1
     often = {"worker": usual, "rounds": stragglers.count(usual), "of": len(rounds[-100:])}
     return {
-        "merged": len(merged),
-        "failed": len(failed),
         "refused": sum(len(one.refused) for one in rounds),
         "last": None if last is None else last.as_json(),
         "cosines": [] if last is None else last.cosines,
@@ -147,6 +145,17 @@ def _rounds(rounds: list[Round]) -> Json:
         ],
         "straggler": often if stragglers else None,
     }  # fmt: skip
+
+
+def _told(record: RunRecord, rounds: list[Round], until: float | None) -> Json:
+    """Merged and failed rounds, also those before a worker of this machine joined, which its own count includes."""
+    local = [one for one in record.workers.values() if one.local]
+    merged = [int(one.columns.last("rounds", until) or 0) for one in local]
+    failed = [int(one.ended.get("rounds_failed") or 0) for one in local if one.ended and until is None]
+    return {
+        "merged": max([sum(one.merged for one in rounds), *merged]),
+        "failed": max([sum(one.failure is not None for one in rounds), *failed]),
+    }
 
 
 def _communication(record: RunRecord, rounds: list[Round], workers: list[Json], until: float | None) -> Json:

@@ -11,6 +11,7 @@ from diloco.dashboard.columns import mean_by_step, thin_out
 from diloco.dashboard.runs import Run, RunFolder
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
+from diloco.training.records.counts import RunCounts
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import (
     PARAMETERS,
@@ -178,3 +179,20 @@ def test_remote_workers_of_a_swarm_are_known_by_their_reports(tmp_path: Path) ->
     assert state["workers"][2]["tokens"] == 20 * TOKENS_PER_STEP
     assert state["parameters"] == PARAMETERS
     assert math.isclose(state["workers"][1]["loss"], 5.0)
+
+
+def test_the_phases_of_a_round_are_those_of_the_events(tmp_path: Path) -> None:
+    phases = {"encode_seconds": 0.1, "flight_seconds": None, "others_seconds": 2.0, "send_seconds": 0.3,
+              "reduce_seconds": 0.05, "merge_seconds": 0.02, "waited_seconds": 2.4}  # fmt: skip
+    run = Run(write_run(tmp_path, [started(0, 1), *round_events(0, 1, 20, **phases)]), "run")
+    part = run.rounds(None, 1)["rounds"][0]["workers"][0]
+    assert part["phases"] == {"encode": 0.1, "others": 2.0, "send": 0.3, "reduce": 0.05, "merge": 0.02, "wait": 2.4}
+
+
+def test_rounds_before_a_worker_joined_are_counted_as_in_the_terminal(tmp_path: Path) -> None:
+    events = [started(0, 1), step(0, 200) | {"rounds": 40}, *round_events(41, 1, 20)]
+    counts = RunCounts()
+    for one in events:
+        counts.update(one)
+    rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
+    assert (rounds["merged"], rounds["failed"]) == (counts.rounds, counts.rounds_failed) == (40, 0)

@@ -26,7 +26,7 @@ function merge(state) {
     const known = all.get(one.member) ?? { number: one.member, local: false };
     const gone = GONE.has(one.state);
     all.set(one.member, {
-      ...known, label: one.label || known.label || "", path: one.path, latency: one.latency_seconds, reason: one.reason, since: one.since,
+      ...known, label: one.label || known.label || "", link: one.link, latency: one.latency_seconds, reason: one.reason, since: one.since,
       joined: one.joined, contributed: one.contributed, state: known.local && !gone ? known.state : one.state, step: Math.max(known.step ?? 0, one.step ?? 0),
       loss: known.loss ?? one.loss, step_seconds: one.step_seconds, tokens: known.tokens ?? one.tokens,
     });
@@ -48,7 +48,7 @@ function tile(one, furthest, state) {
     ["loss", plain(one.loss)],
     ["speed", one.tokens_per_second ? `${short(one.tokens_per_second)} tok/s` : one.step_seconds ? `${plain(1 / one.step_seconds, 3)} steps/s` : missing],
     one.bytes_sent ? ["sent", bytes(one.bytes_sent)] : null,
-    one.latency ? ["link", `${Math.round(1000 * one.latency)} ms${one.path ? ", " + one.path : ""}`] : one.path ? ["link", one.path] : null,
+    one.latency ? ["link", `${Math.round(1000 * one.latency)} ms${one.link ? ", " + one.link : ""}`] : one.link && !one.local ? ["link", one.link] : null,
     one.contributed !== null && one.contributed !== undefined ? ["last round", whole(one.contributed)] : null,
     one.joined && state.first_time !== null ? ["joined", `after ${duration(Math.max(0, one.joined - state.first_time))}`] : null,
   ].filter(Boolean);

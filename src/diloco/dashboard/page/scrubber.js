@@ -11,7 +11,7 @@ export class Scrubber {
     this.until = null;
     this.first = this.last = null;
     this.timer = null;
-    $("moment").addEventListener("input", () => { this.stop(); this.choose(this.fromSlider()); });
+    $("moment").addEventListener("input", () => { const until = this.fromSlider(); this.stop(); this.choose(until); });
     $("live").addEventListener("click", () => this.live());
     $("play").addEventListener("click", () => this.toggle());
     this.show();

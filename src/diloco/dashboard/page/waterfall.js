@@ -13,7 +13,7 @@ export function drawWaterfall(target, rounds) {
   }
   const workers = [...new Set(parts.map(({ part }) => part.worker))].sort((a, b) => a - b);
   const row = workers.length <= 12 ? 20 : workers.length <= 32 ? 13 : 9;
-  const from = Math.min(...parts.map(({ bars: [first] }) => first.from)), to = Math.max(...parts.map(({ bars: all }) => all.at(-1).to));
+  const from = Math.min(...parts.map(({ bars: [first] }) => first.from)), to = Math.max(...parts.flatMap(({ bars: all }) => all.map((bar) => bar.to)));
   const width = Math.max(320, target.clientWidth), height = TOP + workers.length * row + 18;
   const x = (time) => LEFT + ((time - from) / Math.max(1e-9, to - from)) * (width - LEFT - 8);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": describe(rounds) });
@@ -21,11 +21,11 @@ export function drawWaterfall(target, rounds) {
   for (const { round, part, bars: all } of parts) {
     const y = TOP + workers.indexOf(part.worker) * row;
     for (const bar of all) {
-      const left = x(bar.from), size = Math.max(0.6, x(bar.to) - left);
-      svg.append(draw("rect", { x: left, y: y + 1, width: size, height: row - 2, rx: row > 12 ? 2 : 0, class: bar.phase + (part.posted ? "" : " elsewhere") },
+      const left = x(bar.from), size = Math.max(0.6, x(bar.to) - left), inset = bar.beside ? (row - 2) * 0.6 : 0;
+      svg.append(draw("rect", { x: left, y: y + 1 + inset, width: size, height: row - 2 - inset, rx: row > 12 ? 2 : 0, class: bar.phase + (part.posted ? "" : " elsewhere") },
         draw("title", {}, `round ${round.sequence}, worker ${part.worker}: ${bar.phase} ${duration(bar.to - bar.from)}`)));
     }
-    if (part.failure) svg.append(draw("rect", { x: x(all[0].from), y: y + 1, width: Math.max(2, x(all.at(-1).to) - x(all[0].from)), height: row - 2, class: "failed" }, draw("title", {}, part.failure)));
+    if (part.failure) svg.append(draw("rect", { x: x(all[0].from), y: y + 1, width: Math.max(2, x(part.ended ?? all.at(-1).to) - x(all[0].from)), height: row - 2, class: "failed" }, draw("title", {}, part.failure)));
   }
   const seen = new Set(parts.flatMap(({ bars: all }) => all.map((bar) => bar.phase)));
   fill(target, svg, make("div", { class: "key" }, ...PHASES.filter((phase) => seen.has(phase)).map((phase) => make("span", { class: phase }, phase === "compute" ? "inner steps" : phase))));
@@ -45,22 +45,28 @@ function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
   svg.append(draw("text", { x: LEFT, y: height - 3 }, clock(from)), draw("text", { x: width - 8, y: height - 3, "text-anchor": "end" }, `${clock(to)} · ${duration(to - from)}`));
 }
 
-// The bars of one worker in one round, from left to right. A worker of another machine is known by its own report only.
+// The bars of one worker in one round, from left to right. `beside`: the engine works while the worker trains on.
+// A worker of another machine is known by its own report only.
 function bars(round, part) {
-  const compute = part.compute_seconds ?? 0;
-  if (part.posted === null) {
-    const sync = Object.values(part.phases).reduce((sum, seconds) => sum + seconds, 0);
-    return compute > 0 ? [{ phase: "compute", from: round.time - sync - compute, to: round.time - sync }] : [];
-  }
-  const all = part.started !== null ? [{ phase: "compute", from: part.started, to: part.posted }] : [];
-  const end = part.ended ?? part.posted;
+  const phases = part.phases, compute = part.compute_seconds ?? 0;
+  if (part.posted === null) return compute > 0 ? [{ phase: "compute", from: round.time - compute, to: round.time }] : [];
+  const all = [], end = part.ended ?? part.posted, encode = phases.encode ?? 0, flight = phases.flight ?? 0;
+  const push = (phase, from, seconds, beside = false) => { if (seconds > 0 && from < end) all.push({ phase, from, to: Math.min(end, from + seconds), beside }); return Math.min(end, from + seconds); };
+  if (part.started !== null) push("compute", part.started, Math.max(0, part.posted - encode - part.started));
+  push("encode", part.posted - encode, encode);
+  const engine = ["others", "send", "reduce"].map((phase) => [phase === "others" ? "wait" : phase, phases[phase] ?? 0]);
+  const merge = Math.min(phases.merge ?? 0, end - part.posted);
   let time = part.posted;
-  const encode = part.phases.encode ?? 0;
-  if (encode && all.length) all[0].to = Math.max(all[0].from, part.posted - encode), all.push({ phase: "encode", from: all[0].to, to: part.posted });
-  for (const phase of PHASES.slice(2)) {
-    const seconds = Math.min(part.phases[phase] ?? 0, Math.max(0, end - time));
-    if (seconds > 0) all.push({ phase, from: time, to: time += seconds });
+  if (flight > 0.05 * (end - part.posted)) {
+    time = push("compute", time, flight);
+    time = push("wait", time, phases.wait ?? 0);
+    let beside = part.posted;
+    for (const [phase, seconds] of engine) beside = push(phase, beside, seconds, true);
+  } else {
+    for (const [phase, seconds] of engine) time = push(phase, time, Math.min(seconds, Math.max(0, end - merge - time)));
+    time = push("wait", time, Math.max(0, Math.min(end - merge - time, (phases.wait ?? 0) - (time - part.posted))));
   }
+  push("merge", end - merge, merge);
   return all;
 }
 
@@ -68,7 +74,7 @@ export function describe(rounds) {
   const last = rounds.at(-1);
   if (!last) return "";
   const late = last.workers.find((part) => part.worker === last.straggler);
-  const waits = last.workers.map((part) => part.phases.wait ?? 0);
+  const waits = last.workers.map((part) => Math.max(part.phases.wait ?? 0, part.phases.others ?? 0));
   const slow = late ? `worker ${late.worker} was last after ${duration(late.compute_seconds)} of inner steps; the others waited up to ${duration(Math.max(...waits))}` : "no straggler";
   return last.failure && !last.merged ? `round ${last.sequence} failed: ${last.failure}` : `round ${last.sequence}: ${slow}`;
 }

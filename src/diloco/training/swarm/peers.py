@@ -92,6 +92,11 @@ def _member_fields(one: "MemberStatus") -> dict[str, Any]:
         "loss": one.loss if one.loss >= 0 else None,
         "contributed": one.contributed_round if one.contributed_round >= 0 else None,
         "state": state,
+        "tokens": one.tokens,
+        "step_seconds": round(one.step_seconds, 4),
+        "latency_seconds": one.latency_seconds,
+        "silent_seconds": one.silent_seconds,
+        "link": one.link,
     }
 
 

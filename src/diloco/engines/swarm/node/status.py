@@ -5,6 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from diloco.engines.swarm.network.multiaddr import CIRCUIT
+
 Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
 PeerName = Annotated[str, Meta(max_length=128)]
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=16)]
@@ -46,6 +48,13 @@ class MemberStatus(Status):
     silent_seconds: float = 0.0
     latency_seconds: float = 0.0
     addresses: Addresses = ()
+
+    @property
+    def link(self) -> str | None:
+        """`relay` if it can be reached through relays only, else `direct`; None if no address of it is known."""
+        if not self.addresses:
+            return None
+        return "relay" if all(CIRCUIT in address for address in self.addresses) else "direct"
 
 
 class RunStatus(Struct, frozen=True, forbid_unknown_fields=True):
