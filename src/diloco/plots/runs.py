@@ -35,6 +35,12 @@ class PlottedRun:
         return logged + [event | {"step": event["inner_steps"]} for event in ends if event["inner_steps"] > last]
 
     @cached_property
+    def validations(self) -> dict[int, float]:
+        """Validation losses by step; in a swarm every worker tells the same."""
+        told = {event["step"]: event.get("loss") for event in self.events if event["type"] == "validation"}
+        return {step: _number(loss) for step, loss in sorted(told.items())}
+
+    @cached_property
     def rounds(self) -> list[Event]:
         """With a mean or a failure: a last round, in which no worker had work, has neither."""
         return [
@@ -116,10 +122,9 @@ def _loss_over(
             label_ = "training" if one else run.name
             series += _lines(label_, x, losses, color, asked.smooth)
             points = [
-                (where, _number(event.get("loss")))
-                for event in run.events
-                if event["type"] == "validation"
-                and (where := _between(event["step"], steps, x, name != "bytes")) is not None
+                (where, loss)
+                for step, loss in run.validations.items()
+                if (where := _between(step, steps, x, name != "bytes")) is not None
             ]
             if points:
                 told = "validation" if one else f"{run.name}, validation"

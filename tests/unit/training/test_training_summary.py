@@ -212,3 +212,10 @@ def test_the_gap_is_the_relative_difference_in_perplexity_and_positive_if_worse(
     assert perplexity_gap(run, baseline) == pytest.approx(0.1)
     assert perplexity_gap(baseline, run) == pytest.approx(-1 / 11)
     assert perplexity_gap(run, {"validation_loss": None}) is None
+
+
+def test_the_summary_of_a_version_that_dropped_no_rounds_is_read(tmp_path: Path) -> None:
+    summary = summarize(CONFIG, [started(0), step(0, 10)])
+    del summary["rounds_dropped"]
+    (tmp_path / SUMMARY_FILE).write_text(json.dumps(summary))
+    assert read_summary(tmp_path) == summary

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.notes import printable
+from diloco.cli.display.terminal_plot import loss_plot
 from diloco.cli.display.view import duration
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records import history
@@ -31,7 +32,11 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
-    *_, latest = [[], *history.starts(read_events(folder))]  # an earlier start may have written a sample
+    events = read_events(folder)
+    plot = loss_plot(events, console)
+    if plot is not None:
+        console.print(plot)
+    *_, latest = [[], *history.starts(events)]  # an earlier start may have written a sample
     sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
     if sample is not None:
         text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))

@@ -23,7 +23,7 @@ from diloco.version import __version__
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
 _ADDED_LATER = frozenset(
-    {"versions", "engine", "resyncs", "members_seen", "resolved"}
+    {"versions", "engine", "resyncs", "members_seen", "resolved", "rounds_dropped"}
 )  # the summaries of earlier runs are read all the same
 
 

@@ -1,0 +1,117 @@
+"""The loss of a run as a small plot of characters: braille dots, or plain ASCII where the terminal shows no others."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from rich.console import Console
+from rich.text import Text
+
+from diloco.plots.panels import Series
+from diloco.plots.runs import PlottedRun, panels_of
+from diloco.training.records import history
+from diloco.training.records.events import Event
+
+_ROWS = 6
+_NARROWEST, _WIDEST = 40, 100
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: row, column
+_VALIDATION = "bold magenta"
+_BRAILLE = {"training": "⠒⠒", "point": "●", "side": "│", "tick": "┤", "corner": "└", "bottom": "─"}
+_ASCII = {"training": "..", "point": "o", "side": "|", "tick": "+", "corner": "+", "bottom": "-"}
+
+
+def loss_plot(events: Sequence[Event], console: Console) -> Text | None:
+    """Eight lines: the loss over steps, with the validations as points; None if there are not two steps to draw."""
+    run = PlottedRun("", history.current(events))
+    if len({event["step"] for event in run.steps if event.get("loss") is not None}) < 2:
+        return None
+    drawn = {series.label: series for series in panels_of([run], ["steps"])[0].series}
+    line, validation = _points(drawn.get("training")), _points(drawn.get("validation"))
+    width = min(_WIDEST, console.width) - 9
+    if width < _NARROWEST:
+        return None
+    return _draw(line, validation, width, plain=not _shows_braille(console, os.environ))
+
+
+def _shows_braille(console: Console, environment: Mapping[str, str]) -> bool:
+    """The Linux console and the oldest terminals have no such letters, and some encodings cannot carry them."""
+    if environment.get("TERM") in ("linux", "dumb", "vt100", "vt220") or console.legacy_windows:
+        return False
+    try:
+        "⠒●│".encode(console.encoding)
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+def _points(series: Series | None) -> list[tuple[float, float]]:
+    if series is None:
+        return []
+    pairs = [(float(x), y) for x, y in zip(series.x, series.y, strict=True) if x is not None and y is not None]
+    return [(x, y) for x, y in pairs if math.isfinite(y)]
+
+
+def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]], width: int, *, plain: bool) -> Text:
+    signs = _ASCII if plain else _BRAILLE
+    losses = [loss for _, loss in [*line, *validation]]
+    low, high = min(losses), max(losses)
+    last = max(step for step, _ in [*line, *validation])
+    place = _Place(last, low, high)
+    cells = _cells(line, place, width, plain=plain)
+    points = {(place.row(loss, _ROWS), place.column(step, width)) for step, loss in validation}
+    text = Text(no_wrap=True)
+    for row in range(_ROWS):
+        label = {0: f"{high:.4g}", _ROWS - 1: f"{low:.4g}"}.get(row, "")
+        text.append(f"{label:>6} {signs['tick' if label else 'side']}")
+        for column in range(width):
+            found = (row, column) in points
+            text.append(signs["point"] if found else cells.get((row, column), " "), _VALIDATION if found else "")
+        text.append("\n")
+    text.append(f"{'loss':>6} {signs['corner']}{signs['bottom'] * width}\n")
+    text.append(f"{'':7} 0   {signs['training']} training")
+    if validation:
+        text.append("   ").append(signs["point"], _VALIDATION).append(" validation")
+    used = len(text.plain.rsplit("\n", 1)[-1])
+    return text.append(f" step {last:,.0f}".rjust(width + 8 - used))
+
+
+def _cells(line: list[tuple[float, float]], place: "_Place", width: int, *, plain: bool) -> dict[tuple[int, int], str]:
+    """The characters of the line by row and column: eight dots in each, or one."""
+    across, down = (1, 1) if plain else (2, 4)
+    bits: dict[tuple[int, int], int] = {}
+    for column, row in _trace(line, place, width * across, _ROWS * down):
+        cell = (row // down, column // across)
+        bits[cell] = bits.get(cell, 0) | _DOTS[row % down][column % across]
+    return {cell: "." if plain else chr(0x2800 + dots) for cell, dots in bits.items()}
+
+
+class _Place:
+    """Where a step and a loss are, in columns from the left and rows from the top."""
+
+    def __init__(self, last: float, low: float, high: float) -> None:
+        self._last, self._low, self._range = max(last, 1.0), low, (high - low) or 1.0
+
+    def column(self, step: float, columns: int) -> int:
+        return min(columns - 1, int(step / self._last * (columns - 1) + 0.5))
+
+    def row(self, loss: float, rows: int) -> int:
+        return rows - 1 - min(rows - 1, int((loss - self._low) / self._range * (rows - 1) + 0.5))
+
+
+def _trace(line: list[tuple[float, float]], place: _Place, columns: int, rows: int) -> list[tuple[int, int]]:
+    """The dots of a line, without gaps: the mean where several points are in a column, straight between columns."""
+    sums: dict[int, list[float]] = {}
+    for step, loss in line:
+        sums.setdefault(place.column(step, columns), []).append(loss)
+    known = [(column, place.row(sum(values) / len(values), rows)) for column, values in sorted(sums.items())]
+    dots = known[:1]
+    for (left, top), (right, bottom) in pairwise(known):
+        before = top
+        for column in range(left + 1, right + 1):
+            row = round(top + (bottom - top) * (column - left) / (right - left))
+            between = range(min(before, row) + (before < row), max(before, row) + (before <= row))
+            dots += [(column, one) for one in between] or [(column, row)]
+            dots.append((column, row))
+            before = row
+    return dots
