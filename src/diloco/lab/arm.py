@@ -235,7 +235,7 @@ class ArmResult:
     seconds: float
     """Of this computer, pre-training not included."""
     replica_step_seconds: float
-    """Seconds of this computer for an inner step of one replica, rounds included, evaluations not."""
+    """Seconds of this computer for an inner step of one replica, rounds included; evaluations and compiling not."""
     memory_bytes: int | None
     """Most GPU memory in use; None on a CPU."""
     how: str

@@ -15,7 +15,8 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.lab.batches import Text
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
-from diloco.training.config.tables import InnerConfig
+from diloco.training.compute import prepare
+from diloco.training.config.tables import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 from diloco.training.precision import Precision
 
@@ -42,6 +43,8 @@ class Task:
     """Where the windows begin: [steps, k, B], int64, on the device."""
     rates: Tensor
     """The learning rate of each step, [steps], on the device."""
+    masked: bool = False
+    """Some steps are not taken by all replicas."""
 
     @property
     def length(self) -> int:
@@ -78,7 +81,7 @@ class Replicas(ABC):
 
 
 class Sequential(Replicas):
-    """The product's own modules and inner optimizers, one replica after another."""
+    """The product's own modules and inner optimizers, one replica after another; large models compiled."""
 
     def __init__(self, task: Task, beginning: Beginning) -> None:
         self.task, self.how, self._step, self._before = task, "sequential", 0, beginning.steps
@@ -92,6 +95,7 @@ class Sequential(Replicas):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(beginning.parameters[name])
+            prepare(model, ComputeConfig(), device)
             inner = inner_optimizer(model, task.inner)
             self._load(model, inner, beginning)
             self.models.append(model)

@@ -24,8 +24,10 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.batches import Text
 from diloco.lab.clock import Clock, round_bytes
+from diloco.lab.presence import presence, working
 from diloco.lab.pretraining import beginning
-from diloco.lab.replicas import Beginning, Replicas, Sequential, Task, learning_rates
+from diloco.lab.replicas import Beginning, Replicas, Task, learning_rates
+from diloco.lab.ways import build
 from diloco.lab.workers import Workers
 from diloco.models.native.model import NativeModel
 from diloco.training.precision import Precision
@@ -44,18 +46,29 @@ def simulate(
     on_progress: OnProgress | None = None,
     how: str = "auto",
 ) -> ArmResult:
-    """Train the arm and measure it. `folder`: the lab folder, which keeps shared beginnings for the next process."""
-    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how)
+    """Train the arm and measure it. `folder`: the lab folder, which keeps what the next process needs as well.
+
+    `how`: how the replicas are computed (ways.py): auto, sequential, stacked or "stacked N".
+    """
+    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how, folder)
     with _quiet(arm), _fast_matrices(run.device):
-        run.begin(folder)
+        run.begin()
         run.train()
         return run.result()
 
 
 class _Run:
     def __init__(
-        self, arm: Arm, seed: int, corpus: Corpus, device: torch.device, on_progress: OnProgress | None, how: str
+        self,
+        arm: Arm,
+        seed: int,
+        corpus: Corpus,
+        device: torch.device,
+        on_progress: OnProgress | None,
+        how: str,
+        folder: Path | None,
     ) -> None:
+        self.folder = folder
         self.arm, self.seed, self.corpus, self.device, self.how = arm, seed, corpus, device, how
         self.config = arm.model_config(corpus.vocab_size)
         self.text = Text(corpus, device)
@@ -69,9 +82,9 @@ class _Run:
 
     # The beginning
 
-    def begin(self, folder: Path | None) -> None:
+    def begin(self) -> None:
         start = beginning(
-            self.arm, self.config, self.seed, self.text, self.corpus.digest, self._build, folder, self._pretrained
+            self.arm, self.config, self.seed, self.text, self.corpus.digest, self._build, self.folder, self._pretrained
         )
         self.started = time.monotonic()
         if self.device.type == "cuda":
@@ -81,7 +94,7 @@ class _Run:
             self.workers = Workers(self.arm, self.seed, self.replicas, self.text, self.clock)
 
     def _build(self, task: Task, start: Beginning) -> Replicas:
-        return Sequential(task, start)
+        return build(task, start, self.how, self.folder)
 
     def _pretrained(self, step: int) -> None:
         self._tell("pretraining", step, self.arm.pretraining_steps)
@@ -97,7 +110,9 @@ class _Run:
         ]
         places = np.stack(drawn, 1) if arm.mode == "diloco" else np.concatenate(drawn, 1)[:, None]
         rates = learning_rates(arm.inner_config, arm.pretraining_steps, steps, arm.total_steps, self.device)
-        return Task(self.config, arm.inner_config, self.text, torch.from_numpy(places).to(self.device), rates)
+        masked = not working(arm, presence(arm)).all()
+        on_device = torch.from_numpy(places).to(self.device)
+        return Task(self.config, arm.inner_config, self.text, on_device, rates, masked=bool(masked))
 
     # Training
 
@@ -117,7 +132,18 @@ class _Run:
                 self.workers.finish()
             if step in due:
                 self._evaluate(step)
+            if step == self._timed_from(steps):
+                self._wait()
+                self.timed, self.evaluation_seconds = time.monotonic(), 0.0
             self._tell("training", step, steps)
+
+    def _timed_from(self, steps: int) -> int:
+        """The speed is that of the steps after the first round, in which the step was compiled."""
+        return min(self.arm.sync_config.num_inner_steps if self.workers is not None else 10, (steps + 1) // 2)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _evaluation_steps(self, steps: int) -> set[int]:
         """At rounds, so that the outer parameters are new."""
@@ -126,8 +152,7 @@ class _Run:
         return {min(steps, max(1, round(apart * point / H)) * H) for point in range(1, self.arm.eval_points)} | {steps}
 
     def _evaluate(self, step: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._wait()
         started = time.monotonic()
         if self.workers is None:
             loss = self._loss(self.replicas.models[0])
@@ -159,10 +184,10 @@ class _Run:
 
     def result(self) -> ArmResult:
         arm, workers = self.arm, self.workers
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds = time.monotonic() - self.started
+        self._wait()
+        ended = time.monotonic()
         steps = arm.steps * arm.updates_multiplier
+        timed = max(1, steps - self._timed_from(steps))
         size = self.replicas.losses.shape[1]
         data_parallel = float(np.mean(_gradient_bytes(self.config.num_parameters(), arm)))
         last = self.replicas.losses[-max(1, steps // 10) :]
@@ -180,8 +205,8 @@ class _Run:
             statistics=tuple(workers.statistics) if workers is not None else (),
             tokens=self._tokens(),
             parameters=self.config.num_parameters(),
-            seconds=seconds,
-            replica_step_seconds=(seconds - self.evaluation_seconds) / (steps * size),
+            seconds=ended - self.started,
+            replica_step_seconds=(ended - self.timed - self.evaluation_seconds) / (timed * size),
             memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
             how=self.replicas.how,
             corpus=self.corpus.digest,

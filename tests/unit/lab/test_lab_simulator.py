@@ -1,0 +1,199 @@
+"""The simulator: k workers on one device, however they are computed, with faults and a clock."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.data.corpus import Corpus
+from diloco.lab import pretraining, ways
+from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.simulator import simulate
+from diloco.lab.synthetic import synthetic_corpus
+
+MODEL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "tie_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return synthetic_corpus(tmp_path_factory.mktemp("lab") / "corpus", 64, 8000, shards=4, domains=True)
+
+
+def arm(**options: Any) -> Arm:
+    usual: dict[str, Any] = {
+        "model": MODEL, "workers": 3, "steps": 12, "batch_size": 2, "sequence_length": 8, "eval_points": 3,
+        "eval_windows": 8, "inner": {"lr": 1e-2, "warmup_steps": 2}, "sync": {"num_inner_steps": 4, "codec": "fp32"},
+    }  # fmt: skip
+    return Arm("test", **usual | options)
+
+
+def run(corpus: Corpus, how: str = "stacked", **options: Any) -> ArmResult:
+    return simulate(arm(**options), 0, corpus, "cpu", how=how)
+
+
+SAME = [
+    {},
+    {"inner": {"lr": 3e-3, "warmup_steps": 2, "optimizer": "muon"}, "pretraining_steps": 3},
+    {"model": {**MODEL, "tie_embeddings": False, "num_kv_heads": 2}, "absences": ((1, 4, 8),)},
+    {"mode": "data_parallel", "sync": {}, "pretraining_steps": 3},
+]
+
+
+@pytest.mark.parametrize("options", SAME, ids=["plain", "muon", "untied, absent", "data-parallel"])
+def test_stacked_replicas_train_as_those_one_after_another(corpus: Corpus, options: dict[str, Any]) -> None:
+    losses = []
+    for how in ("sequential", "stacked", "stacked 2"):
+        pretraining._KEPT.clear()
+        losses.append([loss for _, loss in run(corpus, how, **options).curve])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    assert losses[2] == pytest.approx(losses[0], abs=2e-4)
+    assert abs(losses[0][-1] - losses[0][0]) > 1e-3
+
+
+def test_results_come_back_from_json_as_they_were(corpus: Corpus) -> None:
+    result = run(corpus, sync={"num_inner_steps": 4, "codec": "int4"}, speeds=(1.0, 1.0, 0.5))
+    assert ArmResult.from_json(json.loads(json.dumps(result.as_json()))) == result
+    assert result.arm.key() == arm(sync={"num_inner_steps": 4, "codec": "int4"}, speeds=(1.0, 1.0, 0.5)).key()
+    assert result.arm.key() != arm().key()
+
+
+def test_a_seed_gives_the_same_run_again_and_another_seed_another(corpus: Corpus) -> None:
+    assert run(corpus).curve == run(corpus).curve
+    assert run(corpus).curve != simulate(arm(), 1, corpus, "cpu", how="stacked").curve
+
+
+def test_a_shared_beginning_is_trained_once(corpus: Corpus, tmp_path: Path) -> None:
+    phases: list[str] = []
+    curves = []
+    for outer in ({}, {"optimizer": "sgd"}):
+        pretraining._KEPT.clear()
+        one = arm(pretraining_steps=5, outer=outer)
+        result = simulate(
+            one, 0, corpus, "cpu", folder=tmp_path, on_progress=lambda told: phases.append(told.phase), how="stacked"
+        )
+        curves.append(result.curve)
+    assert phases.count("pretraining") == 5
+    assert curves[0][0] == curves[1][0] and curves[0][-1] != curves[1][-1]
+
+
+def test_the_faster_way_is_measured_once_and_kept(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ways, "_KEPT", {})
+    timed = []
+
+    def seconds(replicas: Any, task: Any) -> float:
+        timed.append(replicas.how)
+        return 1.0 if replicas.how == "sequential" else 2.0
+
+    monkeypatch.setattr(ways, "seconds", seconds)
+    first = simulate(arm(), 0, corpus, "cpu", folder=tmp_path)
+    ways._KEPT.clear()
+    second = simulate(arm(), 0, corpus, "cpu", folder=tmp_path)
+    assert first.how == second.how == "sequential"
+    assert timed == ["sequential", "stacked 3"]
+
+
+# Faults
+
+
+def test_an_absent_worker_has_no_part_in_the_mean_and_begins_at_the_anchor(corpus: Corpus) -> None:
+    alone = run(corpus, workers=1)
+    absent = run(corpus, workers=3, absences=((1, 0, 12), (2, 0, 12)))
+    assert [loss for _, loss in absent.curve] == pytest.approx([loss for _, loss in alone.curve])
+    assert [one.contributors for one in absent.statistics] == [1, 1, 1]
+    assert absent.tokens == alone.tokens and absent.bytes_sent_per_worker == 0
+
+
+def test_workers_join_by_the_schedule_of_adaptive_compute(corpus: Corpus) -> None:
+    result = run(corpus, active_workers=(1, 2, 3))
+    assert [one.contributors for one in result.statistics] == [1, 2, 3]
+    assert result.tokens == (1 + 2 + 3) * 4 * 2 * 8
+
+
+def test_a_slow_worker_takes_fewer_steps_or_lets_the_others_wait(corpus: Corpus) -> None:
+    speeds = (1.0, 1.0, 0.5)
+    waiting, fewer = run(corpus, speeds=speeds), run(corpus, speeds=speeds, slow="fewer_steps")
+    assert waiting.tokens == 3 * 12 * 2 * 8 and fewer.tokens == (12 + 12 + 6) * 2 * 8
+    assert waiting.simulated_seconds > 1.9 * fewer.simulated_seconds
+    assert waiting.utilisation < 0.7 < 0.95 < fewer.utilisation
+
+
+def test_a_dropped_worker_trains_on_and_the_anchor_is_that_of_the_others(corpus: Corpus) -> None:
+    result = run(corpus, drop=0.4, steps=40, batch_size=32)
+    assert result.rounds_failed > 0
+    assert any(one.contributors < 3 for one in result.statistics)
+    assert result.loss < result.curve[0][1]
+
+
+# Data, bytes, clock
+
+
+def test_a_worker_of_its_own_shards_weighs_what_they_have(corpus: Corpus) -> None:
+    by_domain, mixed = run(corpus, data="shards", workers=4), run(corpus, workers=4)
+    assert by_domain.curve != mixed.curve
+    assert by_domain.statistics[0].cosine is not None and mixed.statistics[0].cosine is not None
+
+
+def test_bytes_are_those_that_the_engine_counts(corpus: Corpus, monkeypatch: Any) -> None:
+    from diloco.lab import simulator
+
+    made = []
+
+    class Watched(simulator.Workers):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(simulator, "Workers", Watched)
+    sync = {"num_inner_steps": 4, "codec": "e3m0", "fragments": 2, "overlap_steps": 1}
+    result = run(corpus, sync=sync)
+    counted = sum(optimizer.bytes_sent for optimizer in made[0].optimizers)
+    assert result.bytes_sent_per_worker * 3 == counted
+
+
+def test_the_clock_charges_the_link_and_overlap_hides_it(corpus: Corpus) -> None:
+    link = {"step_seconds": 0.01, "bits_per_second": 1e7, "latency_seconds": 0.005}
+    plain = run(corpus, **link)
+    bytes_a_round = plain.bytes_sent_per_worker / 3
+    expected = 12 * 0.01 + 3 * (8 * bytes_a_round / 1e7 + 2 * 0.005)
+    assert plain.simulated_seconds == pytest.approx(expected, rel=0.01)
+    assert plain.utilisation == pytest.approx(12 * 0.01 / expected, rel=0.01)
+    overlapped = run(corpus, sync={"num_inner_steps": 4, "codec": "fp32", "overlap_steps": 3}, **link)
+    assert overlapped.simulated_seconds < plain.simulated_seconds - 0.01
+
+
+def test_data_parallel_multiplies_batch_and_updates(corpus: Corpus) -> None:
+    base = {"mode": "data_parallel", "sync": {}, "workers": 1}
+    batch, updates = run(corpus, batch_multiplier=4, **base), run(corpus, updates_multiplier=4, **base)
+    assert batch.tokens == updates.tokens == 4 * 12 * 2 * 8
+    assert batch.curve[-1][0] == 12 and updates.curve[-1][0] == 48
+    assert torch.isfinite(torch.tensor(batch.loss))
+
+
+# Bad arms
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync": {"H": 3}}, "sync has no H"),
+        ({"sync": {"warm_start": 3}}, "pretraining_steps"),
+        ({"speeds": (1.0,)}, "3 numbers"),
+        ({"model": {"hidden_size": 3}}, "model lacks"),
+        ({"mode": "data_parallel", "drop": 0.1, "sync": {}}, "data_parallel"),
+        ({"batch_multiplier": 2}, "data_parallel"),
+        ({"absences": ((3, 0, 1),)}, "below 3"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        arm(**options).model_config(64)
+
+
+def test_an_unknown_way_to_compute_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match="stacked N"):
+        run(corpus, "piled")
