@@ -7,7 +7,7 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
 ONE, OUTER = "1× baseline", "one worker with outer steps"
-TUNED = {"lr": 0.7, "momentum": 0.8}
+TUNED = {"lr": 0.7, "momentum": 0.5}
 """The best of `tuning` at gpu scale."""
 
 
@@ -38,8 +38,8 @@ def tuning(scale: Scale) -> Mapping[str, Arms]:
             f"outer {lr} / {momentum}, inner {inner:g}": scale.diloco(
                 workers=1, outer={"lr": lr, "momentum": momentum}, inner={"lr": inner}
             )
-            for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (0.7, 0.5), (1.0, 0.5))
-            for inner in (scale.one_worker_lr, scale.inner_lr)
+            for lr, momentum in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.5))
+            for inner in (scale.one_worker_lr, 1.5 * scale.one_worker_lr)
         }
     }
 

@@ -55,7 +55,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 def tuning(scale: Scale) -> Mapping[str, Arms]:
     """Inner rates of the three sides; outer rate and momentum of DiLoCo at the best of them."""
-    factors = (0.5, 1.0, 2.0)
+    factors = (2 / 3, 1.0, 1.5)
     return {
         ONE: {f"lr {lr:g}": scale.one_worker(inner={"lr": lr}) for lr in (scale.one_worker_lr * f for f in factors)},
         BATCH: {
