@@ -62,14 +62,21 @@ class RoundFailed(DiLoCoError):
     """This round gave no mean. The worker keeps its anchor and its own parameters and may train on."""
 
     def __init__(
-        self, reason: str, *, stopping: bool = False, resync: bool = True, silent: tuple[int, ...] = ()
+        self,
+        reason: str,
+        *,
+        stopping: bool = False,
+        resync: bool = True,
+        silent: tuple[int, ...] = (),
+        withheld: bool = False,
     ) -> None:
         """`stopping`: the workers end one turn after this round. `resync`: the others may have merged it.
 
-        `silent`: the workers that posted nothing before the deadline.
+        `silent`: the workers that posted nothing before the deadline. `withheld`: a state, before the first round,
+        which is sound and not for others yet.
         """
         super().__init__(reason)
-        self.reason, self.stopping, self.resync, self.silent = reason, stopping, resync, silent
+        self.reason, self.stopping, self.resync, self.silent, self.withheld = reason, stopping, resync, silent, withheld
 
 
 class SinkFailed(DiLoCoError):

@@ -159,7 +159,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.loop.refuse_while_evaluating()
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
-        if self.loop.inner_steps < self.warm_start.steps:
+        if self.loop.inner_steps < self.warm_start.averaged_steps:
             self.warm_start.refuse(closure, found_inf)
             self._warm_step(skip=False)
             return None
@@ -168,7 +168,13 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         else:
             self.skipped_steps += 1
         self.loop.inner_steps += 1
+        if self.warm_start.steps:
+            self._end_warm_step()
         return loss
+
+    def _end_warm_step(self) -> None:
+        if self.loop.inner_steps <= self.warm_start.steps:
+            self.warm_start.end_step()
 
     def average_gradients(self, weight: float | None = None) -> None:
         """During the warm start: every worker's gradients become their mean, before the loop clips them.
@@ -176,7 +182,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
         `weight`: of this worker's gradients in the mean (default: of its contributions).
         """
-        if self.loop.inner_steps < self.warm_start.steps:
+        if self.loop.inner_steps < self.warm_start.averaged_steps:
             self.warm_start.average(weight=weight)
 
     def _warm_step(self, *, skip: bool) -> None:
@@ -186,7 +192,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         else:
             self.skipped_steps += 1
         self.loop.inner_steps += 1
-        self.warm_start.end_step()
+        if self.warm_start.steps:
+            self._end_warm_step()
 
     def skip_step(self) -> None:
         """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
@@ -194,11 +201,13 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
         warm start this worker takes the step with the others' gradients.
         """
-        if self.loop.inner_steps < self.warm_start.steps:
+        if self.loop.inner_steps < self.warm_start.averaged_steps:
             self._warm_step(skip=True)
         else:
             self.skipped_steps += 1
             self.loop.inner_steps += 1
+        if self.warm_start.steps:
+            self._end_warm_step()
         self.loop.post()
         self.merge()
 

@@ -200,6 +200,21 @@ def test_training_begins_when_so_many_are_there_as_were_asked_for(
     assert swarm.events(0, "worker_finished")[0]["inner_steps"] == 0
 
 
+def test_a_worker_that_comes_during_the_warm_start_begins_after_it(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    sync, warm = replace(made[0].sync, warm_start=6), 6
+    config = replace(made[0], sync=sync, swarm=replace(made[0].swarm, min_workers=2))
+    swarm = Swarm((config, made[1]), tmp_path)
+    swarm.start(swarm.worker(0))  # it waits for the second one after the warm start, not before it
+    swarm.start(swarm.worker(1))  # built when the warm start is over
+    swarm.end()
+    assert warm <= swarm.events(1, "joined")[0]["step"] < warm + sync.num_inner_steps
+    ends = [swarm.events(number, "worker_finished")[0] for number in (0, 1)]
+    assert {(end["inner_steps"], end["anchor_digest"]) for end in ends} == {(STEPS, ends[0]["anchor_digest"])}
+    assert swarm.events(0, "round")[0]["step"] == warm + sync.num_inner_steps
+
+
 def test_no_failed_fetch_of_a_state_ends_a_worker(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
     swarm = Swarm(made, tmp_path)
     swarm.meeting.drop = frozenset({(1, 3)})

@@ -1,5 +1,6 @@
 """The warm start: data-parallel steps before the first round, by the same optimizer."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from torch import nn
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
 from diloco.engines.local import alone
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.errors import ConfigError, EngineError
 from diloco.optimizer import DiLoCo
 from diloco.training.data_parallel import DataParallel
+from diloco.training.swarm.warm_start import wait_for_warm_start
 from support.elastic import ElasticWorld
 from support.problem import build, flat, loss_of, net, train
 from support.threads import in_threads
@@ -199,6 +202,62 @@ def test_what_a_warm_start_cannot_average_is_refused() -> None:
         SyncConfig(warm_start=-1)
 
 
-def test_a_swarm_refuses_a_warm_start_and_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="begin the swarm with the model"):
-        ElasticWorld(1, SYNC)
+def alone_for(steps: int) -> torch.Tensor:
+    """The parameters of one worker that trains without DiLoCo."""
+    model = net()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        inner.zero_grad()
+        loss_of(model, 0, step).backward()
+        inner.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("sync", [SYNC, SyncConfig(4, fragments=2, warm_start=WARM, outer_overlap="eager")])
+def test_in_a_swarm_the_founder_takes_the_warm_start_alone_and_joiners_begin_where_it_ends(sync: SyncConfig) -> None:
+    world = ElasticWorld(1, sync)
+    world.step(times=2)
+    joining = threading.Thread(target=world.join, args=(1,), daemon=True)
+    joining.start()
+    world.step(0, times=WARM - 3)
+    joining.join(0.05)
+    assert joining.is_alive() and 1 not in world.workers, "it waits for the end of the warm start"
+    world.step(0)
+    joining.join(60)
+    assert torch.equal(flat(world.workers[0].model), alone_for(WARM))
+    joiner = world.workers[1]
+    assert joiner.loop.inner_steps == WARM and torch.equal(flat(joiner.model), alone_for(WARM))
+    rounds = []
+    joiner.loop.on_round = rounds.append
+    world.step(times=2 * sync.num_inner_steps)
+    world.finish()
+    assert len(world.digests()) == 1
+    assert torch.equal(flat(joiner.model), flat(world.workers[0].model))
+    first = joiner.loop.schedule.post_step(0) - WARM
+    assert rounds[0].result.total_weight == 2 * first, "the warm start is in no mean"
+
+
+@pytest.mark.parametrize("saved_at", [2, WARM])
+def test_the_founder_of_a_swarm_goes_on_with_its_warm_start_bit_for_bit(saved_at: int) -> None:
+    whole, cut = ElasticWorld(1, SYNC), ElasticWorld(1, SYNC)
+    whole.step(times=WARM + 2 * H)
+    cut.step(times=saved_at)
+    kept = cut.workers[0].optimizer.state_dict(), cut.workers[0].model.state_dict()
+    resumed = ElasticWorld(1, SYNC)
+    resumed.workers[0].optimizer.load_state_dict(kept[0])
+    resumed.workers[0].model.load_state_dict(kept[1])
+    resumed.step(times=WARM + 2 * H - saved_at)
+    assert torch.equal(flat(resumed.workers[0].model), flat(whole.workers[0].model))
+    assert resumed.digests() == whole.digests()
+
+
+def test_a_joiner_tells_how_far_the_warm_start_is_and_stops_waiting_if_its_founder_is_lost() -> None:
+    def status(*members: tuple[int, bool]) -> RunStatus:
+        listed = tuple(MemberStatus(n, has_state=True, position=p, live=live) for n, (p, live) in enumerate(members))
+        return RunStatus("", listed, None, {}, {})
+
+    for last in (status((WARM, True)), status((3, False)), status()):
+        told: list[dict[str, int]] = []
+        answers = iter([status((2, True)), status((3, True)), last])
+        wait_for_warm_start(answers.__next__, WARM, lambda _, told=told, **fields: told.append(fields))
+        assert told == [{"step": 2, "steps": WARM}] and next(answers, None) is None

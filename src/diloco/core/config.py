@@ -149,7 +149,8 @@ class SyncConfig:
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
     warm_start: int = option(0, unused_with=_DATA_PARALLEL)
-    """Inner steps at the start that are data-parallel: gradients are averaged at every step. 0: none."""
+    """Inner steps at the start that are data-parallel: gradients are averaged at every step; in a swarm one worker
+    takes them alone, and others join after them. 0: none."""
     outer_overlap: Literal["none", "eager", "delayed"] = option("none", unused_with=_DATA_PARALLEL)
     """eager: a round travels during the whole next one, and each worker's own share of it counts at once (1-outer-step
     overlap); delayed: the same without that share, for comparison."""

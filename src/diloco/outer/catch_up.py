@@ -106,7 +106,7 @@ class CatchUp:
         """Where the others are, as far as is known; in any case after the last round and before the next one."""
         sequence = theirs.numbers["sequence"]
         position = theirs.numbers.get("inner_steps", 0) if theirs.position is None else theirs.position
-        after = self._schedule.post_step(sequence - 1) if sequence else 0
+        after = self._schedule.post_step(sequence - 1) if sequence else self._schedule.warm_start
         return max(after, min(position, self._schedule.post_step(sequence) - 1))
 
     def _check(self, states: Sequence[GlobalState], *, start: bool) -> None:

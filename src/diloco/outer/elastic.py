@@ -81,6 +81,8 @@ class ElasticMembership(Policy):
         with self.state.lock:
             if not self._joined or (self.missed is not None and self.missed.diverged):
                 raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
+            if self.state.inner_steps < self.schedule.warm_start:  # joiners ask again until it is over
+                raise RoundFailed("the warm start is not over", withheld=True)
             return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.loop.note())
 
     # What is due

@@ -240,7 +240,9 @@ def _round(view: RunView) -> Text:
         return Text(f"averaging gradients at every step · {_members(view)}", style="dim")
     warm, H = view.config.sync.warm_start, view.config.sync.num_inner_steps
     if view.step < warm:
-        return Text(f"warm start: averaging gradients up to step {warm} · first round after step {warm + H}", "dim")
+        alone = view.config.engine == "swarm"
+        doing = "one worker trains alone, others wait," if alone else "averaging gradients"
+        return Text(f"warm start: {doing} up to step {warm} · first round after step {warm + H}", "dim")
     if view.round_in_progress is not None:
         state = f"round {view.round_in_progress + 1} in progress"
     elif view.config.sync.fragments > 1 or view.config.sync.fragments_by_hand:

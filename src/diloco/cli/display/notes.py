@@ -98,6 +98,12 @@ class RunNotes:
             f"{event['present']} of {event['wanted']} workers are present (swarm.min_workers): waiting for the rest"
         )
 
+    def _on_warm_start(self, event: Event) -> None:
+        self._note(
+            f"worker {event['worker']} waits for the end of the warm start, which one worker trains alone: it is at "
+            f"step {event['step']} of {event['steps']}"
+        )
+
     def _on_resync(self, event: Event) -> None:
         self._note(f"worker {event['worker']} has fetched the others' state: {event['reason']}")
 

@@ -108,14 +108,15 @@ def _rounds(summary: Summary) -> str:
         return f"{summary['rounds']:,} (gradients averaged at every step)"
     failed = f", {summary['rounds_failed']} failed" if summary["rounds_failed"] else ""
     dropped = summary.get("rounds_dropped")
-    failed += f", {dropped} contributions dropped on purpose" if dropped else ""
+    failed += f", {dropped} contribution{'s' * (dropped > 1)} dropped on purpose" if dropped else ""
     often = f"{summary['num_inner_steps']}{' or more' if summary.get('resolved', {}).get('sync.growth') else ''}"
     return f"{summary['rounds']:,}{failed}, one every {often} inner steps, {summary['codec']}"
 
 
 def _warm_start(summary: Summary) -> str:
     steps = summary.get("resolved", {}).get("sync.warm_start")
-    return f"the first {steps:,} steps, data-parallel" if steps and summary["mode"] == "diloco" else ""
+    how = "by one worker alone" if summary.get("engine") == "swarm" else "data-parallel"
+    return f"the first {steps:,} steps, {how}" if steps and summary["mode"] == "diloco" else ""
 
 
 def _baseline(summary: Summary) -> str:

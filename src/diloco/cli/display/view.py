@@ -14,6 +14,7 @@ _DOING = {  # by a worker's state before its first step is over
     "started": "starting the workers",
     "joined": "taking the first step",
     "waiting": "waiting for more workers (swarm.min_workers)",
+    "warm_start": "waiting for the end of the warm start, which one worker trains alone",
 }
 
 

@@ -179,8 +179,8 @@ class SwarmEngine(Engine):
             return None
         try:
             return self._provider().numbers["sequence"]
-        except RoundFailed:
-            return None
+        except RoundFailed as failure:
+            return 0 if failure.withheld else None
 
     # Files, progress and status
 

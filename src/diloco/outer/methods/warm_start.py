@@ -1,5 +1,9 @@
 """The warm start: the first inner steps of a run are data-parallel, as the paper's pre-training phase is.
 
+In a swarm, where a step cannot wait for workers that come and go, the founder takes them alone: nothing is averaged,
+and joiners get no state before the last of them (`ElasticMembership`), so that they begin where the warm start ends.
+What follows is about a fixed set of workers.
+
 At each of these steps the workers average their gradients and then take the same inner step, so that parameters and
 inner optimizer state stay equal; the anchor follows the parameters. The outer loop begins when they are over: its first
 round comes H inner steps later. From scratch this decides, since the outer gradients of workers that have barely begun
@@ -34,12 +38,8 @@ class WarmStart:
 
     def __init__(self, loop: OuterLoop) -> None:
         self._loop, self.steps = loop, loop.sync.warm_start
-        if self.steps and loop.engine.elastic:
-            raise ConfigError(
-                f"sync.warm_start = {self.steps} averages gradients among a fixed set of workers, and in a swarm "
-                "workers come and go: train these steps with engine = torch_distributed, and begin the swarm with "
-                "the model that they give (--model RUN/model)"
-            )
+        self.averaged_steps = 0 if loop.engine.elastic else self.steps
+        """Those of them that average gradients."""
         if self.steps and not isinstance(loop.replica, Replica):
             raise ConfigError(
                 f"sync.warm_start = {self.steps} is for workers of one rank, and these have several: train these "
@@ -52,8 +52,8 @@ class WarmStart:
 
     @property
     def active(self) -> bool:
-        """The next inner step belongs to the warm start."""
-        return self._loop.inner_steps < self.steps
+        """The next inner step averages gradients."""
+        return self._loop.inner_steps < self.averaged_steps
 
     def refuse(self, closure: object | None, found_inf: Tensor | None) -> None:
         """What cannot be averaged: gradients that only the inner optimizer's step computes, or with a scale each."""
@@ -112,7 +112,7 @@ class WarmStart:
                     for eager in eagers(loop.replica.lanes, index):
                         eager.reset()
                     state.merged_at[index] = state.steps_taken
-        if not self.active:
+        if loop.inner_steps >= self.steps:
             self._gradients = None
             self.take_digests()
 

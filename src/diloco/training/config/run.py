@@ -108,7 +108,7 @@ class RunConfig:
                 "compute.precision = fp16 has a loss scale for each worker, whose gradients cannot be averaged as they "
                 "are: use bf16 or fp32 in mode data-parallel"
             )
-        if self.compute.precision == "fp16" and self.sync.warm_start:
+        if self.compute.precision == "fp16" and self.sync.warm_start and self.engine != "swarm":
             raise ConfigError(
                 f"compute.precision = fp16 has a loss scale for each worker, and sync.warm_start = "
                 f"{self.sync.warm_start} averages gradients: use bf16 or fp32, or leave the warm start out"
@@ -161,11 +161,10 @@ class RunConfig:
             return
         if self.mode != "diloco":
             raise ConfigError(f"mode = {self.mode} averages among a fixed set of workers: leave out engine = swarm")
-        if self.sync.warm_start:
+        if self.sync.warm_start >= self.steps:
             raise ConfigError(
-                f"sync.warm_start = {self.sync.warm_start} averages gradients among a fixed set of workers: train "
-                "these steps without engine = swarm, and begin the swarm with the model that they give "
-                "(--model RUN/model)"
+                f"sync.warm_start = {self.sync.warm_start}: in a swarm one worker takes these steps alone, and with "
+                f"steps = {self.steps} none would be left for the others; lower it or raise steps"
             )
         if self.ranks != "1":
             raise ConfigError(

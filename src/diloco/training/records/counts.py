@@ -79,7 +79,7 @@ class RunCounts:
         handler = getattr(self, f"_on_{event['type']}", None)
         if handler is not None:
             handler(event, worker)
-        elif event["type"] in ("alone", "waiting"):
+        elif event["type"] in ("alone", "waiting", "warm_start"):
             worker.state = event["type"]
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:

@@ -128,7 +128,7 @@ def _averaging(
         travelling["shared with the network process"] = 2 * encoded
     elif not place.alone:
         travelling["arriving outer gradients"] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
-    if config.sync.warm_start and not place.alone:  # as in data-parallel training
+    if config.sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
         travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
     return outer, travelling
 

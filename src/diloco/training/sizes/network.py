@@ -32,7 +32,7 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
 
 def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
     """Bytes that a worker sends in all steps of the warm start."""
-    if workers == 1 or not config.sync.warm_start:
+    if workers == 1 or not config.sync.warm_start or config.engine == "swarm":  # a swarm's is one worker's alone
         return 0
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))

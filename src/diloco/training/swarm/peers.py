@@ -127,18 +127,18 @@ class SwarmPeers(Peers):
         self._failing_since: float | None = None
         self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
-        self._step_seconds = 0.0
+        self._step_seconds, self._tokens, self._loss = 0.0, 0, math.nan
         self._listed = 0.0
+        self._stopped: Callable[[], bool] = lambda: False
         outer.note, outer.on_resync = self._write_note, self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
         """The present members share the text out; at the first step of a run, wait until min_workers are there."""
-        outer, self._thread = self._outer, threading.get_ident()
+        outer, self._thread, self._stopped = self._outer, threading.get_ident(), stopped
         outer.end_at(self._config.steps)
         if joined:
             self._events.emit("joined", step=outer.inner_steps, rounds=outer.sequence)
-        if outer.inner_steps == 0:
-            self._wait_for_others(stopped)
+        self._wait_for_others()
         if joined:
             self._read_state_note()
             self.claims.begin(present(self._engine), self._reader)
@@ -147,13 +147,17 @@ class SwarmPeers(Peers):
         self._write_note()
         self._last_step = time.monotonic()
 
-    def _wait_for_others(self, stopped: Callable[[], bool]) -> None:
-        """Until swarm.min_workers members are there, however long that takes."""
+    def _wait_for_others(self) -> None:
+        """At the first step, or after a warm start, in which others cannot join: until swarm.min_workers members are
+        there, however long that takes."""
+        if self._outer.inner_steps != self._config.sync.warm_start:
+            return
         wanted, reported = self._config.swarm.min_workers, -1
-        while (here := len(present(self._engine))) < wanted and not stopped():
+        while (here := len(present(self._engine))) < wanted and not self._stopped():
             if here != reported:
                 self._events.emit("waiting", present=here, wanted=wanted)
                 reported = here
+            self._tell_progress()  # joiners wait for the end of a warm start
             time.sleep(_POLL_SECONDS)
 
     # Saved: how far all known readers have read the text
@@ -172,6 +176,8 @@ class SwarmPeers(Peers):
     # Steps
 
     def before_step(self) -> None:
+        if self._config.sync.warm_start:
+            self._wait_for_others()
         if self._fetcher.arrived.is_set():
             self._fetcher.arrived.clear()
             if self.claims.take(self._reader):
@@ -186,11 +192,15 @@ class SwarmPeers(Peers):
         self._last_step = now
         if self._noted != self._validation.announced_step:  # a joiner gets the latest figure with the state
             self._write_note()
+        self._tokens, self._loss = tokens, math.nan if loss is None else loss
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
         if self._swarm is not None:  # the engine sends it at most twice a second
             self._swarm.progress(
                 inner_steps=self._outer.inner_steps,
-                tokens=tokens,
-                loss=math.nan if loss is None else loss,
+                tokens=self._tokens,
+                loss=self._loss,
                 step_seconds=self._step_seconds,
             )
 

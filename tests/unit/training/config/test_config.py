@@ -181,7 +181,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(
         (["--sync.fragments", "0"], ["sync.fragments", "0", "at least 1"]),
         (["--sync.overlap_steps", "9", "--H", "9"], ["sync.overlap_steps", "9", "below"]),
         (["--sync.warm_start", "-1"], ["sync.warm_start", "-1", "at least 0"]),
-        (["--sync.warm_start", "5", "--engine", "swarm"], ["sync.warm_start", "5", "--model RUN/model"]),
+        (["--sync.warm_start", "5", "--engine", "swarm", "--steps", "5"], ["sync.warm_start", "5", "lower it"]),
         (["--sync.warm_start", "5", "--ranks", "2"], ["sync.warm_start", "5", "ranks = 2", "--model RUN/model"]),
         (["--sync.warm_start", "5", "--compute.precision", "fp16"], ["sync.warm_start", "5", "fp16", "bf16"]),
         (["--sync.mixing", "1"], ["sync.mixing", "1", "below 1"]),
