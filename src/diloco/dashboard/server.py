@@ -18,6 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from diloco.dashboard.access import Access
+from diloco.dashboard.metrics import CONTENT_TYPE, exposition
 from diloco.dashboard.runs import Run, RunFolder
 from diloco.dashboard.series import MOST_POINTS
 
@@ -38,6 +39,7 @@ def build_app(runs: RunFolder, token: str | None) -> Starlette:
         Route("/page/{file}", server.file),
         Route("/api/runs", server.list_runs),
         Route("/api/stream", server.stream),
+        Route("/metrics", server.metrics),
         Route("/api/run/{run:path}/state", server.state),
         Route("/api/run/{run:path}/series", server.series),
         Route("/api/run/{run:path}/rounds", server.rounds),
@@ -93,6 +95,18 @@ class _Server:
 
     async def config(self, request: Request) -> Response:
         return _json(await asyncio.to_thread(self._run(request).config))
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus: of all runs, or of those named (`?run=NAME`)."""
+        names = request.query_params.getlist("run")
+
+        def text() -> str:
+            found = self._runs.find()
+            if unknown := [name for name in names if name not in found]:
+                raise HTTPException(404, f"there is no run {unknown[0]!r}")
+            return exposition([found[name].state() for name in dict.fromkeys(names or found)])
+
+        return Response(await asyncio.to_thread(text), headers=_FRESH | {"content-type": CONTENT_TYPE})
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events: the version of each followed run, whenever it has changed."""

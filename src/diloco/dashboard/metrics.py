@@ -1,0 +1,131 @@
+"""A run's state as Prometheus reads it: the text exposition format, version 0.0.4.
+
+A pure function of what the page shows (snapshot.py), so that both count the same. A number that is not known has no
+sample. After a resume a counter can be lower than before, which Prometheus takes for a restart.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_GONE = ("left", "lost", "banned", "excluded")
+Json = Mapping[str, Any]
+Sample = tuple[dict[str, str], object]
+"""Labels besides `run`, and a value."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("diloco_run_status", "gauge", "1 for the status that the run has: training, complete, failed, …"),
+        Metric("diloco_last_event_timestamp_seconds", "gauge", "When the run wrote its last event, since 1970."),
+        Metric("diloco_step", "gauge", "Inner steps of the slowest worker; in a swarm, of the furthest local one."),
+        Metric("diloco_steps", "gauge", "Inner steps that the run shall take."),
+        Metric("diloco_loss", "gauge", "Mean training loss of the workers of this machine."),
+        Metric("diloco_validation_loss", "gauge", "Latest validation loss."),
+        Metric("diloco_validation_perplexity", "gauge", "Latest validation perplexity."),
+        Metric("diloco_tokens_total", "counter", "Tokens that all known workers have trained on."),
+        Metric("diloco_tokens_per_second", "gauge", "Of all workers that train, each since its start."),
+        Metric("diloco_utilization_ratio", "gauge", "Share of the time that was not spent on rounds, since the start."),
+        Metric("diloco_rounds_total", "counter", "Merged rounds."),
+        Metric("diloco_rounds_failed_total", "counter", "Rounds that gave a worker of this machine no mean."),
+        Metric("diloco_contributions_refused_total", "counter", "Contributions that are in no mean."),
+        Metric("diloco_round_seconds", "gauge", "How long the latest merged round took."),
+        Metric("diloco_bytes_sent_total", "counter", "Bytes that a worker has sent for rounds."),
+        Metric("diloco_data_parallel_bytes", "gauge", "Bytes that a worker would have sent, data-parallel."),
+        Metric("diloco_members", "gauge", "Members of the run, by state."),
+        Metric("diloco_worker_step", "gauge", "Inner steps of a worker."),
+        Metric("diloco_worker_lag_steps", "gauge", "Steps that a worker is behind the furthest one."),
+        Metric("diloco_worker_tokens_per_second", "gauge", "Of a worker, since its start."),
+        Metric("diloco_worker_loss", "gauge", "Training loss of a worker."),
+    )
+}
+
+
+def exposition(states: Sequence[Json]) -> str:
+    """`states`: of each run, as `snapshot` makes them, with its name as `run`."""
+    found: dict[str, list[str]] = {name: [] for name in METRICS}
+    for state in states:
+        for name, (labels, value) in _samples(state):
+            number = _number(value)
+            if number is not None:
+                found[name].append(f"{name}{_labels({'run': str(state['run'])} | labels)} {number}\n")
+    lines = []
+    for name, samples in found.items():
+        if samples:
+            metric = METRICS[name]
+            lines += [f"# HELP {name} {_escaped(metric.help)}\n", f"# TYPE {name} {metric.kind}\n", *samples]
+    return "".join(lines)
+
+
+def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
+    rounds, validation, last = state["rounds"], state["validation"] or {}, state["rounds"]["last"] or {}
+    plain = {
+        "diloco_last_event_timestamp_seconds": state["last_time"],
+        "diloco_step": state["step"],
+        "diloco_steps": state["steps"],
+        "diloco_loss": state["loss"],
+        "diloco_validation_loss": validation.get("loss"),
+        "diloco_validation_perplexity": validation.get("perplexity"),
+        "diloco_tokens_total": state["tokens"],
+        "diloco_tokens_per_second": state["tokens_per_second"],
+        "diloco_utilization_ratio": state["utilization"],
+        "diloco_rounds_total": rounds["merged"],
+        "diloco_rounds_failed_total": rounds["failed"],
+        "diloco_contributions_refused_total": rounds["refused"],
+        "diloco_round_seconds": last.get("seconds"),
+        "diloco_data_parallel_bytes": state["communication"]["data_parallel_bytes_per_worker"],
+    }
+    yield "diloco_run_status", ({"status": str(state["status"])}, 1)
+    for name, value in plain.items():
+        yield name, ({}, value)
+    counts = Counter(str(one["state"]) for one in state["members"] or state["workers"])
+    for which, count in sorted(counts.items()):
+        yield "diloco_members", ({"state": which or "training"}, count)
+    for worker in state["workers"]:
+        label = {"worker": str(worker["worker"])}
+        yield "diloco_bytes_sent_total", (label, worker["bytes_sent"])
+        yield "diloco_worker_tokens_per_second", (label, worker["tokens_per_second"])
+        yield "diloco_worker_loss", (label, worker["loss"])
+    steps = _steps(state)
+    for number, step in sorted(steps.items()):
+        yield "diloco_worker_step", ({"worker": str(number)}, step)
+        yield "diloco_worker_lag_steps", ({"worker": str(number)}, max(steps.values()) - step)
+
+
+def _steps(state: Json) -> dict[int, float]:
+    """By worker; without members of a swarm that are gone."""
+    steps = {one["worker"]: one["step"] for one in state["workers"]}
+    for one in state["members"]:
+        if one["state"] in _GONE:
+            steps.pop(one["member"], None)
+        elif one["step"] is not None:
+            steps[one["member"]] = max(one["step"], steps.get(one["member"]) or 0)
+    return {worker: step for worker, step in steps.items() if step is not None}
+
+
+def _number(value: object) -> str | None:
+    """None for what is no number: nan has a meaning for Prometheus, which no field of a run has."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    quoted = (f'{name}="{_escaped(value, quotes=True)}"' for name, value in labels.items())
+    return "{" + ",".join(quoted) + "}"
+
+
+def _escaped(text: str, *, quotes: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quotes else text
