@@ -1,0 +1,148 @@
+"""One worker is three times slower than the others: how long they wait for it, and whether all its work counts.
+
+Three processes on this machine train a small model over gloo; an inner step is a real one, and a sleep that stands for
+the computation of a large model. Each way of averaging runs by itself, the classic one for a quarter of the rounds:
+
+    classic   every worker takes H inner steps in a round
+    dynamic   sync.dynamic_steps: a slower worker takes fewer, by its measured speed
+    streamed  the same with fragments, overlap and mixing
+
+    idle      the share of a worker's time that it spends on rounds instead of inner steps: waiting, above all
+    in means  the inner steps of a worker that are in a mean, of those that it took
+    steps/s   inner steps of all workers together, in a second
+
+The first round is of H steps everywhere, since no speed is known before it; `idle` counts it, `later` does not.
+Target: with dynamic steps the fast workers idle at most 5 %, and every step of every worker is in a mean.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from diloco.core.config import SyncConfig
+from diloco.engines.connect import join
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.optimizer import DiLoCo
+from measuring import write_results
+
+WORKERS, SLOW, TIMES_SLOWER, H = 3, 2, 3.0, 30
+WAYS = {
+    "classic": SyncConfig(H, timeout_seconds=120.0),
+    "dynamic": SyncConfig(H, dynamic_steps=True, timeout_seconds=120.0),
+    "streamed": SyncConfig(H, fragments=2, overlap_steps=5, mixing=0.5, dynamic_steps=True, timeout_seconds=120.0),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one worker saw."""
+
+    steps: int
+    steps_in_means: float
+    seconds: float
+    idle: float
+    idle_later: float
+    """After the first round."""
+    digest: str
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, results: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    join("a file", dist.FileStore(path, WORKERS), rank, WORKERS, 60.0)
+    engine, model = TorchDistributedEngine(timeout_seconds=120.0, owns_world=True), Blocks()
+    optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), engine, sync=WAYS[way])
+    in_means, fragments = [0.0], optimizer.loop.state.num_fragments
+    optimizer.on_round = lambda event: in_means.append(
+        event.result.members[rank].weight if event.result is not None and rank in event.result.contributors else 0.0
+    )
+    compute = step_seconds * (TIMES_SLOWER if rank == SLOW else 1.0)
+    began, first = time.monotonic(), (0.0, 0.0)
+    while optimizer.position < rounds * H:
+        x = torch.randn(8, 64)
+        optimizer.zero_grad()
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        time.sleep(compute)
+        optimizer.step()
+        if first[0] == 0.0 and optimizer.position >= H + 5:  # the first round is merged on all
+            first = (time.monotonic() - began, optimizer.loop.sync_seconds)
+    seconds, waited = time.monotonic() - began, optimizer.loop.sync_seconds
+    steps = optimizer.loop.state.steps_taken
+    optimizer.finish()
+    results.send(
+        Measured(
+            steps,
+            sum(in_means) / fragments,
+            seconds,
+            waited / seconds,
+            (waited - first[1]) / (seconds - first[0]),
+            optimizer.anchor_digest(),
+        )
+    )
+    engine.close()
+
+
+def run(way: str, rounds: int, step_seconds: float) -> list[Measured]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(WORKERS):
+            receive, send = context.Pipe(duplex=False)
+            arguments = (rank, str(Path(folder) / "rendezvous"), way, rounds, step_seconds, send)
+            processes.append(context.Process(target=train, args=arguments, daemon=True))
+            pipes.append(receive)
+            processes[-1].start()
+        found: list[Measured] = [pipe.recv() for pipe in pipes]
+        for process in processes:
+            process.join(30.0)
+    assert len({one.digest for one in found}) == 1, "the workers ended with different parameters"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="of a fast worker")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    table = Table("way", "worker", "steps", "in means", "idle", "later", "steps/s of all")
+    measured: dict[str, list[Measured]] = {}
+    for way in options.ways:
+        measured[way] = run(way, options.rounds // 4 if way == "classic" else options.rounds, options.step_seconds)
+        rate = sum(one.steps for one in measured[way]) / max(one.seconds for one in measured[way])
+        for worker, one in enumerate(measured[way]):
+            name = f"{worker}, {TIMES_SLOWER:g} x slower" if worker == SLOW else str(worker)
+            shares = (f"{one.steps_in_means / one.steps:.1%}", f"{one.idle:.1%}", f"{one.idle_later:.1%}")
+            table.add_row(way, name, str(one.steps), *shares, "" if worker else f"{rate:.1f}")
+    Console().print(table)
+    if options.save:
+        setting = {"workers": WORKERS, "times_slower": TIMES_SLOWER, "H": H, "rounds": options.rounds}
+        ways = {way: [asdict(one) for one in found] for way, found in measured.items()}
+        write_results("heterogeneous", {**setting, "step_seconds": options.step_seconds, "ways": ways})
+
+
+if __name__ == "__main__":
+    main()
