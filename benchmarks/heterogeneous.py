@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from diloco.core.config import SyncConfig
 from diloco.engines.connect import join
@@ -71,7 +71,7 @@ class Blocks(nn.Module):
 def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, results: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    join("a file", dist.FileStore(path, WORKERS), rank, WORKERS, 60.0)
+    join("a file", FileStore(path, WORKERS), rank, WORKERS, 60.0)
     engine, model = TorchDistributedEngine(timeout_seconds=120.0, owns_world=True), Blocks()
     optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), engine, sync=WAYS[way])
     in_means, fragments = [0.0], optimizer.loop.state.num_fragments

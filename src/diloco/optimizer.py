@@ -23,7 +23,14 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
-from diloco.outer.arguments import check_model_inner_engine, chosen_outer, growing_rounds, sync_config
+from diloco.outer.arguments import (
+    asynchronous_parts,
+    check_model_inner_engine,
+    chosen_outer,
+    growing_rounds,
+    sync_config,
+)
+from diloco.outer.asynchronous import AsynchronousWorkers
 from diloco.outer.elastic import ElasticMembership
 from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
@@ -128,12 +135,15 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.inner = inner
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
+        outer, policy = chosen_outer(outer), ElasticMembership if engine.elastic else FixedMembership
+        if sync.asynchronous:
+            engine, outer, policy = *asynchronous_parts(engine, outer, sync), AsynchronousWorkers
         self.loop = OuterLoop(
             model_tensors(model, inner),
             engine,
             sync,
-            chosen_outer(outer),
-            ElasticMembership if engine.elastic else FixedMembership,
+            outer,
+            policy,
             weight=weight,
             identity=identity,
             inner=inner,

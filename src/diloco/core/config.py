@@ -10,6 +10,9 @@ from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
 _DATA_PARALLEL = ("mode", "data-parallel")
+_DEFAULTS_OFF = {
+    "overlap_steps": 0, "mixing": 0.0, "outer_overlap": "none", "fragments": 1, "warm_start": 0, "offload": False,
+}  # fmt: skip
 COARSE_CODECS = ("2bit", "topk")
 """They leave out so much of a vector that they are made for error feedback."""
 OUTER_NUMBERS: dict[str, dict[str, float]] = {
@@ -163,6 +166,10 @@ class SyncConfig:
 
     dynamic_steps: bool = option(False, unused_with=_DATA_PARALLEL)
     """A slower worker takes fewer inner steps in a round, by its measured speed, so that all arrive together."""
+    asynchronous: bool = option(False, unused_with=_DATA_PARALLEL)
+    """No round waits: each outer gradient moves the anchor when it arrives, and its worker goes on from there."""
+    momentum_arrivals: int | None = option(None, unused_with=_DATA_PARALLEL)
+    """With asynchronous: the outer momentum moves with every so many arrivals (delayed Nesterov; default: workers)."""
 
     def __post_init__(self) -> None:
         if self.num_inner_steps < 1:
@@ -173,6 +180,7 @@ class SyncConfig:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
         if self.outer_overlap != "none":
             self._check_outer_overlap()
+        self._check_asynchronous()
         if self.growth is not None and not 0 < self.growth < math.inf:
             raise ConfigError(f"sync.growth = {self.growth} must be finite and above 0")
         if self.growth is not None and self.dynamic_steps:
@@ -220,6 +228,36 @@ class SyncConfig:
                 raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
         if self.prune is not None and not 0 < self.prune < 1:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
+
+    def _check_asynchronous(self) -> None:
+        if not self.asynchronous:
+            if self.momentum_arrivals is not None:
+                raise ConfigError(
+                    f"sync.momentum_arrivals = {self.momentum_arrivals} has no effect without sync.asynchronous = true:"
+                    " give that too, or leave it out"
+                )
+            return
+        if self.momentum_arrivals is not None and self.momentum_arrivals < 1:
+            raise ConfigError(f"sync.momentum_arrivals = {self.momentum_arrivals} must be at least 1")
+        reasons = {
+            "overlap_steps": "an exchange is with the anchor alone and waits for no worker that could be overlapped",
+            "mixing": "the anchor's answer holds the worker's own steps already",
+            "outer_overlap": "there is no round of others to be late with",
+            "fragments": "all of the model travels with each arrival, and its momentum counts whole arrivals",
+            "fragments_by_hand": "all of the model travels with each arrival, and its momentum counts whole arrivals",
+            "warm_start": "its steps are synchronous; begin with the model that a run with a warm start gives",
+            "growth": "rounds of different lengths would arrive with different weights",
+            "offload": "the anchor is in worker 0's CPU memory already",
+            "feedback_decay": "an error that is sent later would arrive at an anchor that others have moved",
+        }
+        for name, reason in reasons.items():
+            given, off = getattr(self, name), _DEFAULTS_OFF.get(name)
+            if given != off:
+                shown = "error_feedback" if name == "feedback_decay" else name
+                value = (
+                    f"codec = {self.codec}, sync.error_feedback" if name == "feedback_decay" else f"{shown} = {given}"
+                )
+                raise ConfigError(f"sync.asynchronous = true and sync.{value}: {reason}; leave out one of the two")
 
     def _check_outer_overlap(self) -> None:
         for name, off in (

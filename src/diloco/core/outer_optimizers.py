@@ -39,6 +39,10 @@ class OuterOptimizer(ABC):
         if self.course is not None:
             check_course(self.course, self.name)
 
+    def held_by(self, worker: int) -> "OuterOptimizer":  # noqa: ARG002 - all hold the same but for asynchronous ones
+        """What a worker keeps of it."""
+        return self
+
     def at(self, turn: int) -> "OuterOptimizer":
         """The optimizer, with fixed numbers, of the rounds of a turn (core/schedule.py), counted from 0."""
         if self.course is None:

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Claim, diverged
+from diloco.engines.asynchronous.engine import Link, LocalLink
+from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
 from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
@@ -34,6 +36,8 @@ class LocalSwarm:
         self.changed = threading.Condition()
         self.rounds: dict[int, _Round] = {}
         self.providers: dict[int, Callable[[], GlobalState]] = {}
+        self.anchor_place: list[AnchorServer] = []
+        """Where worker 0 puts the anchor of asynchronous workers."""
 
     def engines(self) -> list["LocalEngine"]:
         return [LocalEngine(self, worker) for worker in range(self.workers)]
@@ -115,6 +119,10 @@ class LocalEngine(Engine):
             with self.swarm.changed:
                 self.swarm.changed.wait(_POLL_SECONDS)
         raise EngineError(f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first")
+
+    def anchor_link(self, timeout_seconds: float) -> Link:
+        del timeout_seconds
+        return LocalLink(self.swarm.anchor_place, self.swarm.changed)
 
     def close(self) -> None:
         self.closed = True

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.core.merging import num_products
+from diloco.engines.asynchronous.engine import Link
+from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
@@ -97,6 +99,13 @@ class TorchDistributedEngine(Engine):
     def fetch_state(self) -> GlobalState | None:
         """Collective: every worker's state becomes that of the source, in place. The source gets None."""
         return self._submit(self._broadcast_state, self._timeout_seconds).result()
+
+    def anchor_link(self, timeout_seconds: float) -> Link:
+        def gather(mine: bytes) -> list[bytes]:
+            deadline = time.monotonic() + self._timeout_seconds
+            return self._submit(lambda: self._gather(mine, deadline), self._timeout_seconds).result()
+
+        return SocketLink(self.worker, gather, timeout_seconds)
 
     @property
     def broken(self) -> bool:

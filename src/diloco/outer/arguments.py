@@ -7,9 +7,13 @@ from torch import nn
 
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
+from diloco.core.delayed_nesterov import DelayedNesterov
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
 from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
+from diloco.engines.asynchronous.engine import AsynchronousEngine
 from diloco.engines.base import Connection
+from diloco.engines.local import LocalEngine
+from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop
 
@@ -97,6 +101,25 @@ def chosen_outer(outer: object) -> OuterOptimizer:
         f"outer is {_described(outer)}{why}, and must be one of diloco's outer optimizers ({own}), such as "
         f"diloco.SGD(lr=1.0), or a name: {', '.join(OUTER_OPTIMIZERS)}"
     )
+
+
+def asynchronous_parts(
+    engine: Connection, outer: OuterOptimizer, sync: SyncConfig
+) -> tuple[AsynchronousEngine, DelayedNesterov]:
+    """The engine and the outer optimizer of asynchronous workers, from those that were given."""
+    if not isinstance(engine, (LocalEngine, TorchDistributedEngine)):
+        raise ConfigError(
+            "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
+            "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "
+            "waited for longer than patience allows: leave it out there"
+        )
+    if not isinstance(outer, Nesterov) or outer.course is not None:
+        raise ConfigError(
+            f"sync.asynchronous = true needs the outer optimizer 'nesterov' with constant numbers, whose momentum is "
+            f"delayed, and outer is {_described(outer)}: leave outer out, or give diloco.Nesterov(lr=..., momentum=...)"
+        )
+    delayed = DelayedNesterov(outer.lr, outer.momentum, sync.momentum_arrivals or engine.workers)
+    return AsynchronousEngine(engine, engine.anchor_link(sync.timeout_seconds)), delayed
 
 
 def _described(value: object) -> str:

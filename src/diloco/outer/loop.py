@@ -38,8 +38,8 @@ from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Replica, lay_groups
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle, settled_outcome
-from diloco.outer.saving import restored_rounds, saved_rounds
+from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle
+from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
@@ -116,7 +116,7 @@ class OuterLoop:
         self, tensors: ModelTensors, outer: OuterOptimizer, more: tuple[object, ...], growth: GrowingRounds | None
     ) -> None:
         """Fragments, their schedule, and the memory that travels. `more`: what else is the same on all workers."""
-        groups, self.schedule = lay_groups(tensors, self.sync, outer, growth)
+        groups, self.schedule = lay_groups(tensors, self.sync, outer.held_by(self.engine.worker), growth)
         common = (self.schedule, outer, common_values(self.sync), *more)
         build = Replica if set(self.engine.sizes) == {1} else RankedReplica
         self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, self.sync, common)
@@ -312,6 +312,7 @@ class OuterLoop:
         """Wait for the rounds in flight, without merging them: their time has not come."""
         started = time.monotonic()
         self.in_flight = [settle(posted) for posted in self.in_flight]
+        self.policy.settle()
         self.sync_seconds += time.monotonic() - started
 
     def unsavable(self) -> str | None:
@@ -322,8 +323,7 @@ class OuterLoop:
         """Everything but the model and the inner optimizer; call `settle` first."""
         self.refuse_while_evaluating()
         means, in_flight = saved_rounds(self.in_flight, self.state)
-        ended = [(posted.key.fragment, settled_outcome(posted)) for posted in self.in_flight]
-        taken = {index: one.means_with(self.engine.worker) for index, one in ended if isinstance(one, Outcome)}
+        taken = means_taken(self.in_flight, self.engine.worker)
         counters = {name: getattr(self, name) for name in _COUNTERS}
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
         numbers |= {"pace": self.pace.saved()} if self.pace else {}

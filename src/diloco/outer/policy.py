@@ -56,6 +56,9 @@ class Policy(ABC):
     def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
         """See DiLoCo.finish."""
 
+    def settle(self) -> None:  # noqa: B027 - most policies have nothing of their own to save
+        """Before the state is saved."""
+
     @abstractmethod
     def unsavable(self) -> str | None:
         """Why the state of this moment is not one to go on from, if it is not; rounds in flight are settled."""

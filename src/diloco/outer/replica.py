@@ -77,7 +77,9 @@ class Sending:
         """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
         how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
         prune = None if group.buffers else sync.prune
-        if fragment is None or (how.lossless and alone and sync.merges_at_once and prune is None):
+        if fragment is None or (
+            how.lossless and alone and sync.merges_at_once and prune is None and not sync.asynchronous
+        ):
             return cls(EncodedVector(how, PartLayout(0)))
         eager = None if sync.outer_overlap == "none" else Eager(fragment, delayed=sync.outer_overlap == "delayed")
         device = torch.device("cpu") if sync.offload else fragment.device

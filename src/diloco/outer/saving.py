@@ -16,7 +16,7 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.rounds import Outcome, Posted, Settled, settled_result
+from diloco.outer.rounds import Outcome, Posted, Settled, settled_outcome, settled_result
 from diloco.outer.state import OuterState
 from diloco.outer.tensor_pieces import Numbers, TensorPieces
 
@@ -29,6 +29,12 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
         if _has_mean(told):
             tensors |= _mean_pieces(posted.key, _decoded_means(posted, state), state)
     return tensors, numbers
+
+
+def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, list[EncodedVector] | None]:
+    """By fragment: the means in flight that have this worker's contribution in them; None where there is none."""
+    ended = [(posted.key.fragment, settled_outcome(posted)) for posted in rounds]
+    return {index: one.means_with(worker) for index, one in ended if isinstance(one, Outcome)}
 
 
 def restored_rounds(
