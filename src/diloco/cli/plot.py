@@ -22,7 +22,7 @@ def plot(
     out: Path = _OUT,
     panels: Annotated[str | None, Parameter(name="--panels")] = None,
     smooth: int = 1,
-    rounds: int = 8,
+    rounds: int = 6,
     columns: int = 2,
 ) -> None:
     """Draw the loss over steps, tokens, bytes and time, the rounds, utilisation, cosines and norms.

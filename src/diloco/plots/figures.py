@@ -90,7 +90,10 @@ def check_path(path: Path) -> None:
 
 
 def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure":
-    """The panels beside and below each other, `columns` in a row, each as wide as the column of a paper."""
+    """The panels beside and below each other, `columns` in a row, each as wide as the column of a paper.
+
+    A panel of spans is as wide as the figure.
+    """
     if columns < 1:
         raise ValueError(f"a figure has at least one column of panels, not {columns}")
     if not panels:
@@ -101,7 +104,7 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
     from diloco.plots.axes import add_legends, draw_panel, looks_of
 
     columns = min(columns, len(panels))
-    lines = [panels[first : first + columns] for first in range(0, len(panels), columns)]
+    lines = _lines(panels, columns)
     heights = [max(_height(panel) for panel in line) for line in lines]
     with _style():
         figure = Figure(figsize=(columns * COLUMN_INCHES, sum(heights)))
@@ -109,9 +112,11 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
         grid = figure.add_gridspec(len(lines), columns, height_ratios=heights)
         looks = looks_of(panels)
         axes = []
-        for number, panel in enumerate(panels):
-            axes.append(figure.add_subplot(grid[number // columns, number % columns]))
-            draw_panel(axes[-1], panel, looks)
+        for row, line in enumerate(lines):
+            for column, panel in enumerate(line):
+                place = grid[row, :] if panel.kind == "spans" else grid[row, column]
+                axes.append(figure.add_subplot(place))
+                draw_panel(axes[-1], panel, looks)
         add_legends(figure, axes, panels, looks)
         if title:
             figure.suptitle(printable(title), fontsize=10, x=0.01, ha="left")
@@ -121,8 +126,20 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
     return figure
 
 
+def _lines(panels: Sequence[Panel], columns: int) -> list[list[Panel]]:
+    """The panels of each row of the figure."""
+    lines: list[list[Panel]] = []
+    for panel in panels:
+        full = not lines or len(lines[-1]) == columns or "spans" in (panel.kind, lines[-1][-1].kind)
+        if full:
+            lines.append([panel])
+        else:
+            lines[-1].append(panel)
+    return lines
+
+
 def _height(panel: Panel) -> float:
-    return max(_PANEL_INCHES, 0.9 + _ROW_INCHES * len(panel.rows))
+    return _PANEL_INCHES if panel.kind != "spans" else max(1.8, 1.0 + _ROW_INCHES * len(panel.rows))
 
 
 def as_svg(figure: "Figure") -> str:

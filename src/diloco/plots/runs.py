@@ -3,11 +3,11 @@
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from diloco.errors import ConfigError
 from diloco.plots.panels import PALETTE, Panel, Series, Values
@@ -78,7 +78,7 @@ def _is_event(event: object) -> bool:
 
 
 def panels_of(
-    runs: Sequence[PlottedRun], names: Sequence[str] | None = None, *, smooth: int = 1, rounds: int = 8
+    runs: Sequence[PlottedRun], names: Sequence[str] | None = None, *, smooth: int = 1, rounds: int = 6
 ) -> list[Panel]:
     """`names`: of PANELS; None: all that these runs have something for.
 
@@ -129,7 +129,9 @@ def _loss_over(
             if points:
                 told = "validation" if one else f"{run.name}, validation"
                 at, losses_there = zip(*points, strict=True)
-                series.append(Series(told, at, losses_there, color=_darker(color), marker="o", line="dashed"))
+                series.append(
+                    Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
+                )
         return [Panel(f"Loss over {name}", label, "loss", series)]
 
     return panel
@@ -202,6 +204,11 @@ def _smoothed(values: Values, count: int) -> list[float | None]:
     return smoothed
 
 
+def _marker(points: Sized) -> Literal["o", ""]:
+    """Points that would touch each other are a line."""
+    return "o" if len(points) <= 40 else ""
+
+
 def _darker(color: str) -> str:
     """For the points of the validation beside the line of the training loss."""
     return "#" + "".join(f"{int(int(color[at : at + 2], 16) * 0.55):02x}" for at in (1, 3, 5))
@@ -233,7 +240,7 @@ def _cosines(asked: _Asked) -> list[Panel]:
         rows = _by_step(run.rounds, lambda event: [_number(pair[2]) for pair in event.get("cosines") or ()])
         found = {step: several[0] for step, several in rows.items() if several[0]}
         if found:
-            series += _lines(run.name, list(found), list(found.values()), color, marker="o" if len(found) < 50 else "")
+            series += _lines(run.name, list(found), list(found.values()), color, marker=_marker(found))
     return [Panel("Cosine of the workers' outer gradients", "inner step", "cosine, all pairs", series)]
 
 

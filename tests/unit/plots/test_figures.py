@@ -119,3 +119,10 @@ def test_the_module_imports_without_the_packages_of_the_command_line_and_the_pag
 )
 def test_numbers_on_an_axis_are_short(value: float, text: str) -> None:
     assert shown_number(value) == text
+
+
+def test_spans_have_a_row_of_the_figure_for_themselves() -> None:
+    spans = Panel("spans", "s", "", [Series("a", [0.0], [0], until=[1.0])], kind="spans", rows=["v"])
+    boxes = [axes.get_position() for axes in draw([loss_panel("a"), spans, loss_panel("a"), loss_panel("a")]).axes]
+    assert boxes[1].width > 1.8 * boxes[0].width
+    assert boxes[0].y0 > boxes[1].y1 > boxes[1].y0 > boxes[2].y1 and boxes[2].y0 == pytest.approx(boxes[3].y0)

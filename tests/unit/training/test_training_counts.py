@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from diloco.dashboard.record import RunRecord
+from diloco.dashboard.snapshot import snapshot
 from diloco.training.records.counts import RunCounts
 from diloco.training.records.events import Event
 from diloco.training.records.summary import summarize
@@ -70,6 +72,22 @@ def test_the_display_and_the_report_count_the_same(name: str) -> None:
     if "ended" in name:
         assert max(worker.bytes_sent for worker in workers) == summary["bytes_sent_per_worker"]
         assert 1 - counts.sync_share == pytest.approx(summary["compute_utilization"])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_display_and_the_page_count_the_same(name: str) -> None:
+    counts, record = counted(RUNS[name]), RunRecord()
+    for one in RUNS[name]:
+        record.update(one)
+    page = snapshot(record, CONFIG.values(), None, None, 0.0)
+    assert (page["rounds"]["merged"], page["rounds"]["failed"]) == (counts.rounds, counts.rounds_failed)
+    assert page["step"] == counts.step and page["parameters"] == counts.parameters
+    assert page["tokens"] == sum(worker.tokens for worker in counts.workers.values())
+    assert page["loss"] == pytest.approx(counts.loss)
+    assert page["utilization"] == pytest.approx(1 - counts.sync_share)
+    assert page["validation"]["perplexity"] == counts.validations[-1][1]
+    for one in page["workers"]:
+        assert one["bytes_sent"] == pytest.approx(counts.workers[one["worker"]].bytes_sent, abs=64)  # rounds since
 
 
 def test_a_failed_round_counts_once_and_a_resume_takes_it_back() -> None:
