@@ -7,7 +7,7 @@ ARGS   ?=
 # File by file, the long tests first; three processes, since many tests wait for others.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train swarm test check lint format bench clean
+.PHONY: help train swarm test check lint format bench clean screenshots
 .DELETE_ON_ERROR:
 
 help:                         ## this list
@@ -40,6 +40,11 @@ bench: $(VENV)/.bench         ## speed, bytes and memory, side by side with torc
 	$(BIN)/python benchmarks/bookkeeping.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/sync.py $(ARGS)
+
+screenshots: $(VENV)/.dev     ## draw the README's picture of the page, from a run of some minutes
+	rm -rf build/screenshots
+	$(BIN)/diloco train --workers 3 --steps 400 --H 20 --training.batch_size 4 --training.log_interval 4 --out build/screenshots/tiny
+	$(BIN)/python tests/browser/screenshot.py build/screenshots/tiny docs/images/dashboard.png
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -80,7 +80,7 @@ def test_the_figures_are_those_of_the_log(page: Page, served: Served) -> None:
     state = served.json("/api/run/first/state")
     shown = _figures(page)
     assert shown["step"] == "100" and shown["rounds"] == "6"
-    assert float(shown["validation perplexity"]) == pytest.approx(state["validation"]["perplexity"], rel=1e-3)
+    assert float(shown["perplexity"]) == pytest.approx(state["validation"]["perplexity"], rel=1e-3)
     assert float(shown["training loss"]) == pytest.approx(state["loss"], rel=1e-3)
     assert shown["utilisation"] == "90 %"
     expect(page.locator("#title")).to_have_text("first")

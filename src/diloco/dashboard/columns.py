@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -21,11 +21,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self._columns[self.names[0]])
 
-    def append(self, **values: object) -> None:
-        first = self.names[0]
-        before = self._columns[first]
+    def append(self, values: Mapping[str, object]) -> None:
         for name, column in self._columns.items():
-            column.append(number(values.get(name)))
+            value = values.get(name)
+            column.append(value if type(value) is float else number(value))
+        before = self._columns[self.names[0]]
         if len(before) > 1 and before[-1] < before[-2]:  # clocks of several processes
             before[-1] = before[-2]
 

@@ -62,7 +62,7 @@ class Members:
         state = str(one.get("state") or "")
         if not (last in ("banned", "excluded") and state in _GONE):
             member.change(time, state)
-        member.columns.append(**(one | {"time": time}))
+        member.columns.append(one | {"time": time})
 
     def agreed(self, ended: Event) -> None:
         """The digests in a worker's last event."""

@@ -21,7 +21,7 @@ from types import TracebackType
 from diloco.errors import ConfigError
 
 _GRACE_SECONDS = 5.0
-_PACKAGES = ("starlette", "uvicorn", "plotly")
+_PACKAGES = ("starlette", "uvicorn", "plotly", "msgspec")
 LOOPBACK = "127.0.0.1"
 
 

@@ -71,7 +71,13 @@ class RunRecord:
             logger.debug("an event was left out: %.200r", event, exc_info=True)
 
     def worker(self, event: Event) -> Worker:
-        return self.workers.setdefault(event["worker"], Worker())
+        return self._numbered(event["worker"])
+
+    def _numbered(self, number: int) -> Worker:
+        worker = self.workers.get(number)
+        if worker is None:
+            worker = self.workers[number] = Worker()
+        return worker
 
     def _on_worker_started(self, event: Event) -> None:
         worker = self.worker(event)
@@ -94,7 +100,7 @@ class RunRecord:
     def _on_step(self, event: Event) -> None:
         worker = self.worker(event)
         worker.local = True
-        worker.columns.append(**event)
+        worker.columns.append(event)
         _set_state(worker, event["time"], "training")
 
     def _on_round_posted(self, event: Event) -> None:
@@ -102,18 +108,18 @@ class RunRecord:
         _set_state(self.worker(event), event["time"], "in a round")
 
     def _on_round(self, event: Event) -> None:
-        self.rounds.ended(event)
+        first = self.rounds.ended(event)
         _set_state(self.worker(event), event["time"], "training")
-        for member in event.get("members") or ():
-            worker = self.workers.setdefault(int(member["worker"]), Worker())
+        for member in (event.get("members") or ()) if first else ():
+            worker = self._numbered(int(member["worker"]))
             report = member.get("report") or {}
             if not worker.local and (report.get("inner_steps") or 0) > (worker.columns.last("step") or -1):
-                worker.columns.append(time=event["time"], step=report.get("inner_steps"), **report)
+                worker.columns.append(report | {"time": event["time"], "step": report.get("inner_steps")})
 
     def _on_validation(self, event: Event) -> None:
         if (self.validations.last("step") or -1.0) >= event["step"]:
             self.validations.drop("step", event["step"] - 1)
-        self.validations.append(**event)
+        self.validations.append(event)
 
     def _on_sample(self, event: Event) -> None:
         self.samples.append({name: event.get(name) for name in ("time", "worker", "step", "prompt", "text")})
@@ -131,7 +137,7 @@ class RunRecord:
         worker.states.append((event["time"], state))
         self.members.agreed(event)
         values = {"step": event.get("inner_steps"), "loss": worker.columns.last("loss")} | event
-        worker.columns.append(**values)
+        worker.columns.append(values)
 
     def _on_joined(self, event: Event) -> None:
         worker = self.worker(event)

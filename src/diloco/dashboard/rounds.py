@@ -87,7 +87,8 @@ class Rounds:
         """The worker takes inner steps from now on."""
         self._ended[worker] = time
 
-    def ended(self, event: Event) -> None:
+    def ended(self, event: Event) -> bool:
+        """Whether it is the first that tells of this round's members."""
         one, round_ = self._worker(event), self.by_sequence[event["sequence"]]
         one.ended, one.norm, one.failure = event["time"], _finite(event.get("norm")), _text(event.get("failure"))
         one.phases = _phases(event, one)
@@ -97,15 +98,18 @@ class Rounds:
         if one.failure is not None:
             round_.failure = one.failure
         if event.get("mean_norm") is not None or event.get("contributors"):
-            self._merged(event, round_)
+            return self._merged(event, round_)
+        return False
 
-    def _merged(self, event: Event, round_: Round) -> None:
+    def _merged(self, event: Event, round_: Round) -> bool:
         round_.merged = round_.merged or event.get("mean_norm") is not None
         for name in ("mean_norm", "similarity", "codec_error", "seconds"):
             setattr(round_, name, _finite(event.get(name)))
         round_.bytes_sent = max(round_.bytes_sent, event.get("bytes_sent") or 0)
         round_.contributors = list(event.get("contributors") or ())
         round_.refused |= {str(worker): str(why) for worker, why in (event.get("refused") or {}).items()}
+        if round_.digests:
+            return False
         round_.cosines = (event.get("cosines") or [])[:_MOST_COSINES]
         digests: dict[str, list[int]] = {}
         for member in event.get("members") or ():
@@ -115,6 +119,7 @@ class Rounds:
         round_.digests = {digest: len(workers) for digest, workers in digests.items()}
         most = max(digests.values(), key=len, default=[])
         round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
+        return True
 
     def _remote_part(self, member: dict[str, Any], round_: Round) -> None:
         """A member of another machine reports its seconds at every round: the difference is this round's work."""

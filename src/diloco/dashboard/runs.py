@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.dashboard.record import RunRecord
 from diloco.dashboard.series import series
-from diloco.dashboard.snapshot import snapshot
+from diloco.dashboard.snapshot import SILENT_SECONDS, snapshot
 from diloco.dashboard.tail import EventTail
 from diloco.errors import ConfigError
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION
@@ -98,25 +98,26 @@ class Run:
             return {}
 
     def brief(self) -> Json:
-        """For the list of runs."""
-        state = self.state()
-        kept = (
-            "run",
-            "version",
-            "status",
-            "step",
-            "steps",
-            "loss",
-            "validation",
-            "first_time",
-            "last_time",
-            "problems",
-        )
+        """For the list of runs: from what has been read already, or from summary.json. It does not read the log."""
         options = self.options()
         about = {
             key: options.get(key) for key in ("model.name", "mode", "engine", "sync.num_inner_steps", "sync.codec")
         }
-        return {key: state[key] for key in kept} | {"workers": len(state["workers"]), "about": about}
+        with self._lock:
+            self._read_summary()
+            ended = self._ended[1] or {}
+            last = _changed(self.folder)
+            found: Json = {
+                "status": ended.get("status") or ("training" if time.time() - last < SILENT_SECONDS else "silent"),
+                "step": ended.get("inner_steps"),
+                "workers": ended.get("workers"),
+                "perplexity": ended.get("validation_perplexity"),
+            }
+            if self._record.events:
+                state = snapshot(self._record, options, self._ended[1], None, time.time())
+                found = {"status": state["status"], "step": state["step"], "workers": len(state["workers"])}
+                found["perplexity"] = (state["validation"] or {}).get("perplexity")
+        return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **found}
 
     def _problems(self) -> list[str]:
         """What a reader of the page should know about the log."""

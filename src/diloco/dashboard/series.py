@@ -96,7 +96,8 @@ def _validation(columns: Columns, until: float | None, points: int, axes: _Axes)
 def _rates(rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int]) -> Json:
     """Tokens a second and the share of time spent on training, between consecutive moments."""
     if not rows:
-        return axes.at(np.zeros(0)) | {"tokens_per_second": [], "utilization": [], "workers": {}}
+        empty: Json = {"tokens_per_second": [], "utilization": [], "utilization_low": [], "utilization_high": []}
+        return axes.at(np.zeros(0)) | empty | {"workers": {}}
     first = min(row["time"][0] for row in rows.values())
     last = max(row["time"][-1] for row in rows.values())
     logged = max(len(row["time"]) for row in rows.values())
@@ -116,7 +117,18 @@ def _rates(rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int]) -
     known = np.array(shares)
     counts = (~np.isnan(known)).sum(axis=0)
     mean = np.where(counts > 0, np.nansum(known, axis=0) / np.maximum(counts, 1), np.nan)
-    return axes.at(grid[1:]) | {"tokens_per_second": as_json(total), "utilization": as_json(mean), "workers": own}
+    return axes.at(grid[1:]) | {
+        "tokens_per_second": as_json(total),
+        "utilization": as_json(mean),
+        "utilization_low": as_json(_extreme(known, np.fmin)),
+        "utilization_high": as_json(_extreme(known, np.fmax)),
+        "workers": own,
+    }
+
+
+def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
+    """The smallest or largest share of a worker at each moment; nan if none was running."""
+    return np.asarray(of.reduce(shares, axis=0))
 
 
 def _smooth(row: dict[str, Numbers], name: str, grid: Numbers) -> Numbers:

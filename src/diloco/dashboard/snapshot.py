@@ -12,7 +12,7 @@ from diloco.dashboard.rounds import Round
 from diloco.training.records.summary import data_parallel_bytes
 
 Json = dict[str, Any]
-_SILENT_SECONDS = 120.0
+SILENT_SECONDS = 120.0
 _LISTED = 50
 
 
@@ -192,7 +192,7 @@ def _status(record: RunRecord, workers: list[Json], summary: Json | None, until:
         return str(summary["status"])
     if local and not any(one["active"] for one in local):
         return "failed" if all(one["state"] == "failed" for one in local) else "complete"
-    if record.last_time is not None and now - record.last_time > _SILENT_SECONDS:
+    if record.last_time is not None and now - record.last_time > SILENT_SECONDS:
         return "silent"
     return "training" if any(one["step"] for one in local) else "starting"
 

@@ -4,12 +4,19 @@ Half a line at the end is left for the next call. A line that cannot be an event
 has become shorter, or was replaced, is read from its beginning (`restarted`). Nothing is ever written.
 """
 
-import json
 import math
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event
 
+_DECODER = msgspec.json.Decoder()  # several times as fast as json
+_SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LONG_LINE = 8192
+_OF_ALL_WORKERS = ("cosines", "members")
+"""Fields of a round that every worker of this machine reports: large, and decoded once."""
 _CHUNK_BYTES = 16 << 20
 _LONGEST_LINE = 64 << 20
 _MOST_WORKERS = 1 << 20
@@ -25,6 +32,7 @@ class EventTail:
         """The largest `v` that was read: above EVENTS_VERSION, a newer diloco wrote the log."""
         self._offset = 0
         self._file_id: tuple[int, int] | None = None
+        self._rounds: set[bytes] = set()  # whose large fields have been decoded
 
     def read(self) -> tuple[list[Event], bool]:
         """New events, at most _CHUNK_BYTES of them, and whether the log was replaced and is read from its start."""
@@ -53,22 +61,37 @@ class EventTail:
     def _restart(self, file_id: tuple[int, int] | None) -> bool:
         was_read, self._offset, self._file_id = self._offset > 0, 0, file_id
         self.damaged_lines, self.newest_version = 0, EVENTS_VERSION
+        self._rounds.clear()
         return was_read
+
+    def _decode(self, line: bytes) -> Any:
+        if len(line) < _LONG_LINE:
+            return _DECODER.decode(line)
+        fields = _SHALLOW.decode(line)
+        if bytes(fields.get("type", b"")) == b'"round"':
+            sequence = bytes(fields.get("sequence", b""))
+            if sequence in self._rounds:
+                fields = {name: value for name, value in fields.items() if name not in _OF_ALL_WORKERS}
+            elif bytes(fields.get("members", b"[]")) != b"[]":
+                self._rounds.add(sequence)
+        return {name: _DECODER.decode(value) for name, value in fields.items()}
 
     def _parse(self, line: bytes) -> Event | None:
         try:
-            event = json.loads(line)
+            event = self._decode(line)
             known = (
                 isinstance(event["type"], str)
                 and isinstance(event["worker"], int)
                 and -1 <= event["worker"] < _MOST_WORKERS
                 and math.isfinite(event["time"])
             )
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError):
             known = False
         if not known:
             self.damaged_lines += 1
             return None
+        if event["type"] == "resumed":  # rounds may be repeated
+            self._rounds.clear()
         if isinstance(version := event.get("v"), int):
             self.newest_version = max(self.newest_version, version)
-        return dict(event)
+        return event  # type: ignore[no-any-return]

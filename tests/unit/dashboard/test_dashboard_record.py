@@ -196,3 +196,16 @@ def test_rounds_before_a_worker_joined_are_counted_as_in_the_terminal(tmp_path: 
         counts.update(one)
     rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
     assert (rounds["merged"], rounds["failed"]) == (counts.rounds, counts.rounds_failed) == (40, 0)
+
+
+def test_large_rounds_that_every_worker_reports_are_read_once_and_again_after_a_resume(tmp_path: Path) -> None:
+    workers = 40  # 780 cosines: lines of more than 8 kB
+    events = [started(0, workers), *round_events(0, workers, 20), *round_events(1, workers, 20)]
+    run = Run(write_run(tmp_path, events), "run")
+    rounds = run.state()["rounds"]
+    assert (rounds["merged"], rounds["digests_compared"], len(rounds["cosines"])) == (2, 2, 780)
+    assert len(rounds["last"]["workers"]) == workers
+    resumed = event("resumed", 300.0, step=20, rounds=1, workers=workers, new=False, notes=[])
+    odd = [{"worker": w, "anchor_digest": str(w), "report": {}, "note": "x" * 300} for w in range(workers)]
+    append(tmp_path, resumed, *round_events(1, workers, 20, members=odd))
+    assert run.state()["rounds"]["digests_unequal"][0]["sequence"] == 1

@@ -33,11 +33,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_everything_is_json_and_runs_are_listed(served: Served) -> None:
     listed = served.json("/api/runs")["runs"]
     assert {one["run"] for one in listed} == {"calm", HOSTILE}
+    assert all(one["step"] is None for one in listed), "the list itself reads no log: there may be many"
     for name in ("calm", HOSTILE):
         path = f"/api/run/{quote(name)}"
         assert served.json(f"{path}/state")["run"] == name
         assert served.json(f"{path}/series?points=50")["loss"]["step"]
         assert served.json(f"{path}/config")["options"]["steps"] == 400
+    assert {one["run"]: one["step"] for one in served.json("/api/runs")["runs"]} == {"calm": 100, HOSTILE: 40}
     assert served.json("/api/run/calm/state?until=1700000045.5")["step"] == 40
     assert [one["sequence"] for one in served.json("/api/run/calm/rounds?count=2&before=3")["rounds"]] == [1, 2]
 

@@ -64,7 +64,7 @@ export function show(id, traces, { axis = "step", y = {}, y2 = null, legend = fa
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     uirevision: axis + (y.type ?? ""),
   };
-  if (y2) layout.yaxis2 = { ...grid, showgrid: false, overlaying: "y", side: "right", ...y2 };
+  if (y2) layout.yaxis2 = { ...grid, tickmode: "auto", showgrid: false, overlaying: "y", side: "right", ...y2 };
   window.Plotly.react(target, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
 }
 

@@ -15,9 +15,9 @@ function drawLoss(shown, { axis, smoothing, log, each }) {
   const several = shown.length > 1, traces = [];
   shown.forEach(({ name, series, color }) => {
     const x = series.loss[AXES[axis].key], workers = Object.entries(series.workers);
-    if (!several && each && axis !== "tokens") {
-      workers.forEach(([worker, curve], index) => traces.push(line(ownX(curve, axis, series), smooth(curve.loss, smoothing),
-        { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 })));
+    if (!several && each && workers.length && axis !== "tokens") {
+      workers.forEach(([worker, curve], index) => traces.push({ ...line(ownX(curve, axis, series), smooth(curve.loss, smoothing),
+        { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 }), showlegend: workers.length <= 4 && innerWidth > 760 }));
     } else if (!several && series.workers_in_means > 1) traces.push(...band(x, series.loss.low, series.loss.high, color));
     traces.push(line(x, smooth(series.loss.mean, smoothing), { name: several ? name : "training", color, width: 2 }));
     const validation = series.validation;
@@ -37,6 +37,7 @@ function drawRates(shown, { axis, each }) {
     const traces = [];
     shown.forEach(({ name, series, color }) => {
       const x = series.rates[AXES[axis].key];
+      if (key === "utilization" && shown.length === 1 && !(each && Object.keys(series.rates.workers).length)) traces.push(...band(x, series.rates.utilization_low, series.rates.utilization_high, color));
       if (each && shown.length === 1) {
         Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, curve[key],
           { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.6 })));
@@ -58,7 +59,7 @@ function drawRounds(series, { axis }) {
     ...band(at, rounds.cosine_low, rounds.cosine_high, blue),
     line(at, rounds.similarity, { name: "mean cosine", color: blue }),
     line(at, rounds.contributors, { name: "contributors", color: purple, axis: "y2", width: 1.2, dash: "dot" }),
-  ], { axis, y: { title: { text: "cosine", font: { size: 11 } } }, y2: { rangemode: "tozero", tickformat: "d" }, legend: true, empty: "no round has been merged yet" });
+  ], { axis, y: { title: { text: "cosine", font: { size: 11 } } }, y2: { rangemode: "tozero", tickformat: "d", nticks: 5 }, legend: true, empty: "no round has been merged yet" });
   show("norms", [
     ...band(at, rounds.norm_low, rounds.norm_high, orange),
     line(at, rounds.norm_high, { name: "largest of a worker", color: orange, width: 1 }),
@@ -68,5 +69,5 @@ function drawRounds(series, { axis }) {
     ...band(gradient[x], gradient.low, gradient.high, blue),
     line(gradient[x], gradient.mean, { name: "gradient norm", color: blue }),
     line(rate[x], rate.mean, { name: "learning rate", color: purple, axis: "y2", width: 1.2, dash: "dot" }),
-  ], { axis, y: { rangemode: "tozero" }, y2: { rangemode: "tozero", tickformat: "~g" }, legend: true });
+  ], { axis, y: { rangemode: "tozero" }, y2: { rangemode: "tozero", tickformat: ".1e", nticks: 4 }, legend: true });
 }

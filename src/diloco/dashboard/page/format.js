@@ -40,4 +40,4 @@ export function duration(seconds) {
 }
 
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
-export const date = (time) => new Date(1000 * time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+export const date = (time) => new Date(1000 * time).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });

@@ -20,14 +20,14 @@ export function drawStatus(state, replaying) {
 export function drawFigures(state) {
   const { validation, rounds, communication } = state, done = state.steps ? state.step / state.steps : 0;
   const figures = [
-    ["validation perplexity", plain(validation?.perplexity), validation ? `step ${whole(validation.step)} · loss ${plain(validation.loss)}` : "not measured yet"],
+    ["perplexity", plain(validation?.perplexity), validation ? `validation, step ${whole(validation.step)}` : "not measured yet"],
     ["training loss", plain(state.loss), state.unigram_perplexity ? `unigrams: ${plain(Math.log(state.unigram_perplexity))}` : "mean of the workers"],
     ["step", whole(state.step), state.steps ? `of ${whole(state.steps)} · ${share(done)}` : "", ""],
-    [state.seconds_left && state.status === "training" ? "time left" : "time", duration(state.status === "training" && state.seconds_left ? state.seconds_left : state.seconds), state.status === "training" ? `${duration(state.seconds)} so far` : state.first_time ? `began ${date(state.first_time)}` : ""],
-    ["tokens per second", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
+    [state.seconds_left && state.status === "training" ? "time left" : "time", duration(state.status === "training" && state.seconds_left ? state.seconds_left : state.seconds), state.status === "training" ? `${duration(state.seconds)} so far` : state.first_time ? date(state.first_time) : ""],
+    ["tokens/s", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
     ["utilisation", share(state.utilization), `${state.workers.length} worker${state.workers.length === 1 ? "" : "s"}`],
     ["rounds", whole(rounds.merged), rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed", rounds.failed ? "bad" : ""],
-    ["less communication", communication.reduction ? `${plain(communication.reduction, 3)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
+    ["fewer bytes", communication.reduction ? `${plain(communication.reduction, 3)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
   ];
   fill($("figures"), ...figures.map(([label, value, more, kind]) => make("div", { class: "figure" },
     make("div", { class: "label" }, label), make("div", { class: "value" }, value), make("div", { class: `more ${kind ?? ""}` }, more || "\u00a0"))),

@@ -22,6 +22,6 @@ export function drawRuns(runs, { focus, overlaid }, colorOf, focusOn, overlay) {
 }
 
 function about(run) {
-  const perplexity = run.validation?.perplexity ? `ppl ${plain(run.validation.perplexity, 3)}` : run.status;
-  return [run.about["model.name"], `${run.workers} w`, `step ${whole(run.step)}`, perplexity].filter(Boolean).join(" · ");
+  const perplexity = run.perplexity ? `perplexity ${plain(run.perplexity, 3)}` : run.status;
+  return [run.about["model.name"], run.workers ? `${run.workers} w` : null, run.step ? `step ${whole(run.step)}` : null, perplexity].filter(Boolean).join(" · ");
 }

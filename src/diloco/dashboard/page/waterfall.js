@@ -28,7 +28,8 @@ export function drawWaterfall(target, rounds) {
     if (part.failure) svg.append(draw("rect", { x: x(all[0].from), y: y + 1, width: Math.max(2, x(part.ended ?? all.at(-1).to) - x(all[0].from)), height: row - 2, class: "failed" }, draw("title", {}, part.failure)));
   }
   const seen = new Set(parts.flatMap(({ bars: all }) => all.map((bar) => bar.phase)));
-  fill(target, svg, make("div", { class: "key" }, ...PHASES.filter((phase) => seen.has(phase)).map((phase) => make("span", { class: phase }, phase === "compute" ? "inner steps" : phase))));
+  fill(target, svg, make("div", { class: "key" }, ...PHASES.filter((phase) => seen.has(phase)).map((phase) => make("span", { class: phase }, phase === "compute" ? "inner steps" : phase)),
+    parts.some(({ part }) => part.posted === null) ? make("em", {}, "lighter: of another machine, from its own report") : null));
 }
 
 function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
