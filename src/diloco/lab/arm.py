@@ -61,7 +61,7 @@ class Arm:
     active_workers: tuple[int, ...] = ()
     """Adaptive compute: how many workers train in equal parts of the run, in order ((4, 8): doubled at half time)."""
     drop: float = 0.0
-    """The probability that a worker misses a round: it neither sends nor receives, and trains on from its own θ."""
+    """The probability that a worker's outer gradient is dropped: it trains on from its own θ (Figure 8)."""
     absences: tuple[tuple[int, int, int], ...] = ()
     """(worker, first step, end step): takes no steps from the first to before the end. From 0 on: a late joiner."""
     speeds: tuple[float, ...] = ()
@@ -105,6 +105,11 @@ class Arm:
                 raise ConfigError(
                     f"sync.warm_start = {self.sync_config.warm_start}: in the laboratory data-parallel steps at the "
                     "start are pretraining_steps, with pretraining_batch_size = workers · batch_size"
+                )
+            if self.sync_config.dynamic_steps:
+                raise ConfigError(
+                    "sync.dynamic_steps follows measured speeds, which simulated workers do not have: give speeds and "
+                    "slow = fewer_steps"
                 )
             return
         given = {"outer": self.outer, "active_workers": self.active_workers, "absences": self.absences}
@@ -219,7 +224,7 @@ class ArmResult:
     """Mean of the workers' training losses in the last tenth of the steps."""
     rounds: int
     rounds_failed: int
-    """Summed over the workers."""
+    """Contributions that were dropped or failed, summed over the workers."""
     bytes_sent_per_worker: float
     """In all rounds; mean over the workers."""
     data_parallel_bytes_per_worker: float
@@ -245,6 +250,8 @@ class ArmResult:
     version: str
     """Of this package."""
     machine: Mapping[str, Any]
+    anchor_digest: str = ""
+    """Of the outer parameters at the end; empty for data_parallel."""
 
     @property
     def loss(self) -> float:

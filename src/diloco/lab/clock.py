@@ -12,6 +12,7 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
 from diloco.lab.arm import Arm
 from diloco.network.link import Link
+from diloco.network.utilisation import BACKWARD_SHARE
 
 
 class Clock:
@@ -64,10 +65,6 @@ class Clock:
         spent = [time - absent for time, absent in zip(self._times, self._absent, strict=True)]
         shares = [compute / time for compute, time in zip(self._compute, spent, strict=True) if time > 0]
         return sum(shares) / max(1, len(shares))
-
-
-BACKWARD_SHARE = 2 / 3
-"""Of an inner step: data-parallel training sends gradients while the backward pass computes the next ones."""
 
 
 def round_bytes(vector: EncodedVector, workers: int) -> list[int]:

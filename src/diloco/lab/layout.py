@@ -1,7 +1,7 @@
 """Where each parameter of a replica lies in its row of a tensor [k, N].
 
-The embedding (and output matrix) first, then the matrices of the blocks, then the norms. q, k and v are side by side,
-and so are gate and up: each group is one matrix product.
+The embedding (and output matrix) first, then the matrices of the blocks, then the norms. q, k and v are side by side
+and are one matrix product. (Gate and up could be, but gathering their gradients costs more than it saves.)
 """
 
 from collections.abc import Mapping
@@ -43,24 +43,14 @@ class Layout:
         found: dict[str, tuple[int, int]] = {}
         for layer in range(config.num_layers):
             base, place = f"model.layers.{layer}.", self.places
-            q, key, value, out, gate, up, down = (
-                place[f"{base}{name}_proj.weight"]
-                for name in (
-                    "self_attn.q",
-                    "self_attn.k",
-                    "self_attn.v",
-                    "self_attn.o",
-                    "mlp.gate",
-                    "mlp.up",
-                    "mlp.down",
-                )
-            )
-            side_by_side = [q, key, value, out, gate, up, down]
-            assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(side_by_side))
-            found[f"{layer}.qkv"] = (q[1][0] + key[1][0] + value[1][0], q[1][1])
-            found[f"{layer}.out"] = (out[1][0], out[1][1])
-            found[f"{layer}.gate_up"] = (gate[1][0] + up[1][0], gate[1][1])
-            found[f"{layer}.down"] = (down[1][0], down[1][1])
+            names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+            in_order = [place[f"{base}{name}_proj.weight"] for name in names]
+            assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(in_order))
+            shapes = [(shape[0], shape[1]) for _, shape in in_order]
+            found[f"{layer}.qkv"] = (sum(rows for rows, _ in shapes[:3]), config.hidden_size)
+            found |= {
+                f"{layer}.{name}": shape for name, shape in zip(("out", "gate", "up", "down"), shapes[3:], strict=True)
+            }
         return found
 
     def views(self, row: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which worker takes which inner step, and which rounds it misses: an arm's faults as plain tables.
+"""Which worker takes which inner step, with absent and slow workers, as plain tables.
 
 A worker that is absent posts every round without work, so that it has no weight in the mean and follows the anchor. It
 begins, or begins again, from the anchor. One that is slow by steps takes them at even distances.
@@ -32,11 +32,3 @@ def working(arm: Arm, there: Table) -> Table:
     ends = np.floor(np.outer(np.arange(1, arm.steps + 1), arm.speeds) + 1e-9)
     begins = np.floor(np.outer(np.arange(arm.steps), arm.speeds) + 1e-9)
     return there & (ends > begins)
-
-
-def dropped(arm: Arm, seed: int, rounds: int) -> frozenset[tuple[int, int]]:
-    """(worker, sequence) of every contribution that is lost."""
-    if not arm.drop:
-        return frozenset()
-    lost = np.random.default_rng([seed, 77]).random((rounds, arm.workers)) < arm.drop
-    return frozenset((int(worker), int(sequence)) for sequence, worker in zip(*np.nonzero(lost), strict=True))

@@ -5,7 +5,6 @@ all, then `merge` for all. The curve is that of the outer parameters. An arm is 
 one that was interrupted starts again from the shared beginning, which is kept (pretraining.py).
 """
 
-import logging
 import os
 import platform
 import time
@@ -51,7 +50,7 @@ def simulate(
     `how`: how the replicas are computed (ways.py): auto, sequential, stacked or "stacked N".
     """
     run = _Run(arm, seed, corpus, torch.device(device), on_progress, how, folder)
-    with _quiet(arm), _fast_matrices(run.device):
+    with _fast_matrices(run.device):
         run.begin()
         run.train()
         return run.result()
@@ -212,6 +211,7 @@ class _Run:
             corpus=self.corpus.digest,
             version=__version__,
             machine=machine(self.device),
+            anchor_digest=workers.optimizers[workers.newest()].anchor_digest() if workers is not None else "",
         )
 
     def _tokens(self) -> int:
@@ -231,19 +231,6 @@ def machine(device: torch.device) -> dict[str, object]:
     """In words that say nothing of its owner."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"device": name, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-
-
-@contextmanager
-def _quiet(arm: Arm) -> Iterator[None]:
-    """Rounds that are lost on purpose are no news."""
-    logger = logging.getLogger("diloco.outer")
-    level = logger.level
-    if arm.drop:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

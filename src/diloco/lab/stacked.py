@@ -5,7 +5,7 @@ the windows' places to the inner optimizer, is one CUDA graph without a question
 models, whose parameters are views of the rows.
 
 A row has the embedding (and output matrix), then the matrices of the blocks, then the norms. q, k and v lie side by
-side, and so do gate and up: each group is one matrix product. Weights are fp32; on a GPU matrices and activations are
+side and are one matrix product. Weights are fp32; on a GPU matrices and activations are
 bf16, as in the product (models/native/transformer.py), and so is the loss (models/native/head.py).
 
 Letters: k replicas, B sequences, T tokens, D width, V vocabulary.
@@ -81,14 +81,13 @@ class Network:
 
         normed = self._norm(x, vectors[f"model.layers.{layer}.input_layernorm.weight"])
         qkv = project("qkv", normed).view(k * B, T, -1, c.head_dim).transpose(1, 2)  # (k · B, heads, T, head_dim)
-        turned = c.num_heads + c.num_kv_heads
-        q, key = torch.split(rotate(qkv[:, :turned], *rotary), [c.num_heads, c.num_kv_heads], 1)
+        turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
+        q, key = torch.split(rotate(turned, *rotary), [c.num_heads, c.num_kv_heads], 1)
         grouped = c.num_heads != c.num_kv_heads
-        out = F.scaled_dot_product_attention(q, key, qkv[:, turned:], is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=grouped)
         x = x + project("out", out.transpose(1, 2).reshape(k, B * T, -1))
         normed = self._norm(x, vectors[f"model.layers.{layer}.post_attention_layernorm.weight"])
-        gate, up = project("gate_up", normed).chunk(2, -1)
-        return x + project("down", F.silu(gate) * up)
+        return x + project("down", F.silu(project("gate", normed)) * project("up", normed))
 
 
 def _cut(part: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

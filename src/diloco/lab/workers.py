@@ -1,14 +1,18 @@
 """The workers of a simulation: k DiLoCo optimizers over the local engine, taken in turn."""
 
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from diloco.core.config import FaultsConfig
 from diloco.core.merging import cosines
 from diloco.core.outer_optimizers import outer_optimizer
+from diloco.core.schedule import Schedule
+from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
 from diloco.lab.batches import Text
 from diloco.lab.clock import Clock, round_bytes
-from diloco.lab.presence import dropped, presence, working
+from diloco.lab.presence import presence, working
 from diloco.lab.replicas import Replicas
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
@@ -27,14 +31,25 @@ class Workers:
         self.bytes_sent = 0
         """By all workers together."""
         self._events: list[tuple[int, RoundEvent]] = []
-        sync, outer = arm.sync_config, outer_optimizer(arm.outer_config)
-        lost = dropped(arm, seed, (arm.steps // sync.num_inner_steps + 2) * 64)
+        sync, curve = arm.sync_config, _curve(arm)
+        growth = None if sync.growth is None else GrowingRounds(sync.growth, curve)
+        turns = Schedule(sync.num_inner_steps, (0,), sync.overlap_steps, growth=growth).turns_until(arm.steps)
+        outer = outer_optimizer(arm.outer_config, turns)
+        faults = FaultsConfig(arm.drop, seed) if arm.drop else None
         self.optimizers: list[DiLoCo] = []
         for engine, model, inner in zip(
-            LocalSwarm(arm.workers, fail_at=lost).engines(), replicas.models, replicas.inners, strict=True
+            LocalSwarm(arm.workers).engines(), replicas.models, replicas.inners, strict=True
         ):
-            weight = text.weight(arm, engine.worker)
-            optimizer = DiLoCo(model, inner, engine, sync=sync, outer=outer, weight=weight)
+            optimizer = DiLoCo(
+                model,
+                inner,
+                engine,
+                sync=sync,
+                outer=outer,
+                weight=text.weight(arm, engine.worker),
+                learning_rates=None if growth is None else curve,
+                faults=faults,
+            )
             optimizer.unfinished.silence()
             optimizer.on_round = lambda event, worker=engine.worker: self._events.append((worker, event))
             self.optimizers.append(optimizer)
@@ -45,7 +60,7 @@ class Workers:
 
     @property
     def rounds_failed(self) -> int:
-        return sum(optimizer.failures for optimizer in self.optimizers)
+        return sum(optimizer.failures + optimizer.loop.rounds_dropped for optimizer in self.optimizers)
 
     @property
     def steps_taken(self) -> int:
@@ -123,6 +138,21 @@ class Workers:
                 if event.failure is None:
                     self.clock.merge(sequence, worker)
             self.statistics.append(_statistics([event for _, event in events]))
+
+
+@dataclass(frozen=True)
+class LaterCurve(LearningRateCurve):
+    """The learning rates from step `first` of a schedule on."""
+
+    first: int = 0
+
+    def factor(self, step: int) -> float:
+        return super().factor(self.first + step)
+
+
+def _curve(arm: Arm) -> LaterCurve:
+    inner = arm.inner_config
+    return LaterCurve(inner.lr, arm.total_steps, inner.warmup_steps, inner.final_lr_ratio, arm.pretraining_steps)
 
 
 def _statistics(events: list[RoundEvent]) -> RoundStatistics:

@@ -1,0 +1,73 @@
+"""I8: the laboratory's trajectory is that of worker processes over torch.distributed, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.core.outer_optimizers import outer_optimizer
+from diloco.data.corpus import Corpus
+from diloco.engines.torch_distributed import TorchDistributedEngine
+from diloco.lab.arm import Arm
+from diloco.lab.batches import Text
+from diloco.lab.replicas import fresh, learning_rates
+from diloco.lab.simulator import simulate
+from diloco.lab.synthetic import synthetic_corpus
+from diloco.models.native.model import NativeModel
+from diloco.optimizer import DiLoCo
+from diloco.training.inner import inner_optimizer
+from support.processes import in_processes
+
+pytestmark = pytest.mark.slow
+
+ARM = Arm(
+    "streaming in four bits",
+    model={
+        "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+        "tie_embeddings": True,
+    },
+    workers=2,
+    steps=22,
+    batch_size=4,
+    sequence_length=8,
+    inner={"lr": 1e-2, "warmup_steps": 3},
+    outer={"lr": 0.7, "momentum": 0.8},
+    sync={"num_inner_steps": 5, "codec": "e3m0", "fragments": 2, "overlap_steps": 2, "mixing": 0.5},
+)  # fmt: skip
+
+
+def train(engine: TorchDistributedEngine, folder: str) -> tuple[str, int]:
+    """An ordinary training loop; the digest of its anchors, and its bytes."""
+    torch.set_num_threads(1)
+    device, corpus = torch.device("cpu"), Corpus.open(Path(folder))
+    text, config = Text(corpus, device), ARM.model_config(corpus.vocab_size)
+    model = NativeModel(config)
+    model.load_state_dict(fresh(config, 0, device).parameters)
+    inner = inner_optimizer(model, ARM.inner_config)
+    optimizer = DiLoCo(model, inner, engine, sync=ARM.sync_config, outer=outer_optimizer(ARM.outer_config))
+    rates = learning_rates(ARM.inner_config, 0, ARM.steps, ARM.steps, device)
+    ranges, length = text.ranges(ARM, engine.worker), ARM.sequence_length
+    places = torch.from_numpy(text.windows(ranges, ARM.steps, ARM.batch_size, length, (0, engine.worker)))
+    for step in range(ARM.steps):
+        tokens = text.batch(places[step], length)
+        optimizer.zero_grad()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = float(rates[step])
+        optimizer.step()
+    optimizer.finish()
+    return optimizer.anchor_digest(), optimizer.bytes_sent
+
+
+def test_i8_the_laboratory_has_the_trajectory_of_processes_bit_for_bit(tmp_path: Path) -> None:
+    corpus = synthetic_corpus(tmp_path / "corpus", 64, 8000)
+    told = in_processes(2, train, str(corpus.folder))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        in_lab = simulate(ARM, 0, corpus, "cpu", how="sequential")
+    finally:
+        torch.set_num_threads(threads)
+    assert {digest for digest, _ in told} == {in_lab.anchor_digest}
+    assert in_lab.rounds > 10
