@@ -13,10 +13,18 @@ from diloco.errors import ConfigError
 from diloco.plots.panels import PALETTE, Panel, Series, Values
 from diloco.training.records import history
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event, read_events
-from diloco.training.records.waterfall import PHASES, round_spans
+from diloco.training.records.waterfall import PHASES, Span, round_spans
 
 _MOST_POINTS = 2000
-_PHASE_COLORS = dict(zip(PHASES, ("#0072B2", "#56B4E9", "#009E73", "#c8c8c8", "#E69F00", "#CC79A7"), strict=True))
+_SPAN_COLORS = {
+    "compute": "#0072B2",
+    "encode": "#56B4E9",
+    "send": "#009E73",
+    "wait": "#c8c8c8",
+    "reduce": "#E69F00",
+    "merge": "#CC79A7",
+    "failed round": "#D55E00",
+}
 
 
 @dataclass(frozen=True)
@@ -274,15 +282,12 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
             continue
         start = min(span.start for span in spans)
         workers = sorted({span.worker for span in spans})
-        series = []
-        for phase in PHASES:
-            mine = [span for span in spans if span.phase == phase]
-            if mine:
-                rows = [float(workers.index(span.worker)) for span in mine]
-                ends = [span.end - start for span in mine]
-                series.append(
-                    Series(phase, [span.start - start for span in mine], rows, until=ends, color=_PHASE_COLORS[phase])
-                )
+        series = [
+            _span_series(phase, [s for s in spans if s.phase == phase and not s.failed], workers, start)
+            for phase in PHASES
+        ]
+        series.append(_span_series("failed round", [span for span in spans if span.failed], workers, start))
+        series = [one for one in series if one.x]
         title = f"Rounds {last[0]} to {last[-1]}" if len(last) > 1 else f"Round {last[0]}"
         if len(asked.runs) > 1:
             title = f"{title} of {run.name}"
@@ -290,6 +295,12 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
             Panel(title, "seconds", "", series, kind="spans", rows=[f"worker {worker}" for worker in workers])
         )
     return panels
+
+
+def _span_series(label: str, spans: Sequence[Span], workers: Sequence[int], start: float) -> Series:
+    rows = [float(workers.index(span.worker)) for span in spans]
+    begins, ends = [span.start - start for span in spans], [span.end - start for span in spans]
+    return Series(label, begins, rows, until=ends, color=_SPAN_COLORS[label])
 
 
 def _number(value: object) -> float:

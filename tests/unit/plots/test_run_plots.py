@@ -82,6 +82,15 @@ def test_the_waterfall_has_a_row_for_each_worker() -> None:
     assert {series.label for series in panel.series} <= {"compute", "encode", "send", "wait", "reduce", "merge"}
 
 
+def test_a_failed_round_is_seen_in_the_waterfall() -> None:
+    nothing = {"mean_norm": None, "failure": "worker 1 was late", "contributors": [], "waited_seconds": 5.0}
+    posted = event("round_posted", 0, sequence=2, step=30) | {"time": 1031.0}
+    failed = merged(0, 2, 30, **nothing) | {"time": 1036.0}
+    panel = only("rounds", PlottedRun("one", [*RUN, posted, failed]), rounds=1)
+    (wait,) = (series for series in panel.series if series.label == "failed round")
+    assert wait.until is not None and wait.until[0] - wait.x[0] == pytest.approx(5.0)  # type: ignore[operator]
+
+
 def test_without_names_a_figure_has_what_the_runs_have() -> None:
     baseline = PlottedRun("baseline", [started(0), step(0, 10, 4.0)])
     assert [panel.title for panel in panels_of([baseline])] == [
