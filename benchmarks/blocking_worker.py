@@ -1,0 +1,228 @@
+"""One worker of blocking.py, in a network namespace of its own. Prints what it saw as one line of JSON.
+
+    python benchmarks/blocking_worker.py '{"engine": "gloo", "rank": 0, ...}'       started by blocking.py
+
+An inner step is a sleep, as if a GPU computed: that leaves the CPU free, as a GPU does. It also moves some parameters
+a little, so that there are outer gradients. With `busy` it is matrix products on one thread instead.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import diloco
+from links import ADDRESSES, DEVICE
+from sync import build_model
+
+LIMIT_SECONDS = 120.0
+SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Task:
+    """One worker's part of one case."""
+
+    rank: int
+    engine: str
+    """gloo, swarm or torchft."""
+    codec: str
+    num_inner_steps: int
+    fragments: int
+    """Of the blocks; the embeddings are one more. 1: the whole model at once."""
+    overlap_steps: int
+    mixing: float
+    step_seconds: float
+    syncs: int
+    folder: str
+    size: str = "10.5M"
+    busy: bool = False
+
+
+@dataclass
+class Seen:
+    """Of the steps after the first sync, which is not counted."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    inner_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    rounds_failed: int = 0
+    steps_with_transfer: list[float] = field(default_factory=list)
+    steps_without: list[float] = field(default_factory=list)
+    sent: list[tuple[float, int]] = field(default_factory=list)
+
+
+class EmulatedSteps(torch.optim.SGD):
+    """Inner steps of a given length. Each moves a few of the parameters, so that all have moved after some steps."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], task: Task) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.task, self.moved, self.taken = task, parameters, 0
+        self.seconds: list[float] = []
+        self.square = torch.randn(320, 320)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        started = time.perf_counter()
+        for number in range(4):
+            parameter = self.moved[(4 * self.taken + number) % len(self.moved)]
+            parameter.add_(1e-3 * (1 + self.task.rank))
+        self.taken += 1
+        if self.task.busy:
+            for _ in range(round(self.task.step_seconds * 1000)):
+                torch.mm(self.square, self.square)
+        else:
+            time.sleep(max(0.0, started + self.task.step_seconds - time.perf_counter()))
+        self.seconds.append(time.perf_counter() - started)
+
+
+# The engines
+
+
+@contextmanager
+def torchft(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], object]]:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    address, limit = ADDRESSES[task.rank], timedelta(seconds=LIMIT_SECONDS)
+    lighthouse = LighthouseServer(bind=f"{ADDRESSES[0]}:29510", min_replicas=2) if task.rank == 0 else None
+    store = TCPStore(address, 29500, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=lambda state: model.load_state_dict(state),
+        state_dict=lambda: model.state_dict(),
+        min_replica_size=2,
+        use_async_quorum=False,
+        init_sync=False,  # both begin with the same parameters
+        timeout=limit,
+        quorum_timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=29500,
+        lighthouse_addr=f"http://{ADDRESSES[0]}:29510",
+        replica_id=f"worker{task.rank}",
+        hostname=address,
+    )
+    parts = [model]
+    if task.fragments > 1:
+        blocks = list(model.model.layers)
+        parts = [torch.nn.ModuleList(blocks[first :: task.fragments]) for first in range(task.fragments)]
+        parts.append(torch.nn.ModuleList([model.model.embed_tokens, model.model.norm]))
+    outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    options = {"fragment_sync_delay": task.overlap_steps, "fragment_update_alpha": task.mixing}
+    with DiLoCo(manager, parts, inner, outer, sync_every=task.num_inner_steps, **options):
+        yield inner.step
+    del lighthouse, store
+
+
+def _swarm_engine(task: Task) -> Any:
+    from diloco.engines.swarm.engine import SwarmEngine
+    from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+    from diloco.engines.swarm.settings import Settings
+    from diloco.engines.swarm.trust.invitation import invite
+    from diloco.engines.swarm.trust.run_key import RunKey
+
+    shared = Path(task.folder) / "invitation"
+    folder = Path(task.folder) / f"machine-{task.rank}" / "swarm"
+    if task.rank == 0:
+        key = RunKey.create()
+        write_private(folder / INVITATION_FILE, invite(key, [], 3600.0, time.time()).text())
+    else:
+        until(lambda: shared.exists())
+        write_private(folder / INVITATION_FILE, shared.read_text())
+    host = ADDRESSES[task.rank]
+    engine = SwarmEngine(Settings(str(folder), "worker-0", founder=task.rank == 0, host=host, patience=1000.0))
+    if task.rank == 0:
+        until(lambda: any(one.addresses for one in engine.status().members))
+        addresses = [address for one in engine.status().members for address in one.addresses]
+        write_private(shared, invite(key, addresses, 3600.0, time.time()).text())
+    return engine
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not there():
+        if time.monotonic() > deadline:
+            raise SystemExit("the other worker did not come")
+        time.sleep(0.05)
+
+
+@contextmanager
+def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], object]]:
+    codec: Any = task.codec
+    sync = diloco.SyncConfig(
+        num_inner_steps=task.num_inner_steps,
+        codec=codec,
+        fragments=task.fragments,
+        overlap_steps=task.overlap_steps,
+        mixing=task.mixing,
+    )
+    if task.engine == "gloo":
+        place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
+        os.environ.update(RANK=str(task.rank), WORLD_SIZE="2", **place)
+    with diloco.connect(timeout_seconds=LIMIT_SECONDS) if task.engine == "gloo" else _swarm_engine(task) as engine:
+        if task.engine == "swarm":
+            until(lambda: engine.workers == 2)
+        optimizer = diloco.DiLoCo(model, inner, engine, sync=sync)
+        if task.engine == "swarm":
+            until(lambda: len(engine.roster) == 2)
+        yield optimizer.step
+        optimizer.loop.merge_pending()
+        if optimizer.loop.rounds_failed:
+            raise SystemExit(f"{optimizer.loop.rounds_failed} rounds failed")
+        if task.engine == "swarm":
+            time.sleep(2.0)  # the other's last round needs this one's sidecar
+
+
+# Measuring
+
+
+def sample(sent: list[tuple[float, int]], stop: threading.Event) -> None:
+    """Bytes that have left this namespace, every 20 ms."""
+    counter = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
+    while not stop.wait(SAMPLE_SECONDS):
+        sent.append((time.perf_counter(), int(counter.read_text())))
+
+
+def measure(task: Task) -> Seen:
+    torch.set_num_threads(1)
+    model = build_model(task.size)
+    inner = EmulatedSteps(list(model.parameters()), task)
+    seen, stop = Seen(), threading.Event()
+    with (torchft if task.engine == "torchft" else ours)(task, model, inner) as step:
+        sampler = threading.Thread(target=sample, args=(seen.sent, stop), daemon=True)
+        for number in range(task.num_inner_steps * (task.syncs + 1)):
+            if number == task.num_inner_steps:
+                inner.seconds.clear()
+                sampler.start()
+                started, cpu_started = time.perf_counter(), time.process_time()
+            step()
+        seen.seconds = time.perf_counter() - started
+        seen.cpu_seconds = time.process_time() - cpu_started
+        stop.set()
+        sampler.join()
+        seen.steps, seen.inner_seconds = len(inner.seconds), sum(inner.seconds)
+    return seen
+
+
+def main() -> None:
+    seen = measure(Task(**json.loads(sys.argv[1])))
+    print("RESULT " + json.dumps(seen.__dict__), flush=True)
+    os._exit(0)  # torchft's threads outlive its shutdown
+
+
+if __name__ == "__main__":
+    main()
