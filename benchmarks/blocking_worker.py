@@ -56,6 +56,8 @@ class Seen:
     seconds: float = 0.0
     inner_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    thread_seconds: float = 0.0
+    """Processor time of the trainer's own thread between the inner steps: what it costs on a machine that is idle."""
     rounds_failed: int = 0
     steps_with_transfer: list[float] = field(default_factory=list)
     steps_without: list[float] = field(default_factory=list)
@@ -69,11 +71,13 @@ class EmulatedSteps(torch.optim.SGD):
         super().__init__(parameters, lr=1.0)
         self.task, self.moved, self.taken = task, parameters, 0
         self.seconds: list[float] = []
+        self.thread_seconds = 0.0
         self.square = torch.randn(320, 320)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        started = time.perf_counter()
+        del closure
+        started, thread_started = time.perf_counter(), time.thread_time()
         for number in range(4):
             parameter = self.moved[(4 * self.taken + number) % len(self.moved)]
             parameter.add_(1e-3 * (1 + self.task.rank))
@@ -84,6 +88,7 @@ class EmulatedSteps(torch.optim.SGD):
         else:
             time.sleep(max(0.0, started + self.task.step_seconds - time.perf_counter()))
         self.seconds.append(time.perf_counter() - started)
+        self.thread_seconds += time.thread_time() - thread_started
 
 
 # The engines
@@ -171,9 +176,9 @@ def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], 
         mixing=task.mixing,
     )
     if task.engine == "gloo":
-        place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
-        os.environ.update(RANK=str(task.rank), WORLD_SIZE="2", **place)
-    with diloco.connect(timeout_seconds=LIMIT_SECONDS) if task.engine == "gloo" else _swarm_engine(task) as engine:
+        os.environ.update(RANK=str(task.rank), WORLD_SIZE="2", MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29500")
+    connected: Any = diloco.connect(timeout_seconds=LIMIT_SECONDS) if task.engine == "gloo" else _swarm_engine(task)
+    with connected as engine:
         if task.engine == "swarm":
             until(lambda: engine.workers == 2)
         optimizer = diloco.DiLoCo(model, inner, engine, sync=sync)
@@ -199,6 +204,7 @@ def sample(sent: list[tuple[float, int]], stop: threading.Event) -> None:
 
 def measure(task: Task) -> Seen:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     model = build_model(task.size)
     inner = EmulatedSteps(list(model.parameters()), task)
     seen, stop = Seen(), threading.Event()
@@ -208,10 +214,12 @@ def measure(task: Task) -> Seen:
             if number == task.num_inner_steps:
                 inner.seconds.clear()
                 sampler.start()
-                started, cpu_started = time.perf_counter(), time.process_time()
+                inner.thread_seconds = 0.0
+                started, cpu_started, thread_started = time.perf_counter(), time.process_time(), time.thread_time()
             step()
         seen.seconds = time.perf_counter() - started
         seen.cpu_seconds = time.process_time() - cpu_started
+        seen.thread_seconds = time.thread_time() - thread_started - inner.thread_seconds
         stop.set()
         sampler.join()
         seen.steps, seen.inner_seconds = len(inner.seconds), sum(inner.seconds)

@@ -1,4 +1,4 @@
-"""Two machines on a slow link, inside this machine: network namespaces, a rate limit, and latency if wanted. Needs root.
+"""Two machines on a slow link, inside this machine: network namespaces, a rate limit, latency. Needs root.
 
 Without latency the namespaces are joined by a veth pair. With latency each has a tun device, and a relay process
 moves the packets from one to the other after a delay: it works on kernels without netem. `tc tbf` limits what either
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICE = "wan"
@@ -102,7 +103,7 @@ def _relay(first: str, second: str, delay_seconds: float, stop: Event) -> None:
 
 def _open_tun(namespace: str) -> int:
     """A namespace is entered for opening the device; packets then pass wherever the process is."""
-    with open(f"/run/netns/{namespace}") as there:
+    with Path(f"/run/netns/{namespace}").open() as there:
         if ctypes.CDLL(None).setns(there.fileno(), 0x40000000):  # CLONE_NEWNET
             raise OSError(f"setns {namespace} failed")
     device = os.open("/dev/net/tun", os.O_RDWR)

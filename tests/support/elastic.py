@@ -287,6 +287,7 @@ class ElasticWorld:
     def post(self, *numbers: int) -> None:
         for worker in self._of(numbers):
             worker.optimizer.post()
+            worker.loop.replica.finish_posts()  # in one thread, the others may look for it at once
 
     def merge(self, *numbers: int) -> None:
         for worker in self._of(numbers):

@@ -6,8 +6,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.text import Text
 
-from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, tables
+from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, savings, tables
 from diloco.cli.display.comparison_plot import compared_panels
 from diloco.cli.plot import check_figure, write_figure
 from diloco.errors import ConfigError
@@ -61,6 +62,8 @@ def compare(
             print(as_csv(compared, reference), end="")
         else:
             console.print(*tables(compared, reference, console.width), sep="\n")
+            for sentence in filter(None, (savings(run, reference) for run in compared)):
+                console.print(Text(sentence), soft_wrap=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"a summary.json of these runs has a value that cannot be compared: {error}") from error
 

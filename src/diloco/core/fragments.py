@@ -90,7 +90,8 @@ class Fragment:
         elements = offloading.SPAN_ELEMENTS if self.offload else span_elements(device)
         self._span_parts = min(self.layout.num_parts, max(1, elements // self.layout.part_elements))
         self._kept: list[Tensor] | None = None
-        self._swapped = False  # the anchor is in the tensors' place, and they in its
+        self.swapped = False
+        """The anchor is in the tensors' place, and they in its."""
         self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
         self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
         most = self._span_parts * self.layout.part_elements
@@ -145,6 +146,18 @@ class Fragment:
         for tensor, here, there in self._pieces(span):
             _flat_view(tensor)[here].copy_(values[there])
 
+    def follow(self, span: Span, anchor: Tensor, mixing: float) -> None:
+        """θ_i of a span ← mixing · θ_i + (1 − mixing) · anchor, each element in fp32."""
+        if not mixing:
+            self.write(span, anchor)
+            return
+        for tensor, here, there in self._pieces(span):
+            own = _flat_view(tensor)[here]
+            if own.dtype == torch.float32:
+                own.lerp_(anchor[there], 1.0 - mixing)
+            else:
+                own.copy_(own.float().lerp_(anchor[there], 1.0 - mixing))
+
     def _pieces(self, span: Span) -> Iterator[tuple[Tensor, slice, slice]]:
         """The tensors a span crosses, with the range within the tensor and the range within the span."""
         for index in range(bisect_right(self._starts, span.start) - 1, len(self.tensors)):
@@ -190,10 +203,10 @@ class Fragment:
             anchor.copy_(self.read(span))
 
     @torch.no_grad()
-    def adopt_anchor(self, mixing: float = 0.0) -> None:
-        """θ_i ← anchor (line 3 of Algorithm 1); `mixing` as in outer_step."""
+    def adopt_anchor(self, mixing: float = 0.0, next_anchor: Tensor | None = None) -> None:
+        """θ_i ← anchor (line 3 of Algorithm 1), or the one that it will be next; `mixing` as in outer_step."""
         for span, anchor, _ in self.visit():
-            self.write(span, self.read(span).lerp_(anchor, 1.0 - mixing) if mixing else anchor)
+            self.follow(span, anchor if next_anchor is None else next_anchor[span.slice], mixing)
 
     @torch.no_grad()
     def add_anchor(self, factor: float) -> None:
@@ -216,12 +229,12 @@ class Fragment:
             theta_i = self.read(span)
             self.write(span, anchor)
             anchor.copy_(theta_i)
-        self._swapped = not self._swapped
+        self.swapped = not self.swapped
 
     @torch.no_grad()
     def anchor_values(self) -> Tensor:
         """A copy of the anchor on the CPU, from wherever `exchange` has put it."""
-        if not self._swapped:
+        if not self.swapped:
             return self.anchor.to("cpu", copy=True)
         values = torch.empty(self.numel)
         for tensor, start in zip(self.tensors, self._starts, strict=True):

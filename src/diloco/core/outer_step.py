@@ -25,10 +25,11 @@ from diloco.core.fragments import Fragment, Span
 
 
 @torch.no_grad()
-def outer_gradient(fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
+def outer_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterator[tuple[Span, Tensor]]:
     """Line 12 inside the sum: Δ_i = θ^(t-1) − θ_i in fp32, as (span, [elements of the span]).
 
-    The tensor is scratch memory: use it before asking for the next one.
+    The tensor is scratch memory: use it before asking for the next one. `theta_i`: a flat fp32 copy of the fragment's
+    parameters, in place of the parameters themselves.
     """
     fragment.check_memory()
     kernels = fragment.kernels
@@ -36,9 +37,11 @@ def outer_gradient(fragment: Fragment) -> Iterator[tuple[Span, Tensor]]:
         if kernels is not None:  # the same in one pass over a GPU's memory
             delta = fragment.scratch(span)
             kernels.outer_gradient(span.start, theta, out=delta)
+        elif theta_i is not None:
+            delta = torch.sub(theta, theta_i[span.slice], out=fragment.scratch(span))
         else:
-            theta_i = fragment.read(span)
-            delta = torch.sub(theta, theta_i, out=theta_i)
+            own = fragment.read(span)
+            delta = torch.sub(theta, own, out=own)
         yield span, delta
 
 
@@ -54,7 +57,7 @@ def outer_step(
 
     `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker; None: this worker is alone
     (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
-    `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does.
+    `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does, 1 leaves θ_i alone.
     `digest` is given the new anchor, span by span. `turn`: of the schedule, for an outer optimizer with a course.
     """
     fragment.rounds += 1
@@ -69,7 +72,22 @@ def outer_step(
             if delta is None:
                 delta = theta - fragment.read(span)
             outer.update(theta, delta, state, fragment.rounds)  # line 14
-            fragment.write(span, fragment.read(span).lerp_(theta, 1.0 - mixing) if mixing else theta)  # line 3
+            if mixing < 1.0:
+                fragment.follow(span, theta, mixing)  # line 3
         del delta  # before the next one is made
         if digest is not None:
             digest.add(theta)
+
+
+@torch.no_grad()
+def next_anchor(
+    fragment: Fragment, mean_outer_gradient: Callable[[Span], Tensor], out: Tensor, digest: Digest, turn: int = 0
+) -> None:
+    """Line 14 into `out` (flat, fp32), bit for bit what `outer_step` will make of the anchor. Changes nothing else."""
+    outer = fragment.outer_opt if fragment.outer_opt.course is None else fragment.outer_opt.at(turn)
+    copies = {name: torch.empty_like(fragment.scratch(next(fragment.spans()))) for name in fragment.state}
+    for span, theta, state in fragment.visit():
+        new = out[span.slice].copy_(theta)
+        state_copy = {name: copies[name][: len(buffer)].copy_(buffer) for name, buffer in state.items()}
+        outer.update(new, mean_outer_gradient(span), state_copy, fragment.rounds + 1)
+        digest.add(new)

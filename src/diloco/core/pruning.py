@@ -27,13 +27,15 @@ def prune_(rows: Tensor, fraction: float) -> None:
 
 
 @torch.no_grad()
-def pruned_gradient(fragment: Fragment, pieces: Sequence[Piece], fraction: float) -> Iterator[tuple[Span, Tensor]]:
+def pruned_gradient(
+    fragment: Fragment, pieces: Sequence[Piece], fraction: float, theta_i: Tensor | None = None
+) -> Iterator[tuple[Span, Tensor]]:
     """As outer_step.outer_gradient, with each neuron pruned: a row of a matrix, or all of a vector.
 
     Needs a copy of the fragment, since spans and rows have different ends.
     """
     flat = torch.empty(fragment.numel, device=fragment.device)
-    for span, delta in outer_gradient(fragment):
+    for span, delta in outer_gradient(fragment, theta_i):
         flat[span.slice].copy_(delta)
     for piece, view in zip(pieces, fragment.views(flat).values(), strict=True):
         whole = view if view.shape == torch.Size(piece.shape) else view.view(piece.shape)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
+from diloco.codecs.encoded import EncodedVector
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
 
@@ -23,6 +24,13 @@ class PendingRound(ABC):
     @abstractmethod
     def wait(self) -> RoundResult:
         """The result; raises RoundFailed if this round gave none, EngineError if no later one can."""
+
+    def arrived_mean(self) -> EncodedVector | None:
+        """Waits for the mean in another thread, before `wait`, which ends the round; None: `wait` says what happened.
+
+        An engine that leaves it out is as good, but the outer step is then computed in the trainer's thread.
+        """
+        return None
 
 
 class Connection(ABC):

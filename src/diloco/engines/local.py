@@ -235,6 +235,12 @@ class _LocalPending(PendingRound):
         assert round_.mean is not None
         return self._result(round_.decision, round_.mean)
 
+    def arrived_mean(self) -> EncodedVector | None:
+        round_, swarm = self.round, self.engine.swarm
+        with swarm.changed:
+            swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic())
+            return round_.mean if round_.decision is not None and round_.decision.total_weight > 0 else None
+
     def _failure(self, reason: str, *, resync: bool = True) -> RoundFailed:
         stopping = run_ends(header.member for header in self.round.headers.values())
         return RoundFailed(f"round {self.key.sequence}: {reason}", stopping=stopping, resync=resync)

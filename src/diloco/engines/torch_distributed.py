@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import num_products
 from diloco.engines.asynchronous.engine import Link
 from diloco.engines.asynchronous.sockets import SocketLink
@@ -290,6 +291,10 @@ class _Pending(PendingRound):
 
     def wait(self) -> RoundResult:
         return self._future.result()  # bounded: every collective behind it has the round's deadline
+
+    def arrived_mean(self) -> EncodedVector | None:
+        failed = self._future.exception()
+        return None if failed is not None or not self._future.result().total_weight else self._future.result().mean
 
 
 def _mark(data: Tensor) -> "torch.cuda.Event | None":

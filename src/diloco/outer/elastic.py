@@ -154,7 +154,9 @@ class ElasticMembership(Policy):
         if self.missed is not None:
             self.missed.later.append((posted, outcome))
             return None
-        if not all(mean.is_finite() for mean in outcome.means):  # the same bytes, and so the same answer, everywhere
+        if not self.replica.are_finite(
+            posted.key.fragment, outcome.means
+        ):  # the same bytes: the same answer everywhere
             logger.warning("round %d: its mean is not finite and is not merged", posted.key.sequence)
             self.loop.rounds_failed += 1
             return None

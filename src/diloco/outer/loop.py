@@ -30,6 +30,7 @@ from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import RoundFailed
+from diloco.outer.background import kind_of_replica
 from diloco.outer.evaluation import Evaluation
 from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
@@ -118,7 +119,7 @@ class OuterLoop:
         """Fragments, their schedule, and the memory that travels. `more`: what else is the same on all workers."""
         groups, self.schedule = lay_groups(tensors, self.sync, outer.held_by(self.engine.worker), growth)
         common = (self.schedule, outer, common_values(self.sync), *more)
-        build = Replica if set(self.engine.sizes) == {1} else RankedReplica
+        build = kind_of_replica(self.sync, tensors) if set(self.engine.sizes) == {1} else RankedReplica
         self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, self.sync, common)
         self.state = OuterState(self.replica)
 
@@ -230,7 +231,7 @@ class OuterLoop:
         ]
         key = RoundKey(self.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        self.in_flight.append(Posted(key, self.inner_steps, steps + self.state.merged_at[index], norm, pending))
+        self.in_flight.append(Posted(key, self.inner_steps, steps + self.state.merged_at[index], pending))
         self.state.sequence += 1
 
     def end_round(self, posted: Posted) -> None:
@@ -282,7 +283,7 @@ class OuterLoop:
 
     def outer_step(self, posted: Posted, outcome: Outcome) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
-        with self.state.lock:
+        with self.replica.merge_lock:
             mixing, turn = 1.0 if posted.dropped else self.mixing, posted.key.sequence // self.state.num_fragments
             norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn)
             self.state.merged(posted.key, posted.work)

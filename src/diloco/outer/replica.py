@@ -5,7 +5,9 @@ this file. Workers of several ranks have several lanes, and agree on what a roun
 """
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
 from diloco.core.lanes import Piece
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
-from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.core.outer_step import next_anchor, outer_gradient, outer_step
 from diloco.core.pruning import pruned_gradient
 from diloco.core.schedule import Schedule
 from diloco.core.varying.round_lengths import GrowingRounds
@@ -117,12 +119,15 @@ class Lane:
             if fragment is not None:
                 self.digests[index] = digest(fragment.anchor)
 
-    def encode(self, index: int, turn: int) -> float:
-        """Put the outer gradient of a fragment into its vector; its norm, with error feedback that of what is sent."""
+    def encode(self, index: int, turn: int, theta_i: Tensor | None = None) -> float:
+        """Put the outer gradient of a fragment into its vector; its norm, with error feedback that of what is sent.
+
+        `theta_i`: a flat copy of the fragment's parameters, in place of the parameters.
+        """
         fragment, sending = self.fragments[index], self.sending[index]
         norms, errors = [], []
         if fragment is not None:
-            for number, (span, delta) in enumerate(self._gradient(index, fragment, turn)):
+            for number, (span, delta) in enumerate(self._gradient(index, fragment, turn, theta_i)):
                 if sending.feedback is not None:
                     norms.append(sending.feedback.encode(sending.vector, span, delta))
                 else:
@@ -138,28 +143,33 @@ class Lane:
         self.codec_errors[index] = _relative(errors)
         return self._norms[index]
 
-    def _gradient(self, index: int, fragment: Fragment, turn: int) -> Iterator[tuple[Span, Tensor]]:
+    def _gradient(
+        self, index: int, fragment: Fragment, turn: int, theta_i: Tensor | None
+    ) -> Iterator[tuple[Span, Tensor]]:
         prune, eager = self.sending[index].prune, self.sending[index].eager
         if eager is not None:
             return eager.outer_gradient(self.engine.workers, turn)
-        return outer_gradient(fragment) if prune is None else pruned_gradient(fragment, self.pieces[index], prune)
+        if prune is None:
+            return outer_gradient(fragment, theta_i)
+        return pruned_gradient(fragment, self.pieces[index], prune, theta_i)
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
         fragment = self.fragments[index]
         if fragment is None:
             return 0.0
-        device, taken = fragment.device, Digest(fragment.device)
-        norms: list[Tensor] = []
-
-        def mean(span: Span) -> Tensor:
-            delta = encoded.decode(span.first_part, span.num_parts, device)
-            norms.append(torch.linalg.vector_norm(delta))
-            return delta
-
+        taken, mean = Digest(fragment.device), _Decoded(encoded, fragment.device)
         outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
         self.digests[index] = taken.hexdigest()
-        return _total(norms) if encoded.num_bytes else self._norms[index]
+        return mean.norm() if encoded.num_bytes else self._norms[index]
+
+    def next_anchor(self, index: int, encoded: EncodedVector, out: Tensor, turn: int) -> tuple[str, float]:
+        """What `merge` will make of a fragment's anchor, into `out`: its digest, and the norm of the mean."""
+        fragment = self.fragments[index]
+        assert fragment is not None
+        taken, mean = Digest(fragment.device), _Decoded(encoded, fragment.device)
+        next_anchor(fragment, mean, out, taken, turn)
+        return taken.hexdigest(), mean.norm()
 
     def anchors(self) -> dict[str, Tensor]:
         return {f"{index}.anchor": f.anchor for index, f in enumerate(self.fragments) if f is not None}
@@ -234,6 +244,10 @@ class Replica:
         assert lane_engine is not None
         self.lane = Lane(0, lane_engine, fragments, grouped, sending, start, layout)
         self.lanes = [self.lane]
+        self.lock: AbstractContextManager[object] = threading.Lock()
+        """See OuterState.lock."""
+        self.merge_lock = self.lock
+        """Held while a round is merged."""
         self.digests = self.lane.digests
         """Of the worker's anchors, one for each fragment."""
 
@@ -249,13 +263,21 @@ class Replica:
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         """One contribution for each lane; returns at once."""
-        return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds))
+        return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds), contributions[0].norm)
 
     def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
         """The outer step of a fragment; the norm of the mean outer gradient."""
         norm = self.lane.merge(index, means[0], mixing, turn)
         self.changed(index)
         return norm
+
+    def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
+        """Whether all values of a fragment's mean are finite."""
+        del index
+        return all(mean.is_finite() for mean in means)
+
+    def finish_posts(self) -> None:
+        """A post ends when it returns; see background.py."""
 
     def changed(self, index: int | None = None) -> None:
         """Parameters of one fragment, or of all, were written: what FSDP2 has gathered of them is out of date."""
@@ -298,6 +320,7 @@ class _LaneRound:
     """A round of a worker with one lane."""
 
     pending: PendingRound
+    norm: float
 
     def wait(self) -> Outcome:
         result = self.pending.wait()
@@ -316,6 +339,22 @@ def cut_fragments(
         for i, fragment in zip(mine, built, strict=True):
             fragments[i] = fragment
     return fragments
+
+
+class _Decoded:
+    """An encoded mean, decoded span by span."""
+
+    def __init__(self, encoded: EncodedVector, device: torch.device) -> None:
+        self._encoded, self._device = encoded, device
+        self._norms: list[Tensor] = []
+
+    def __call__(self, span: Span) -> Tensor:
+        delta = self._encoded.decode(span.first_part, span.num_parts, self._device)
+        self._norms.append(torch.linalg.vector_norm(delta))
+        return delta
+
+    def norm(self) -> float:
+        return _total(self._norms)
 
 
 def _relative(squares: Sequence[Tensor]) -> float | None:

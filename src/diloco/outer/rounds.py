@@ -30,6 +30,10 @@ class Outcome:
 class PendingOutcome(Protocol):
     """A worker's round on its way."""
 
+    @property
+    def norm(self) -> float:
+        """Of this worker's outer gradient; ask for it once `wait` has ended."""
+
     def wait(self) -> Outcome:
         """The outcome; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
@@ -43,8 +47,6 @@ class Posted:
     """The position in the schedule at which it was posted."""
     work: int
     """The inner steps that this worker had taken by then."""
-    norm: float
-    """Of this worker's outer gradient."""
     pending: PendingOutcome
     posted_at: float = field(default_factory=time.monotonic)
     """On time.monotonic()'s clock; for a round that was saved, when it was loaded."""
@@ -52,12 +54,17 @@ class Posted:
     dropped: bool = False
     """On purpose (methods/dropped.py): there is no work in it, and the worker keeps its parameters."""
 
+    @property
+    def norm(self) -> float:
+        """Of this worker's outer gradient, once the round has ended."""
+        return self.pending.norm
+
 
 class Settled:
     """A round whose outcome is known."""
 
-    def __init__(self, outcome: Outcome | RoundFailed) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Outcome | RoundFailed, norm: float) -> None:
+        self.outcome, self.norm = outcome, norm
 
     def wait(self) -> Outcome:
         if isinstance(self.outcome, RoundFailed):
@@ -70,9 +77,10 @@ def settle(posted: Posted) -> Posted:
     if isinstance(posted.pending, Settled):
         return posted
     try:
-        return replace(posted, pending=Settled(posted.pending.wait()))
+        ended: Outcome | RoundFailed = posted.pending.wait()
     except RoundFailed as failure:
-        return replace(posted, pending=Settled(failure))
+        ended = failure
+    return replace(posted, pending=Settled(ended, posted.norm))
 
 
 def settled_outcome(posted: Posted) -> Outcome | RoundFailed:

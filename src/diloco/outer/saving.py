@@ -102,7 +102,7 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
         means = _encoded_means(state, key.fragment, loaded)
         ended = Outcome(_result(numbers["result"], means[0]), means)
     dropped = numbers.get("dropped", False)  # an earlier version saved none
-    return Posted(key, numbers["at_step"], numbers["work"], numbers["norm"], Settled(ended), dropped=dropped)
+    return Posted(key, numbers["at_step"], numbers["work"], Settled(ended, numbers["norm"]), dropped=dropped)
 
 
 def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:

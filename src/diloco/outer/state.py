@@ -6,7 +6,6 @@ alone. Tensors are in the replica's lanes; numbers and digests are the whole wor
 """
 
 import hashlib
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,7 +42,7 @@ class OuterState:
         self.merged_at = [0] * self.num_fragments
         """The inner steps that were taken when each fragment's last merged round was posted."""
         self.merged_rounds = [0] * self.num_fragments
-        self.lock = threading.Lock()
+        self.lock = replica.lock
         """Held while anchors change, so that a served state is never half merged."""
 
     @property
@@ -56,7 +55,8 @@ class OuterState:
         return [fragment for index in range(self.num_fragments) for _, fragment in self.fragments_of(index)]
 
     def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
-        """What this rank has of one fragment, by lane."""
+        """What this rank has of one fragment, by lane. Only for the trainer's thread."""
+        self._replica.finish_posts()
         found = [(lane, lane.fragments[index]) for lane in self._replica.lanes]
         return [(lane, fragment) for lane, fragment in found if fragment is not None]
 

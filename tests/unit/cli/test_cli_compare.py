@@ -190,3 +190,15 @@ def test_failed_runs_are_compared_too(capsys: pytest.CaptureFixture[str], tmp_pa
         (tmp_path / name).mkdir()
         write_summary(tmp_path / name, RunConfig(), "broken")
     assert "failed" in compared(capsys, str(tmp_path / "one"), str(tmp_path / "two"))
+
+
+def test_a_sentence_says_what_was_saved_and_what_it_cost_against_data_parallel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = make_run(tmp_path / "ours", perplexity=11.0), make_run(tmp_path / "theirs", BASELINE)
+    told = (
+        "ours sent 20 times fewer bytes than theirs for the same tokens, and its validation loss is 0.095 (4.1%) higher"
+    )
+    assert f"{told}." in compared(capsys, ours, theirs).splitlines()
+    more = make_run(tmp_path / "more", tokens=10_240)
+    assert "fewer bytes" not in compared(capsys, more, theirs)  # the tokens differ, and so does what the loss means

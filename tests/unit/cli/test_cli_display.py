@@ -283,6 +283,17 @@ def test_the_report_has_perplexity_before_and_after_bytes_utilisation_sample_and
         assert part in shown, f"{part}:\n{shown}"
 
 
+def test_the_report_says_in_one_sentence_what_was_saved_and_what_it_cost(tmp_path: Path) -> None:
+    [sentence] = [line for line in reported(tmp_path, summary_of()).splitlines() if "fewer bytes" in line]
+    assert sentence == (
+        "A worker sent 20 times fewer bytes than with data-parallel training (13.1 MB, not 261.0 MB) and spent 12.5 s, "
+        "25.0% of its time, on rounds; what that cost in loss, `diloco compare` tells beside a run of "
+        "--mode data-parallel."
+    )
+    for nothing_saved in ({"mode": "data-parallel"}, {"workers": 1}, {"communication_reduction": 0.9}):
+        assert "fewer bytes" not in reported(tmp_path, summary_of(**nothing_saved))
+
+
 def test_the_report_says_that_there_was_a_warm_start(tmp_path: Path) -> None:
     shown = reported(tmp_path, summary_of(resolved={"sync.warm_start": 200}))
     assert "the first 200 steps, data-parallel" in shown

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.report import megabytes, share
+from diloco.cli.display.report import megabytes, share, times
 from diloco.cli.display.view import duration
 from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import short_name
@@ -123,6 +123,20 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]], first: int) 
     for title, cells in rows.items():
         table.add_row(title, *(Text(cell) for cell in cells[first : first + len(names)]))
     return table
+
+
+def savings(run: ComparedRun, reference: ComparedRun) -> str:
+    """What DiLoCo saved and cost against data-parallel training, in a sentence; empty if the two cannot be compared."""
+    mine, theirs = run.values(reference), reference.values(reference)
+    modes = (mine["mode"], theirs["mode"], mine["same_tokens"])
+    if modes != ("diloco", "data-parallel", True) or not mine["bytes_ratio"] or mine["perplexity_gap"] is None:
+        return ""
+    loss, base = mine["validation_loss"], theirs["validation_loss"]
+    changed = f"{abs(loss - base):.3f} ({abs(loss / base - 1):.1%}) {'higher' if loss >= base else 'lower'}"
+    return (
+        f"{run.name} sent {times(1 / mine['bytes_ratio'])} fewer bytes than {reference.name} for the same tokens, and "
+        f"its validation loss is {changed}."
+    )
 
 
 def as_json(runs: Sequence[ComparedRun], reference: ComparedRun) -> dict[str, Any]:

@@ -41,9 +41,24 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     if sample is not None:
         text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
+    if sentence := savings(summary):
+        console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
     if summary["status"] != "complete" and find_checkpoints(folder)[0]:
         console.print(Text(f"to continue: {resume_command(folder)}"), soft_wrap=True)
+
+
+def savings(summary: Summary) -> str:
+    """What DiLoCo saved and what it cost, in a sentence. The cost in loss takes a data-parallel run to compare with."""
+    reduction, sent = summary["communication_reduction"], summary["bytes_sent_per_worker"]
+    if summary["mode"] != "diloco" or summary["workers"] < 2 or not reduction or reduction <= 1:
+        return ""
+    bytes_ = f"{megabytes(sent)}, not {megabytes(summary['data_parallel_bytes_per_worker'])}"
+    saved = f"A worker sent {times(reduction)} fewer bytes than with data-parallel training ({bytes_})"
+    used, seconds = summary["compute_utilization"], summary["training_seconds"]
+    if used is not None and seconds:
+        saved += f" and spent {(1 - used) * seconds:.1f} s, {share(1 - used)} of its time, on rounds"
+    return f"{saved}; what that cost in loss, `diloco compare` tells beside a run of --mode data-parallel."
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
@@ -124,11 +139,11 @@ def _baseline(summary: Summary) -> str:
         return ""
     return (
         f"{megabytes(summary['data_parallel_bytes_per_worker'])} for the same steps: "
-        f"[bold]{_times(summary['communication_reduction'])} as much[/]"
+        f"[bold]{times(summary['communication_reduction'])} as much[/]"
     )
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:,.1f} times"
 
 

@@ -9,12 +9,13 @@ import struct
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import PendingRound
 from diloco.engines.header import unpack
 from diloco.engines.rounds import Contribution, Member, RoundResult
@@ -122,6 +123,25 @@ class SwarmRound(PendingRound):
         self._posted: PostedRound | None = message.round
         self._deadline = time.monotonic() + message.round.deadline_seconds + _GRACE_SECONDS
         self._outcome: RoundResult | DiLoCoError | None = None
+        self._has_mean = False  # it is copied already
+
+    def arrived_mean(self) -> EncodedVector | None:
+        while not self._answer.done():
+            left = min(self._deadline, self._owner.leave_deadline) - time.monotonic()
+            if left <= 0:
+                return None
+            wait([self._answer], min(_POLL_SECONDS, left))
+        if self._answer.exception() is not None:
+            return None
+        outcome, posted = self._answer.result().outcome, self._posted
+        if posted is None or outcome.failure is not None or not outcome.total_weight:
+            return None
+        self._copy_mean(posted)
+        return self._contribution.vector.mean
+
+    def _copy_mean(self, posted: PostedRound) -> None:
+        self._contribution.vector.mean.data.view(-1).copy_(as_tensor(posted.mean))
+        self._has_mean = True
 
     def wait(self) -> RoundResult:
         if self._outcome is None:
@@ -166,8 +186,8 @@ class SwarmRound(PendingRound):
     def _result(self, outcome: RoundOutcome) -> RoundResult:
         vector, posted = self._contribution.vector, self._posted
         assert posted is not None
-        if outcome.failure is None and outcome.total_weight > 0:
-            vector.mean.data.view(-1).copy_(as_tensor(posted.mean))
+        if outcome.failure is None and outcome.total_weight > 0 and not self._has_mean:
+            self._copy_mean(posted)
         members = tuple(_member(one) for one in outcome.present)
         self._owner.on_round_ended(posted, outcome, members)
         if outcome.fatal:

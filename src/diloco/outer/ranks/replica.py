@@ -7,7 +7,9 @@ the worker's ranks.
 
 import hashlib
 import math
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor
@@ -46,6 +48,8 @@ class RankedReplica:
         mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
         self.lanes = [self._lane(*lane) for lane in mine]
         self._num_lanes = len(layouts)
+        self.lock: AbstractContextManager[object] = threading.Lock()
+        self.merge_lock = self.lock
         self.digests = [NO_DIGEST] * len(groups)
         self.update_digests()
 
@@ -98,6 +102,14 @@ class RankedReplica:
         self.update_digests()
         self.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
+
+    def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
+        """Whether all values of a fragment's mean are finite."""
+        del index
+        return all(mean.is_finite() for mean in means)
+
+    def finish_posts(self) -> None:
+        """A post ends when it returns."""
 
     def changed(self, index: int | None = None) -> None:
         """Parameters of one fragment, or of all, were written here: the worker's ranks must see the same."""

@@ -28,6 +28,7 @@ class WorkerRound:
         seconds: float,
     ) -> None:
         self._key, self._ranks = key, ranks
+        self.norm = contributions[0].norm
         self._error: EngineError | None = None  # raised where all ranks can hear of it
         self._pending: list[PendingRound] = []
         try:

@@ -1,0 +1,105 @@
+"""Overlapped rounds on a CPU: the arithmetic runs in threads beside training, and no bit depends on that."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.core.config import SyncConfig
+from diloco.core.digest import digest
+from diloco.core.outer_optimizers import Nesterov
+from diloco.engines.local import alone
+from diloco.outer import loop as outer_loop
+from diloco.outer.background import BackgroundReplica
+from diloco.outer.replica import Replica
+from support.in_turn import InTurn
+from support.problem import build
+
+SYNCS = {
+    "streaming": SyncConfig(6, "int4", fragments=2, overlap_steps=2, mixing=0.3),
+    "whole": SyncConfig(4, "fp16", overlap_steps=3),
+    "feedback": SyncConfig(4, "2bit", overlap_steps=1),
+    "pruned": SyncConfig(4, "int8", overlap_steps=1, prune=0.5),
+}
+
+
+def trajectory(sync: SyncConfig) -> list[Tensor]:
+    """Parameters and anchors of two workers after every step, with a lost contribution and evaluations in between."""
+    world = InTurn(2, sync, Nesterov(lr=0.4), fail_at=[(1, 2)])
+    seen = []
+    for number in range(18):
+        world.step()
+        for model, optimizer in zip(world.models, world.optimizers, strict=True):
+            if number % 5 == 3:
+                with optimizer.outer_parameters():
+                    seen += [parameter.detach().clone() for parameter in model.parameters()]
+            seen += [parameter.detach().clone() for parameter in model.parameters()]
+            seen += [fragment.anchor.clone() for fragment in optimizer.loop.state.fragments]
+    assert {type(optimizer.loop.replica) for optimizer in world.optimizers} == {outer_loop.kind_of_replica(None, None)}  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize("case", SYNCS)
+def test_rounds_in_threads_give_the_bits_of_rounds_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(replica: type[Replica]) -> Callable[..., type[Replica]]:
+        return lambda *_: replica
+
+    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(BackgroundReplica))
+    beside = trajectory(SYNCS[case])
+    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(Replica))
+    assert all(torch.equal(one, other) for one, other in zip(beside, trajectory(SYNCS[case]), strict=True))
+
+
+def test_only_overlapped_rounds_on_a_cpu_have_threads() -> None:
+    _, overlapped = build(alone(), SYNCS["whole"])
+    _, classic = build(alone(), SyncConfig(4))
+    assert type(overlapped.loop.replica) is BackgroundReplica
+    assert type(classic.loop.replica) is Replica
+
+
+def test_the_trainers_thread_neither_encodes_nor_steps_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    update = Nesterov.update
+
+    def note(self: Nesterov, *arguments: object) -> None:
+        threads.add(threading.current_thread().name)
+        update(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Nesterov, "update", note)
+    world = InTurn(1, SYNCS["streaming"])
+    world.step(14)
+    assert world.optimizers[0].loop.rounds > 2
+    assert threads == {"diloco-waiting", "diloco-posting"}
+
+
+def test_an_anchor_that_changed_after_the_mean_came_takes_the_step_anew() -> None:
+    """What was prepared from the old anchor must not be merged."""
+    world = InTurn(1, SYNCS["whole"], Nesterov(lr=0.4))
+    optimizer = world.optimizers[0]
+    world.step(5)
+    loop = optimizer.loop
+    loop.settle()  # the mean is there, and its step is prepared
+    [fragment] = loop.state.fragments
+    with loop.state.lock:
+        fragment.anchor.add_(1.0)
+        loop.replica.lanes[0].take_digests()
+    changed = fragment.anchor.clone()
+    loop.merge_pending()
+    [fragment] = loop.state.fragments
+    assert not torch.equal(fragment.anchor, changed)
+    followed = torch.cat([tensor.detach().flatten() for tensor in fragment.tensors])
+    assert torch.equal(followed, fragment.anchor)
+    assert loop.replica.digests == [digest(fragment.anchor)]
+
+
+def test_a_post_that_fails_is_told_when_the_round_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = InTurn(1, SYNCS["whole"])
+
+    def refuse(*_: object) -> None:
+        raise OSError("no memory to send from")
+
+    monkeypatch.setattr(world.optimizers[0].loop.replica.lanes[0].engine, "start_round", refuse)
+    with pytest.raises(OSError, match="no memory to send from"):
+        world.step(8)
