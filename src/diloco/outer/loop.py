@@ -32,13 +32,14 @@ from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import RoundFailed
 from diloco.outer.background import kind_of_replica
 from diloco.outer.evaluation import Evaluation
+from diloco.outer.groups import lay_groups
 from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
 from diloco.outer.methods.pace import Pace
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
-from diloco.outer.replica import Replica, lay_groups
+from diloco.outer.replica import Replica
 from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle
 from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
@@ -203,12 +204,8 @@ class OuterLoop:
 
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
-        growing = self.schedule.growth is not None
-        H = (
-            self.schedule.turn_steps(self.sequence // self.state.num_fragments)
-            if growing
-            else self.sync.num_inner_steps
-        )
+        turn, growing = self.sequence // self.state.num_fragments, self.schedule.growth is not None
+        H = self.schedule.turn_steps(turn) if growing else self.sync.num_inner_steps
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -261,7 +258,7 @@ class OuterLoop:
             lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
             merging = None if mean_norm is None else taken - waited
             times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
-            seen = (posted.key, self.inner_steps, posted.norm, mean_norm, lost, result, failure, times)
+            seen = (posted.key, self.inner_steps, posted.pending.norm, mean_norm, lost, result, failure, times)
             self.on_round(RoundEvent(*seen, posted.dropped))
 
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:

@@ -19,17 +19,14 @@ from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
 from diloco.core.eager import Eager
-from diloco.core.fragment_names import assign
-from diloco.core.fragments import Fragment, PartLayout, Span, build_fragments, layout_digest
+from diloco.core.fragments import Fragment, PartLayout, Span, layout_digest
 from diloco.core.lanes import Piece
-from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import next_anchor, outer_gradient, outer_step
 from diloco.core.pruning import pruned_gradient
-from diloco.core.schedule import Schedule
-from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
+from diloco.outer.groups import Group, cut_fragments
 from diloco.outer.local_tensors import local_tensors
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.rounds import Outcome, PendingOutcome
@@ -39,30 +36,6 @@ from diloco.outer.tensor_pieces import TensorPieces
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 _ERROR_EVERY, _ERROR_ELEMENTS = 16, 1 << 22  # what a codec loses is measured on these spans, at most so much of each
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
-
-
-@dataclass(frozen=True)
-class Group:
-    """The names of one fragment's tensors, and the outer optimizer that steps them."""
-
-    names: tuple[str, ...]
-    outer: OuterOptimizer
-    max_norm_ratio: float | None
-    """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
-    buffers: bool = False
-    """Counted buffers, which are few: they travel whole, with 16 bits at least."""
-
-
-def lay_groups(
-    tensors: ModelTensors, sync: SyncConfig, outer: OuterOptimizer, growth: GrowingRounds | None
-) -> tuple[list[Group], Schedule]:
-    """What each fragment holds, and when it is posted."""
-    groups = [Group(tuple(names), outer, sync.max_norm_ratio) for names in assign(list(tensors.averaged), sync)]
-    offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
-    if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
-        groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
-        offsets = (*offsets, offsets[-1])
-    return groups, Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start, growth)
 
 
 @dataclass(frozen=True)
@@ -325,20 +298,6 @@ class _LaneRound:
     def wait(self) -> Outcome:
         result = self.pending.wait()
         return Outcome(result, [result.mean])
-
-
-def cut_fragments(
-    groups: Sequence[Group], members: Sequence[Sequence[tuple[str, Tensor]]], sync: SyncConfig
-) -> list[Fragment | None]:
-    """A fragment for each group, of its (label, tensor) pairs; None where there are none."""
-    fragments: list[Fragment | None] = [None] * len(groups)
-    for outer in {group.outer: None for group in groups}:
-        mine = [i for i, group in enumerate(groups) if group.outer == outer and members[i]]
-        labels = [[label for label, _ in members[i]] for i in mine]
-        built = build_fragments(dict(pair for i in mine for pair in members[i]), labels, outer, offload=sync.offload)
-        for i, fragment in zip(mine, built, strict=True):
-            fragments[i] = fragment
-    return fragments
 
 
 class _Decoded:
