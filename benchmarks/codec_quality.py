@@ -1,7 +1,7 @@
 """What codecs cost in quality: small runs after a shared beginning, several seeds, on one device.
 
 A small model (on a GPU the preset `tiny` with 1M parameters, on a CPU one of 0.09M) is first trained data-parallel,
-then by k workers: for each seed all cases begin with the same weights and see the same batches. The figure is the
+then by k workers in the laboratory (diloco.lab): for each seed all cases begin with the same weights and see the same batches. The figure is the
 validation loss of the outer parameters at the end; differences are taken seed by seed against fp32 with the same outer
 optimizer.
 
@@ -20,27 +20,25 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from codec_variants import READINGS, DenseMean, ForgottenMean, RememberedTopK, RememberingMean
 from diloco.core import fragments, pruning
-from diloco.core.config import SyncConfig
-from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
 from diloco.data.config import DataConfig
+from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.lab.arm import Arm
+from diloco.lab.simulator import simulate
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import preset
 from measuring import write_results
-from stacked_replicas import Replicas, batches, start_of
 
 MODELS = {
     "cuda": preset("tiny"),
@@ -49,11 +47,11 @@ MODELS = {
         max_sequence_length=32, tie_embeddings=True,
     ),
 }  # fmt: skip
-INNER_LR, WARMUP, CLIP = 3e-3, 50, 1.0
+INNER = {"lr": 3e-3, "warmup_steps": 50, "beta2": 0.999}
 NESTEROV, AVERAGING = "nesterov 0.7/0.8", "sgd 1.0"
-OUTER: dict[str, Callable[[], OuterOptimizer]] = {
-    NESTEROV: lambda: Nesterov(lr=0.7, momentum=0.8),
-    AVERAGING: lambda: SGD(lr=1.0),
+OUTER: dict[str, dict[str, Any]] = {
+    NESTEROV: {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.8},
+    AVERAGING: {"optimizer": "sgd", "lr": 1.0},
 }
 
 
@@ -124,89 +122,42 @@ def _with_and_without_feedback(codec: str, k: int, outer: str) -> Iterator[Case]
     yield Case("codecs", f"{codec}, no feedback", k, outer, {"codec": codec, "error_feedback": False})
 
 
-def rate(step: int, total: int) -> float:
-    """Warm-up, then a cosine to a tenth."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, total - WARMUP))
-
-
 class Run:
-    """The shared beginning of a seed, and one case after another from there."""
+    """One case after another from the shared beginning of a seed."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
-        self.setting, self.seed, self.device = setting, seed, torch.device(setting.device)
-        self.config = MODELS[setting.device]
-        self.length = length = self.config.max_sequence_length
-        folder = Path(setting.corpus)
-        shards = [np.fromfile(path, "<u2") for path in sorted(folder.glob("train-*.bin"))]
-        self.tokens = torch.from_numpy(np.concatenate(shards).astype(np.int64)).to(self.device)
-        validation = torch.from_numpy(np.fromfile(folder / "validation.bin", "<u2").astype(np.int64))
-        rows = min(256, (len(validation) - 1) // length)
-        cut = torch.arange(rows)[:, None] * length + torch.arange(length + 1)
-        self.validation = validation[cut].to(self.device)
-        self.total = setting.pretraining + setting.steps
-        self._begin()
+        self.setting, self.seed = setting, seed
+        self.corpus = Corpus.open(Path(setting.corpus))
 
-    def _begin(self) -> None:
-        """Data-parallel: one replica with eight workers' batch."""
-        setting = self.setting
-        replicas = Replicas(self.config, 1, start_of(self.config, self.seed), self.device)
-        inner = self._inner(replicas)
-        feed = batches(self.tokens, 1, 8 * setting.batch_size, self.length, 1000 + self.seed)
-        for step in range(setting.pretraining):
-            self._step(replicas, inner, next(feed), step)
-        self.start = {name: one.detach()[0].clone() for name, one in replicas.stacked.items()}
-        self.first_loss = self._evaluate(replicas)
-
-    def _inner(self, replicas: Replicas) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(replicas.stacked.values(), lr=INNER_LR, weight_decay=0.1, fused=True)
-
-    def _step(self, replicas: Replicas, inner: torch.optim.Optimizer, tokens: Tensor, step: int) -> None:
-        for group in inner.param_groups:
-            group["lr"] = INNER_LR * rate(step, self.total)
-        inner.zero_grad()
-        replicas.losses(tokens).sum().backward()  # type: ignore[no-untyped-call]
-        replicas.clip(CLIP)
-        inner.step()
-
-    @torch.no_grad()
-    def _evaluate(self, replicas: Replicas) -> float:
-        """Of the first replica."""
-        pieces = self.validation.chunk(max(1, 4 * replicas.k))
-        losses = [replicas.losses(piece.expand(replicas.k, *piece.shape))[0] * len(piece) for piece in pieces]
-        return float(torch.stack(losses).sum() / len(self.validation))
+    def arm(self, case: Case) -> Arm:
+        setting, config = self.setting, MODELS[self.setting.device]
+        return Arm(
+            case.name,
+            model=asdict(config),
+            workers=case.workers,
+            steps=setting.steps,
+            pretraining_steps=setting.pretraining,
+            pretraining_batch_size=8 * setting.batch_size,
+            batch_size=setting.batch_size,
+            sequence_length=config.max_sequence_length,
+            inner=INNER,
+            outer=OUTER[case.outer],
+            sync={"num_inner_steps": setting.inner_steps, "max_norm_ratio": None, **case.sync},
+            eval_points=1,
+        )
 
     def __call__(self, case: Case) -> Result:
         started = time.monotonic()
         RememberedTopK.reducer = RememberingMean()
         pruning.prune_ = READINGS[case.reading or "magnitude"]
-        setting, k = self.setting, case.workers
-        sync = SyncConfig(setting.inner_steps, max_norm_ratio=None, **case.sync)
-        replicas = Replicas(self.config, k, self.start, self.device)
-        inner, optimizers = self._inner(replicas), replicas.optimizers(sync, OUTER[case.outer]())
-        feed = batches(self.tokens, k, setting.batch_size, self.length, self.seed)
-        ratios = []
-        for step in range(setting.pretraining, self.total):
-            self._step(replicas, inner, next(feed), step)
-            for optimizer in optimizers:
-                optimizer.inner_step()
-                optimizer.post()
-            if (step - setting.pretraining + 1) % setting.inner_steps == 0:
-                norms = sorted(optimizer.loop.in_flight[0].norm for optimizer in optimizers)
-                ratios.append(norms[-1] / max(norms[(k - 1) // 2], 1e-30))
-            for optimizer in optimizers:
-                optimizer.merge()
-        for optimizer in optimizers:
-            optimizer.loop.state.adopt_anchors()
-        seconds = time.monotonic() - started
-        return Result(case, self.seed, self._evaluate(replicas), self.first_loss, max(ratios), seconds)
+        result = simulate(self.arm(case), self.seed, self.corpus, self.setting.device, how="stacked")
+        ratio = max(one.norm_ratio or 0.0 for one in result.statistics)
+        return Result(case, self.seed, result.loss, result.curve[0][1], ratio, time.monotonic() - started)
 
 
 def work(setting: Setting, seed: int, todo: list[Case], ends: float, results: Any) -> None:
     """All cases in their order, as long as there is time (time.time())."""
     torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = True
     fragments._SPAN_ELEMENTS["cpu"] = 1 << 25  # a mean in one call: RememberingMean needs it
     run = Run(setting, seed)
     for case in todo:

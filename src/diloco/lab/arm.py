@@ -210,6 +210,8 @@ class RoundStatistics:
     """Norm of their mean; None if the round had none."""
     codec_error: float | None
     """‖sent − Δ‖ / ‖Δ‖ of worker 0's outer gradient; None if it is sent as it is."""
+    norm_ratio: float | None = None
+    """The largest norm over the lower median of the workers' norms, by which a swarm judges contributions."""
 
 
 @dataclass(frozen=True)

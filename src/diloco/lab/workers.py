@@ -159,6 +159,8 @@ def _statistics(events: list[RoundEvent]) -> RoundStatistics:
     first = next((event for event in events if event.result is not None), events[0])
     result = first.result
     found = [cosine for _, _, cosine in cosines(result.contributors, result.products)] if result is not None else []
+    norms = sorted(event.norm for event in events if not event.dropped)
+    median = norms[(len(norms) - 1) // 2] if norms else 0.0
     errors = [event.codec_error for event in events if event.codec_error is not None]
     return RoundStatistics(
         step=first.inner_step,
@@ -169,4 +171,5 @@ def _statistics(events: list[RoundEvent]) -> RoundStatistics:
         norm=fmean(event.norm for event in events),
         mean_norm=first.mean_norm,
         codec_error=errors[0] if errors else None,
+        norm_ratio=norms[-1] / median if median else None,
     )
