@@ -1,9 +1,9 @@
 """What codecs cost in quality: small runs after a shared beginning, several seeds, on one device.
 
 A small model (on a GPU the preset `tiny` with 1M parameters, on a CPU one of 0.09M) is first trained data-parallel,
-then by k workers in the laboratory (diloco.lab): for each seed all cases begin with the same weights and see the same batches. The figure is the
-validation loss of the outer parameters at the end; differences are taken seed by seed against fp32 with the same outer
-optimizer.
+then by k workers of the laboratory (diloco.lab): for each seed all cases begin with the same weights and see the same
+batches. The figure is the validation loss of the outer parameters at the end; differences are taken seed by seed
+against fp32 with the same outer optimizer.
 
     python benchmarks/codec_quality.py [--device cuda] [--processes 12] [--seconds 180] [--source TEXT]
 

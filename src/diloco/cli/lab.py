@@ -35,6 +35,7 @@ def run(
     domains: str = STDLIB,
     seconds: float = math.inf,
     processes: int = 1,
+    how: str = "auto",
 ) -> None:
     """Run the arms of experiments that are not finished; the same command continues after an interruption.
 
@@ -60,10 +61,12 @@ def run(
         Begin no arm after this many.
     processes
         Arms at a time.
+    how
+        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
     """
     commands.run(
         commands.chosen(experiments, everything), scale, seeds, out or Path(f"runs/lab-{scale}"), print_line,
-        device=device, text=text, domains=domains, seconds=seconds, processes=processes,
+        device=device, text=text, domains=domains, seconds=seconds, processes=processes, how=how,
     )  # fmt: skip
 
 
@@ -79,6 +82,7 @@ def tune(
     domains: str = STDLIB,
     seconds: float = math.inf,
     processes: int = 1,
+    how: str = "auto",
 ) -> None:
     """Run the candidates for an experiment's rates and print the best of each group, for both sides.
 
@@ -102,10 +106,12 @@ def tune(
         Begin no arm after this many.
     processes
         Arms at a time.
+    how
+        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
     """
     commands.tune(
         commands.chosen([experiment], False)[0], scale, seeds, out or Path(f"runs/lab-{scale}"), print_line,
-        device=device, text=text, domains=domains, seconds=seconds, processes=processes,
+        device=device, text=text, domains=domains, seconds=seconds, processes=processes, how=how,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--domains", default=STDLIB)
         one.add_argument("--seconds", type=float, default=math.inf)
         one.add_argument("--processes", type=int, default=1)
+        one.add_argument("--how", default="auto")
     verbs.add_parser("new").add_argument("name")
     report = verbs.add_parser("report")
     report.add_argument("folder", type=Path)
@@ -55,7 +56,8 @@ def _call(given: argparse.Namespace) -> int:
     elif given.verb == "report":
         commands.report(given.folder, given.experiments, given.to, print_line)
     else:
-        options = {name: getattr(given, name) for name in ("device", "text", "domains", "seconds", "processes")}
+        names = ("device", "text", "domains", "seconds", "processes", "how")
+        options = {name: getattr(given, name) for name in names}
         found = commands.chosen(given.experiments, given.all)
         if given.verb == "run":
             commands.run(found, given.scale, given.seeds, given.out, print_line, **options)

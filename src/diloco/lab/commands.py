@@ -56,18 +56,20 @@ def _find(name: str) -> Experiment:
 def run(
     experiments: Sequence[Experiment], scale_name: str, seeds: int, out: Path, say: Say, *,
     device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
+    how: str = "auto",
 ) -> int:  # fmt: skip
     """Run the arms that are not finished; the number that remain."""
     scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
     setting = setting_of(texts, {experiment.text for experiment in experiments})
     tasks = tasks_of(experiments, scale, check_seeds(seeds), setting.texts)
     ResultFolder(out).begin(setting)
-    return Run(tuple(tasks), texts, out, device_of(device), seconds, processes)(say)
+    return Run(tuple(tasks), texts, out, device_of(device), seconds, processes, how)(say)
 
 
 def tune(
     experiment: Experiment, scale_name: str, seeds: int, out: Path, say: Say, *,
     device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
+    how: str = "auto",
 ) -> None:  # fmt: skip
     """Run the candidates of an experiment and print the best of each group."""
     scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
@@ -84,7 +86,7 @@ def tune(
         if (key := key_of(arm, seed, digest))
     }
     ResultFolder(out).begin(setting)
-    Run(tuple(tasks.values()), texts, out, device_of(device), seconds, processes)(say)
+    Run(tuple(tasks.values()), texts, out, device_of(device), seconds, processes, how)(say)
     show_tuning(experiment, scale, out, seeds, digest, say)
 
 

@@ -114,6 +114,8 @@ class Run:
     seconds: float = math.inf
     """Begin no arm after this many."""
     processes: int = 1
+    how: str = "auto"
+    """How replicas are computed (ways.py)."""
 
     def __call__(self, say: Say) -> int:
         """Run what is not finished; the number of tasks that remain."""
@@ -191,7 +193,7 @@ def _attempt(run: Run, task: Task) -> _Outcome:
         torch.set_num_threads(run.texts.scale.threads)
     name = f"{task.name}, seed {task.seed}"
     try:
-        result = simulate(task.arm, task.seed, run.texts.open(task.text), run.device, folder=run.folder)
+        result = simulate(task.arm, task.seed, run.texts.open(task.text), run.device, folder=run.folder, how=run.how)
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
         logger.exception("%s failed", name)
         return _Outcome(f"{name}: failed: {str(error)[:300]}", failed=True)
