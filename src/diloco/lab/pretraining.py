@@ -4,9 +4,11 @@ It depends on the seed, the model, the inner optimizer and the length of the who
 arm. It is kept in memory for the next arm, and in the lab folder (`beginnings/KEY.safetensors`) for the next process.
 """
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,24 +41,40 @@ def beginning(
     if key in _KEPT:
         return _KEPT[key]
     path = None if folder is None else folder / "beginnings" / f"{key}.safetensors"
-    if path is not None and path.exists():
-        found = _load(path, text.device)
-    else:
-        ranges, seeds = text.ranges(arm, PRETRAINING), (seed, PRETRAINING)
-        places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
-        rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
-        task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)
-        replicas = build(task, fresh(config, seed, text.device))
-        for step in range(arm.pretraining_steps):
-            replicas.take_step()
-            on_step(step + 1)
-        found = replicas.saved()
-        if path is not None:
-            _save(path, found)
+    with _alone(path):  # each process has its own rounding: all arms of a seed begin from one and the same
+        if path is not None and path.exists():
+            found = _load(path, text.device)
+        else:
+            ranges, seeds = text.ranges(arm, PRETRAINING), (seed, PRETRAINING)
+            places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
+            rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
+            task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)
+            found = _pretrained(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
+            if path is not None:
+                _save(path, found)
     while len(_KEPT) >= _MOST_KEPT:
         _KEPT.pop(next(iter(_KEPT)))
     _KEPT[key] = found
     return found
+
+
+def _pretrained(replicas: Replicas, steps: int, on_step: Callable[[int], None]) -> Beginning:
+    for step in range(steps):
+        replicas.take_step()
+        on_step(step + 1)
+    return replicas.saved()
+
+
+@contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """One process computes a beginning, and the others wait for its file; the system ends the lock with its holder."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _save(path: Path, one: Beginning) -> None:

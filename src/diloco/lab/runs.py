@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 STDLIB = "stdlib"
+_LARGE = 4.0
+"""Times the cost of DiLoCo's arm: 64 replicas, say."""
 
 
 @final
@@ -86,14 +88,15 @@ def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:
 def tasks_of(
     experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str]
 ) -> list[Task]:
-    """All arms of the experiments, each once, the most important first."""
+    """All arms of the experiments, each once, the most important first; those that cost most after all others."""
     found: dict[str, Task] = {}
     for experiment in experiments:
         for name, arm in experiment.arms(scale).items():
             for seed in seeds:
                 key = key_of(arm, seed, digests[experiment.text])
                 found.setdefault(key, Task(key, f"{experiment.name}: {name}", arm, seed, experiment.text))
-    return list(found.values())
+    limit = _LARGE * cost(scale.diloco(), scale.vocab_size)
+    return sorted(found.values(), key=lambda task: cost(task.arm, scale.vocab_size) > limit)
 
 
 def cost(arm: Arm, vocab_size: int) -> float:

@@ -43,7 +43,7 @@ def test_the_regime_has_shared_pre_training_and_fifty_rounds(name: str) -> None:
 
 def test_arms_that_experiments_share_have_one_key() -> None:
     scale = SCALES["gpu"]
-    keys = {EXPERIMENTS[name].arms(scale)[arm].key() for name, arm in (("t2", "DiLoCo"), ("f4", "H = 10"))}
+    keys = {EXPERIMENTS[name].arms(scale)[arm].key() for name, arm in (("t2", "DiLoCo"), ("f4", "H = 30"))}
     keys |= {EXPERIMENTS[name].arms(scale)[arm].key() for name, arm in (("f8", "0% dropped"), ("t6", "0% pruned"))}
     assert len(keys) == 1
 

@@ -13,7 +13,7 @@ PUBLISHED_LOSS = {PLAIN: 2.67, OVERLAP: 2.67, EAGER: 2.69, DELAYED: 3.01}
 
 def arms(scale: Scale) -> Arms:
     streaming = {"fragments": 2}
-    overlap = streaming | {"overlap_steps": max(1, scale.H // 5), "mixing": 0.5}
+    overlap = streaming | {"overlap_steps": min(5, max(1, scale.H // 5)), "mixing": 0.5}
     return {
         PLAIN: scale.diloco(),
         EAGER: scale.diloco(sync={"outer_overlap": "eager"}),
