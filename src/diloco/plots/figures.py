@@ -120,8 +120,10 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
         add_legends(figure, axes, panels, looks)
         if title:
             figure.suptitle(printable(title), fontsize=10, x=0.01, ha="left")
+        layout = figure.get_layout_engine()
+        assert layout is not None
         for _ in range(2):  # the layout depends on the style; its second pass knows the sizes of the first
-            figure.draw_without_rendering()
+            layout.execute(figure)
         figure.set_layout_engine("none")
     return figure
 
