@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Claim, diverged
-from diloco.engines.asynchronous.engine import Link, LocalLink
+from diloco.engines.asynchronous.engine import Fixed, Link, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
-from diloco.engines.base import Engine, PendingRound
+from diloco.engines.base import PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
 from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
@@ -48,7 +48,7 @@ def alone() -> "LocalEngine":
     return LocalSwarm(1).engines()[0]
 
 
-class LocalEngine(Engine):
+class LocalEngine(Fixed):
     """One worker's end of a LocalSwarm."""
 
     def __init__(self, swarm: LocalSwarm, worker: int) -> None:

@@ -28,9 +28,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import num_products
-from diloco.engines.asynchronous.engine import Link
+from diloco.engines.asynchronous.engine import Fixed, Link
 from diloco.engines.asynchronous.sockets import SocketLink
-from diloco.engines.base import Engine, PendingRound
+from diloco.engines.base import PendingRound
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
 from diloco.engines.reduction import decide, run_ends, traffic
@@ -42,7 +42,7 @@ T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
 
 
-class TorchDistributedEngine(Engine):
+class TorchDistributedEngine(Fixed):
     """One lane of an initialised torch.distributed world: by default all its ranks, one worker a rank."""
 
     def __init__(
@@ -100,6 +100,10 @@ class TorchDistributedEngine(Engine):
     def fetch_state(self) -> GlobalState | None:
         """Collective: every worker's state becomes that of the source, in place. The source gets None."""
         return self._submit(self._broadcast_state, self._timeout_seconds).result()
+
+    def heard(self, members: tuple[Member, ...]) -> None:
+        """What another way of averaging has taught this worker of the others."""
+        self._members = members
 
     def anchor_link(self, timeout_seconds: float) -> Link:
         def gather(mine: bytes) -> list[bytes]:

@@ -10,10 +10,8 @@ from diloco.core.config import SyncConfig
 from diloco.core.delayed_nesterov import DelayedNesterov
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
 from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
-from diloco.engines.asynchronous.engine import AsynchronousEngine
+from diloco.engines.asynchronous.engine import AsynchronousEngine, Fixed
 from diloco.engines.base import Connection
-from diloco.engines.local import LocalEngine
-from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop
 
@@ -107,7 +105,7 @@ def asynchronous_parts(
     engine: Connection, outer: OuterOptimizer, sync: SyncConfig
 ) -> tuple[AsynchronousEngine, DelayedNesterov]:
     """The engine and the outer optimizer of asynchronous workers, from those that were given."""
-    if not isinstance(engine, (LocalEngine, TorchDistributedEngine)):
+    if not isinstance(engine, Fixed):
         raise ConfigError(
             "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
             "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "

@@ -61,10 +61,22 @@ class LocalLink(Link):
         """Nothing is open."""
 
 
+class Fixed(Engine):
+    """An engine of a fixed set of workers that can be asynchronous."""
+
+    @abstractmethod
+    def heard(self, members: tuple[Member, ...]) -> None:
+        """What was learnt of the workers: the next `members()`."""
+
+    @abstractmethod
+    def anchor_link(self, timeout_seconds: float) -> Link:
+        """This worker's way to the anchor; not open yet."""
+
+
 class AsynchronousEngine(Engine):
     """`base` with another way to average."""
 
-    def __init__(self, base: Engine, link: Link) -> None:
+    def __init__(self, base: Fixed, link: Link) -> None:
         self.base, self._link = base, link
         self.worker, self.workers = base.worker, base.workers
         self._members: tuple[Member, ...] = ()
@@ -110,13 +122,14 @@ class AsynchronousEngine(Engine):
     ) -> Reply:
         reply = self._link.ask(Request(kind, self.worker, pack(key, contribution), payload, quiet), seconds)
         self._members = tuple(unpack(worker, header).member for worker, header in sorted(reply.headers.items()))
+        self.base.heard(self._members)
         self.arrivals = reply.arrivals
         return reply
 
     # What stays as it is
 
     def members(self) -> tuple[Member, ...]:
-        return self._members or self.base.members()
+        return self.base.members()
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
         self.base.serve_state(provider)

@@ -129,6 +129,8 @@ class AnchorServer:
             limit = max(self._heard_at[worker] for worker in waiting) + request.quiet_seconds
             if time.monotonic() > limit:
                 self._lost |= waiting
+                for worker in waiting:
+                    self._headers.pop(worker, None)
                 break
             self._changed.wait(_POLL_SECONDS)
         self._changed.notify_all()
@@ -141,6 +143,7 @@ class AnchorServer:
         """Its connection has ended."""
         with self._changed:
             self._lost.add(worker)
+            self._headers.pop(worker, None)
             self._changed.notify_all()
 
     # Saving

@@ -92,6 +92,8 @@ class RunConfig:
         self._check_compute()
         self._check_ranks()
         self._check_engine()
+        if self.sync.asynchronous:
+            self._check_asynchronous()
 
     @property
     def sink_names(self) -> tuple[str, ...]:
@@ -151,6 +153,21 @@ class RunConfig:
                     + (f" in {accumulation} micro-batches each" if accumulation > 1 else "")
                     + f": make it a multiple of {size * accumulation}"
                 )
+
+    def _check_asynchronous(self) -> None:
+        several = set(self.ranks.split(",")) != {"1"}
+        if self.engine == "swarm" or several:
+            given = f"ranks = {self.ranks}" if several else "engine = swarm"
+            raise ConfigError(
+                f"sync.asynchronous = true and {given}: it is for a fixed set of workers of one rank, of which the "
+                "first holds the anchor; leave out one of the two (a swarm waits for slow workers no longer than "
+                "needed: sync.dynamic_steps)"
+            )
+        if self.outer.optimizer != "nesterov" or self.outer.course():
+            raise ConfigError(
+                "sync.asynchronous = true delays the momentum of the outer optimizer nesterov, with constant numbers; "
+                f"leave out outer.optimizer = {self.outer.optimizer} and {', '.join(self.outer.course()) or 'the rest'}"
+            )
 
     def _check_engine(self) -> None:
         """Refuse what a swarm cannot do, and options that only a swarm has."""

@@ -1,0 +1,197 @@
+"""Workers of different speeds at equal time: synchronous rounds, asynchronous Nesterov, delayed Nesterov.
+
+Four workers, of which one is half as fast as the others and one a third, train a small transformer on this
+repository's own text (bytes; a fixed part is held out) in one thread, on a virtual clock: each run ends at the same
+virtual time, so what a way of averaging wastes by waiting shows as fewer tokens. A run is the same every time.
+
+    synchronous       every worker takes H steps in a round, and the fast ones wait for the slow ones
+    dynamic steps     synchronous rounds with sync.dynamic_steps
+    plain N = 1       asynchronous: Nesterov at every arrival; with the outer rate of the others, and with a lower one
+    delayed N = 4     asynchronous: delayed Nesterov, the momentum moves with every fourth arrival
+    delayed, dynamic  the same with sync.dynamic_steps
+
+The loss is that of the anchor on the held-out text, after `finish`. No time is counted for communication.
+"""
+
+import argparse
+import heapq
+import statistics
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from diloco.core.config import SyncConfig
+from diloco.core.outer_optimizers import Nesterov
+from diloco.engines.local import LocalSwarm
+from diloco.engines.virtual_time import replay
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.transformer import Transformer
+from diloco.optimizer import DiLoCo
+from measuring import write_results
+
+SECONDS = (1.0, 1.0, 2.0, 3.0)
+H, LENGTH, BATCH = 10, 48, 4
+SHAPE = ModelConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=160,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_sequence_length=LENGTH,
+    tie_embeddings=True,
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    asynchronous: bool
+    dynamic: bool = False
+    arrivals: int | None = None
+    lr: float = 0.7
+
+    def sync(self) -> SyncConfig:
+        asynchronous = {"asynchronous": True, "momentum_arrivals": self.arrivals} if self.asynchronous else {}
+        return SyncConfig(H, "fp32", dynamic_steps=self.dynamic, max_norm_ratio=None, **asynchronous)
+
+
+WAYS = {
+    "synchronous": Way(False),
+    "dynamic steps": Way(False, dynamic=True),
+    "plain N = 1, outer rate 0.7": Way(True, arrivals=1),
+    "plain N = 1, outer rate 0.175": Way(True, arrivals=1, lr=0.175),
+    "delayed N = 4": Way(True, arrivals=4),
+    "delayed N = 4, dynamic steps": Way(True, dynamic=True, arrivals=4),
+}
+
+
+def text() -> Tensor:
+    folder = Path(__file__).parent.parent
+    files = sorted([*folder.glob("docs/**/*.md"), *folder.glob("src/**/*.py")])
+    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+class World:
+    """One run: the workers, their data and their virtual time."""
+
+    def __init__(self, way: Way, seed: int, data: Tensor) -> None:
+        self.data, self.held_out, self.seed = data[: -len(data) // 20], data[-len(data) // 20 :], seed
+        self.models, self.optimizers = [], []
+        for engine in LocalSwarm(len(SECONDS)).engines():
+            torch.manual_seed(seed)
+            model = Transformer(SHAPE)
+            inner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+            optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, 0.9))
+            if optimizer.loop.pace is not None:
+                state, own = optimizer.loop.state, SECONDS[engine.worker]
+                optimizer.loop.pace.clock = lambda state=state, own=own: state.steps_taken * own
+                optimizer.loop.pace.restart()
+            self.models.append(model)
+            self.optimizers.append(optimizer)
+
+    def inner_step(self, worker: int) -> None:
+        model, optimizer = self.models[worker], self.optimizers[worker]
+        number = optimizer.loop.state.steps_taken
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 10_007 * number + worker)
+        share = len(self.data) // len(SECONDS)  # each worker reads its own part of the text
+        starts = torch.randint(share - LENGTH - 1, (BATCH,), generator=generator) + worker * share
+        windows = torch.stack([self.data[start : start + LENGTH + 1] for start in starts]).long()
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (number + 1) / 20)
+        optimizer.zero_grad()
+        model.loss(windows[:, :-1], windows[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.inner_step()
+
+    def run(self, way: Way, until: float) -> None:
+        if way.asynchronous:
+            replay(self._step, SECONDS, until)
+        else:
+            self._in_rounds(until)
+        self._finish(way)
+
+    def _step(self, worker: int) -> None:
+        self.inner_step(worker)
+        self.optimizers[worker].post()
+        self.optimizers[worker].merge()
+
+    def _in_rounds(self, until: float) -> None:
+        """Each worker trains to the end of its turn; the next one begins for all when the last has come."""
+        now = 0.0
+        while now < until:
+            ends = [(now, worker) for worker in range(len(SECONDS))]
+            heapq.heapify(ends)
+            arrived: list[float] = []
+            while ends:
+                time, worker = heapq.heappop(ends)
+                optimizer = self.optimizers[worker]
+                self.inner_step(worker)
+                optimizer.post()
+                if optimizer.loop.in_flight:
+                    arrived.append(time + SECONDS[worker])
+                else:
+                    heapq.heappush(ends, (time + SECONDS[worker], worker))
+            for optimizer in self.optimizers:
+                optimizer.merge()
+            now = max(arrived)
+
+    def _finish(self, way: Way) -> None:
+        if way.asynchronous:
+            for optimizer in self.optimizers:  # the last arrivals in worker order
+                if optimizer.loop.state.steps_taken > optimizer.loop.state.merged_at[0]:
+                    optimizer.loop.post_fragment(0)
+                    optimizer.loop.merge_pending()
+        threads = [threading.Thread(target=optimizer.finish) for optimizer in self.optimizers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        model, length = self.models[0].eval(), LENGTH + 1
+        windows = self.held_out[: len(self.held_out) // length * length].view(-1, length).long()[:384]
+        parts = windows.split(64)
+        return statistics.fmean(float(model.loss(part[:, :-1], part[:, 1:])) for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=480.0, help="virtual time: the inner steps of a fast worker")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data, found = text(), {}
+    table = Table("way", "inner steps of all", "outer steps", "validation loss", "seeds")
+    for name, way in WAYS.items():
+        losses = []
+        for seed in range(options.seeds):
+            world = World(way, seed, data)
+            world.run(way, options.seconds)
+            losses.append(world.loss())
+        steps = sum(optimizer.loop.state.steps_taken for optimizer in world.optimizers)
+        found[name] = {"losses": losses, "inner_steps": steps, "outer_steps": world.optimizers[0].rounds}
+        told = " ".join(f"{loss:.3f}" for loss in losses)
+        table.add_row(name, str(steps), str(world.optimizers[0].rounds), f"{statistics.fmean(losses):.3f}", told)
+        print(name, told, flush=True)
+    Console().print(table)
+    if options.save:
+        setting = {
+            "step_seconds": SECONDS,
+            "H": H,
+            "batch": BATCH,
+            "length": LENGTH,
+            "virtual_seconds": options.seconds,
+        }
+        write_results("asynchronous", {**setting, "bytes_of_text": len(data), "ways": found})
+
+
+if __name__ == "__main__":
+    main()
