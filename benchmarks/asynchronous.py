@@ -18,6 +18,7 @@ import heapq
 import statistics
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from diloco.engines.virtual_time import replay
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
+from diloco.outer.loop import OuterLoop
 from measuring import write_results
 
 SECONDS = (1.0, 1.0, 2.0, 3.0)
@@ -57,8 +59,14 @@ class Way:
     lr: float = 0.7
 
     def sync(self) -> SyncConfig:
-        asynchronous = {"asynchronous": True, "momentum_arrivals": self.arrivals} if self.asynchronous else {}
-        return SyncConfig(H, "fp32", dynamic_steps=self.dynamic, max_norm_ratio=None, **asynchronous)
+        return SyncConfig(
+            H,
+            "fp32",
+            dynamic_steps=self.dynamic,
+            max_norm_ratio=None,
+            asynchronous=self.asynchronous,
+            momentum_arrivals=self.arrivals,
+        )
 
 
 WAYS = {
@@ -82,18 +90,22 @@ class World:
 
     def __init__(self, way: Way, seed: int, data: Tensor) -> None:
         self.data, self.held_out, self.seed = data[: -len(data) // 20], data[-len(data) // 20 :], seed
-        self.models, self.optimizers = [], []
+        self.models: list[Transformer] = []
+        self.optimizers: list[DiLoCo] = []
         for engine in LocalSwarm(len(SECONDS)).engines():
             torch.manual_seed(seed)
             model = Transformer(SHAPE)
             inner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
             optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, 0.9))
             if optimizer.loop.pace is not None:
-                state, own = optimizer.loop.state, SECONDS[engine.worker]
-                optimizer.loop.pace.clock = lambda state=state, own=own: state.steps_taken * own
+                optimizer.loop.pace.clock = partial(self._time_of, optimizer.loop)
                 optimizer.loop.pace.restart()
             self.models.append(model)
             self.optimizers.append(optimizer)
+
+    @staticmethod
+    def _time_of(loop: OuterLoop) -> float:
+        return loop.state.steps_taken * SECONDS[loop.engine.worker]
 
     def inner_step(self, worker: int) -> None:
         model, optimizer = self.models[worker], self.optimizers[worker]
@@ -105,7 +117,7 @@ class World:
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (number + 1) / 20)
         optimizer.zero_grad()
-        model.loss(windows[:, :-1], windows[:, 1:]).backward()
+        model.loss(windows[:, :-1], windows[:, 1:]).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.inner_step()
 
@@ -157,8 +169,7 @@ class World:
     def loss(self) -> float:
         model, length = self.models[0].eval(), LENGTH + 1
         windows = self.held_out[: len(self.held_out) // length * length].view(-1, length).long()[:384]
-        parts = windows.split(64)
-        return statistics.fmean(float(model.loss(part[:, :-1], part[:, 1:])) for part in parts)
+        return float(model.loss(windows[:, :-1], windows[:, 1:]))
 
 
 def main() -> None:

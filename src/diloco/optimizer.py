@@ -30,10 +30,10 @@ from diloco.outer.arguments import (
     growing_rounds,
     sync_config,
 )
-from diloco.outer.asynchronous import AsynchronousWorkers
 from diloco.outer.elastic import ElasticMembership
 from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
+from diloco.outer.methods.asynchronous import AsynchronousWorkers
 from diloco.outer.methods.warm_start import WarmStart
 from diloco.outer.model_tensors import model_tensors
 from diloco.outer.rounds import RoundEvent, mean_cosine
