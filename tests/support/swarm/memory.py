@@ -85,7 +85,7 @@ class MemoryWorker:
         key = RoundKey(self.trainer.sequence if sequence is None else sequence, 0)
         contribution = Contribution(vector, weight, norm, digest, layout, 1000.0, round_weight=round_weight)
         header = pack_header(key, contribution)
-        data = SharedMemory.copy_of(memoryview(vector.data.numpy().reshape(-1)))
+        data = SharedMemory.copy_of(vector.data.numpy().tobytes())
         parts = len(vector.data)
         mean = SharedMemory.create(vector.mean.num_bytes)
         return PostedRound(
@@ -122,7 +122,7 @@ def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
     vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
     header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))
     entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"note")) for worker in workers)
-    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, (), tuple(workers), 1000.0)
+    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, (), tuple(workers), False, 1000.0)
 
 
 class MemorySwarm:

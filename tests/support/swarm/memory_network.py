@@ -8,7 +8,7 @@ from typing import Literal
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
 
-Fate = Literal["arrives", "lost", "answer lost"]
+Fate = Literal["arrives", "lost", "answer lost", "twice"]
 LATENCY_SECONDS = 0.001
 """One way. Not 0: two peers that ask each other again and again must not stop the virtual clock."""
 
@@ -26,6 +26,8 @@ class MemoryNetwork:
         self.dead: set[str] = set()
         self.fate: Callable[[str, str, bytes], Fate] = lambda *_: "arrives"
         """(caller, peer, request) -> what becomes of a call."""
+        self.delay: Callable[[], float] = lambda: 0.0
+        """Seconds that a call or the opening of a stream takes longer, each way."""
         self._operations = 0
         self._at: int | None = None
         self._action: Callable[[], None] = lambda: None
@@ -140,7 +142,7 @@ class MemoryTransport(Transport):
         await self._reach(peer, seconds)
 
     async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
-        await asyncio.sleep(LATENCY_SECONDS)
+        await asyncio.sleep(LATENCY_SECONDS + self.network.delay())
         self.network.way(self.peer, peer)
         other = self.network.peers.get(peer)
         if other is None or other.on_call is None:
@@ -162,6 +164,8 @@ class MemoryTransport(Transport):
         try:
             async with asyncio.timeout(seconds):
                 answer = await other.on_call(self.peer, request)
+                if fate == "twice":
+                    answer = await other.on_call(self.peer, request)
         except TimeoutError:
             raise Unreachable("no answer") from None
         except (Unreachable, AssertionError):

@@ -12,7 +12,7 @@ from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.errors import Excluded
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, sleep, told, train
+from support.swarm.stories import founded, rounds, sleep, stop, told, train
 
 
 async def missed(worker: MemoryWorker) -> None:
@@ -23,17 +23,21 @@ async def missed(worker: MemoryWorker) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_laptop_that_slept_for_ten_minutes_says_hello_catches_up_and_goes_on(number: int) -> None:
+def test_a_laptop_that_slept_until_it_was_forgotten_says_hello_catches_up_and_goes_on(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The leader, or another worker."""
+    monkeypatch.setattr("diloco.engines.swarm.node.heartbeats._FORGET_SECONDS", 20.0)
 
     async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], tuple[int, ...]]:
         workers = await founded(swarm, 3)
         await rounds(workers, 1)
         sleeper, others = workers[number], [worker for worker in workers if worker.node.number != number]
-        asleep = asyncio.create_task(sleep(swarm, sleeper, 640.0))
-        await asyncio.sleep(60.0)
+        asleep = asyncio.create_task(sleep(swarm, sleeper, 40.0))
+        await asyncio.sleep(5.0)
         await rounds(others, 2)
         await asleep
+        assert all(sleeper.name not in other.node.members.peers for other in others)
         await missed(sleeper)
         await asyncio.sleep(1.0)
         await rounds(workers, 1)
@@ -176,3 +180,62 @@ def test_a_refusal_arrives_as_it_was_sent(text: str) -> None:
     arrived = CallRefused.read(text)
     assert str(arrived) == text and CallRefused.read(str(arrived)).code == arrived.code
     assert arrived.code == {"banned: out": "banned", "model: another one": "model"}.get(text, "")
+
+
+def test_a_side_without_a_majority_ends_no_round_says_so_and_loses_nothing() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[RoundOutcome, list[list[bytes]], list[str]]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        swarm.network.sides = [{worker.name for worker in workers[:1]}, {worker.name for worker in workers[1:]}]
+        cut_off = asyncio.create_task(workers[0].post(values(0, 1), seconds=300.0))
+        await rounds(workers[1:], 3)
+        ended, _ = await cut_off
+        await asyncio.sleep(20.0)
+        swarm.network.sides = []
+        await asyncio.sleep(2.0)
+        workers[0].trainer.sequence += 1  # the number of a failed round is spent
+        await missed(workers[0])
+        await asyncio.sleep(1.0)
+        await rounds(workers, 1)
+        return ended, [worker.trainer.means for worker in workers], [type_ for type_, _ in workers[0].trainer.events]
+
+    ended, means, events = told(story)
+    assert ended.failure is not None and "no round ends without a majority" in ended.failure and not ended.resync
+    assert len(means[0]) == 5 and means[0] == means[1] == means[2] == means[3]
+    assert "minority" in events and "diverged" not in events
+
+
+def test_after_the_minority_minutes_a_smaller_side_goes_on() -> None:
+    async def story(swarm: MemorySwarm) -> RoundOutcome:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        swarm.network.sides = [{worker.name for worker in workers[:1]}, {worker.name for worker in workers[1:]}]
+        await asyncio.sleep(60.0)
+        return (await workers[0].post(values(0, 1), seconds=300.0))[0]
+
+    ended = told(story, minority_seconds=30.0)
+    assert (ended.failure, ended.contributors) == (None, (0,))
+
+
+def test_members_that_are_known_to_be_dead_do_not_count() -> None:
+    async def story(swarm: MemorySwarm) -> RoundOutcome:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 1)
+        for worker in workers[1:4]:
+            stop(swarm, worker)
+        posts = [worker.post(values(worker.node.number, 1), seconds=300.0) for worker in (workers[0], workers[4])]
+        return (await asyncio.gather(*posts))[0][0]
+
+    ended = told(story)
+    assert (ended.failure, ended.contributors) == (None, (0, 4))
+
+
+def test_with_any_quorum_each_side_goes_on() -> None:
+    async def story(swarm: MemorySwarm) -> RoundOutcome:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        swarm.network.sides = [{worker.name for worker in workers[:1]}, {worker.name for worker in workers[1:]}]
+        return (await workers[0].post(values(0, 1), seconds=300.0))[0]
+
+    ended = told(story, quorum="any")
+    assert (ended.failure, ended.contributors) == (None, (0,))

@@ -86,6 +86,12 @@ class RunNotes:
     def _on_joined(self, event: Event) -> None:
         self._note(f"worker {event['worker']} starts at step {event['step']}, the position of the swarm")
 
+    def _on_minority(self, event: Event) -> None:
+        self._note(
+            f"{event['here']} of {event['members']} members are here: training goes on, and no round ends until more "
+            "than half are"
+        )
+
     def _on_alone(self, event: Event) -> None:
         del event
         self._note("training alone at the moment: no other member answers")

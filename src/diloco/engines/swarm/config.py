@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.core.options import option
 from diloco.errors import ConfigError
@@ -17,6 +18,10 @@ class SwarmConfig:
     """A round waits for slow workers this share of the usual time between rounds; then they contribute what is done."""
     lost_seconds: float = 5.0
     """A worker from which nothing was heard for this many seconds is left out of rounds."""
+    quorum: Literal["majority", "any"] = "majority"
+    """majority: of three or more, the side of a network split with most of them ends rounds; any: each side does."""
+    minority_minutes: float = 10.0
+    """A side without a majority goes on as a run of its own after this many minutes."""
     refusals_to_ban: int = 3
     """A worker is banned from the run after this many refused contributions in a row."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
@@ -30,5 +35,9 @@ class SwarmConfig:
             raise ConfigError(f"swarm.patience = {self.patience} must be a finite number of at least 0")
         if not 2 <= self.lost_seconds <= 600:  # every worker sends a beat once a second
             raise ConfigError(f"swarm.lost_seconds = {self.lost_seconds} must be from 2 to 600")
+        if self.quorum not in ("majority", "any"):
+            raise ConfigError(f"swarm.quorum = {self.quorum!r} must be majority or any")
+        if not 0 < self.minority_minutes <= 100_000:
+            raise ConfigError(f"swarm.minority_minutes = {self.minority_minutes} must be above 0 and at most 100,000")
         if not 0 < self.invitation_days <= 3650:
             raise ConfigError(f"swarm.invitation_days = {self.invitation_days} must be above 0 and at most 3650")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Settings:
     beat_seconds: float = 1.0
     timeout_seconds: float = 600.0
     """The longest time that a round may take."""
+    quorum: Literal["majority", "any"] = "majority"
+    """How many of the last round's members must be there to end the next one."""
+    minority_seconds: float = 600.0
+    """A side without a majority goes on as a run of its own after this time."""
     refusals_to_ban: int = 3
     threads: int = 1
     """How many threads torch uses in the trainer; the sidecar takes a share of them to reduce parts."""

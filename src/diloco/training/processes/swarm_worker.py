@@ -71,6 +71,8 @@ def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
         announce=announce,
         patience=swarm.patience,
         lost_seconds=swarm.lost_seconds,
+        quorum=swarm.quorum,
+        minority_seconds=60.0 * swarm.minority_minutes,
         timeout_seconds=config.sync.timeout_seconds,
         refusals_to_ban=swarm.refusals_to_ban,
         label=platform.node()[:48] + (f"/{slot.index}" if slot.slots > 1 else ""),

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
-from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.status import Addresses, PeerName, RunStatus, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -156,8 +156,8 @@ class Posted(PeerMessage, frozen=True):
     contribution: PresentWorker
     complete: Plan | None = None
     """The plan whose whole mean the worker has."""
-    following: Authority | None = None
-    """The last plan that the worker has followed, complete or not."""
+    seen: Authority = NO_AUTHORITY
+    """The highest that the worker had seen in this round before."""
 
 
 class LedBy(PeerMessage, frozen=True):
@@ -173,6 +173,8 @@ class NotPosted(PeerMessage, frozen=True):
 class Superseded(PeerMessage, frozen=True):
     """The worker follows a leader with a higher authority."""
 
+    seen: Authority = NO_AUTHORITY
+
 
 class PostNow(PeerMessage, frozen=True):
     """The others wait no longer: post this round with the work done so far. Answered by Done."""
@@ -187,6 +189,10 @@ class AskOutcome(PeerMessage, frozen=True):
     """Answered by Outcome."""
 
     sequence: Sequence
+
+
+class AskLastPlan(PeerMessage, frozen=True):
+    """Answered by Outcome: the plan of the last round, with the members that count from then on (quorum.py)."""
 
 
 class Outcome(PeerMessage, frozen=True):
@@ -285,7 +291,8 @@ Message = (
     Hello | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
-    | AskOutcome | Outcome | AskStatus | StatusAnswer | AskFiles | FileNames | AskTime | Time | Measure | Measured
+    | AskOutcome | AskLastPlan | Outcome | AskStatus | StatusAnswer | AskFiles | FileNames | AskTime | Time
+    | Measure | Measured
     | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
 )  # fmt: skip
 

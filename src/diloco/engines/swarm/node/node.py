@@ -281,6 +281,8 @@ class Node:
                 return messages.Done()
             case messages.AskOutcome():
                 return self.outcomes.answer(request)
+            case messages.AskLastPlan():
+                return messages.Outcome(self.outcomes.quorum.last)
             case messages.Ready():
                 return self.leader.answer_ready(peer, request)
             case messages.Complete():

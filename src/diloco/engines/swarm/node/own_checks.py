@@ -17,13 +17,14 @@ class OwnChecks:
         self._participant, self._trainer, self._emit = participant, trainer, emit
         self._members, self._recent = participant.members, participant.outcomes.recent
         self._own = self._members.status
-        self._alone = False
+        self._alone = self._minority = False
         self._diverged_since: float | None = None
 
     def run(self) -> None:
         self._check_missed()
         self._check_diverged()
         self._check_alone()
+        self._check_minority()
 
     def _check_missed(self) -> None:
         """Most others have ended a round that this worker has not posted.
@@ -44,7 +45,8 @@ class OwnChecks:
         known = [peer for peer in self._members.with_state() if peer.status.contributed_round >= 0]
         behind = [peer for peer in known if peer.status.ended_round < self._own.ended_round]
         others = [peer for peer in behind if last is None or last.plan.entry(peer.name) is None]
-        if not self._own.has_state or 2 * len(others) <= 1 + len(known):
+        decided = last is not None and last.plan.majority
+        if not self._own.has_state or decided or 2 * len(others) <= 1 + len(known):
             self._diverged_since = None
             return
         self._diverged_since = self._diverged_since or clock.now()
@@ -60,3 +62,12 @@ class OwnChecks:
             self._emit("alone", {"number": self._own.number})
             logger.warning("no other worker is live: this worker trains alone until another one joins or returns")
         self._alone = alone
+
+    def _check_minority(self) -> None:
+        quorum = self._participant.outcomes.quorum
+        minority = not quorum.is_here() and self._members.excluded is None
+        if minority and not self._minority:
+            here, counted = 1 + len(self._members.live()), len(quorum.counted())
+            self._emit("minority", {"number": self._own.number, "here": here, "members": counted})
+            logger.warning("%d of %d members are here: no round ends until there are more than half", here, counted)
+        self._minority = minority

@@ -41,6 +41,9 @@ class Authority(NamedTuple):
         return (self.term, self.minus_number)
 
 
+NO_AUTHORITY = Authority(0, -(1 << 30))
+
+
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A worker whose header is in the round."""
 
@@ -87,6 +90,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     excluded: Annotated[tuple[Offence, ...], Meta(max_length=MAX_WORKERS)]
     """Workers whose parts differ from their header, as a reducer has found."""
     roster: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)]
+    majority: bool
+    """Most members of the round before it are in it (quorum.py): no other plan of this round can be committed."""
     max_norm_ratio: float | None
 
     def __post_init__(self) -> None:

@@ -112,6 +112,8 @@ class StateTransfer:
             base = await self._fetch_base(source)
             if base is None:
                 return None
+            if base.snapshot is not None:
+                await self.outcomes.ask_last(source.name)
             means, sequence = await self._fetch_means(base.sequence, source)
             return FetchedState(base.snapshot, means, sequence, self._position())
         except (Unreachable, CallRefused, Malformed, _NoLongerKept) as problem:
@@ -160,6 +162,7 @@ class StateTransfer:
             if plan.has_mean:
                 means.append(RoundMean(plan.key, SharedMemory.copy_of(mean)))
             self.recent.add(plan, mean)
+            self.outcomes.quorum.record(plan)
             sequence += 1
 
     def _position(self) -> int:

@@ -20,6 +20,8 @@ class Status(Struct, forbid_unknown_fields=True):
     """The worker has the global state, and takes part in rounds."""
     next_round: Count = 0
     """The round that it is in, or posts next."""
+    waiting_round: Count = -1
+    """The first round that it has posted and that has not ended for it; −1 if there is none."""
     ended_round: Count = -1
     """The last round that has ended for it."""
     position: Count = 0
@@ -33,6 +35,11 @@ class Status(Struct, forbid_unknown_fields=True):
     """Names the process: when it started, and a random number. The older of two is the lower."""
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
+
+    def gave_up(self, sequence: int) -> bool:
+        """The round failed for this worker, which is in a later one or posts a later one next."""
+        in_it = -1 < self.waiting_round <= sequence
+        return self.ended_round < sequence < self.next_round and not in_it
 
     def __post_init__(self) -> None:
         if not (isfinite(self.loss) and isfinite(self.step_seconds)):

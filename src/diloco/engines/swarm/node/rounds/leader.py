@@ -14,7 +14,8 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Ready, Trouble, Waiting
 from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Entry
-from diloco.engines.swarm.node.rounds.led_round import POLL_SECONDS, LedRound
+from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS
+from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import PeerMessage
 

@@ -1,8 +1,6 @@
 """One round, from the leader's side.
 
-    inquire   ask all members for the state of this round: an earlier leader may have come far. If one of them has ended
-              it, it has ended; if one has the whole mean of a plan that all its live workers still follow, that is
-              committed
+    inquire   ask all members for the state of this round: an earlier leader may have come far (inquiry.py)
     gather    until all members are ready, or patience is over: then the slow ones are told to post what they have
     attempt   send a plan to all ready workers; those that die, freeze or lie are left out of the next attempt
     commit    when all live workers have the whole mean; or most have it, and the others take twice the usual time. The
@@ -21,21 +19,17 @@ from typing import Protocol
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import Commit, Done, Ended, Inquire, LedBy, Posted, Superseded, Trouble
+from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded, Trouble
 from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
+from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
-from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.25
 _LEAST_GRACE = 0.6  # times `lost_seconds`
 _MAX_TROUBLES = 2
-
-
-class SteppedDown(Exception):
-    """Another worker leads this round, or it has ended already."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,7 @@ class LedRound:
     def __init__(self, leader: Leading, key: RoundKey, max_norm_ratio: float | None) -> None:
         self._leader, self.key, self._max_norm_ratio = leader, key, max_norm_ratio
         self._participant, self._outcomes = leader.participant, leader.participant.outcomes
+        self._quorum = self._outcomes.quorum
         self._members, self._heartbeats = self._participant.members, self._participant.heartbeats
         self._settings = self._participant.settings
         self.ready: dict[str, Entry] = {}
@@ -119,58 +114,25 @@ class LedRound:
     # Inquire
 
     async def _inquire(self) -> bool:
-        """Whether the round has ended with a mean that all live workers of a plan have already."""
-        own = self._participant.rounds.get(self.key.sequence)
-        if own is not None:
-            self.authority = self.authority._replace(term=own.authority.term + 1)
-        peers = [self._members.me, *(peer.name for peer in self._members.live())]
-        answers = await self._ask(peers, Inquire(self.key.sequence, self.authority))
-        complete: dict[str, Plan] = {}
-        for peer, answer in answers.items():
-            if isinstance(answer, Ended):
-                if own is not None and peer != self._members.me:
-                    await self._outcomes.resolve(own, peer)
-                if own is None or own.ended or self._members.most_ended(self.key.sequence):
-                    raise SteppedDown("it has ended already")
-            elif isinstance(answer, LedBy):
-                if own is not None:
-                    own.leader = answer.leader
-                raise SteppedDown(f"{answer.leader} leads it")
-            elif isinstance(answer, Posted) and self._add(peer, answer) and answer.complete is not None:
-                complete[peer] = answer.complete
-        following = {peer: answer.following for peer, answer in answers.items() if isinstance(answer, Posted)}
-        for plan in sorted(complete.values(), key=lambda plan: plan.authority, reverse=True):
-            live = [entry.peer for entry in plan.entries if self._members.is_live(entry.peer)]
-            if live and all(following.get(peer) == plan.authority for peer in live):  # its leader may have committed it
-                await self._commit(plan)
-                return True
+        """Whether the round has ended, with a mean that some workers have already."""
+        answers = await inquire(self._participant, self.key, self.authority)
+        self.authority = answers.authority
+        if answers.plan is not None:
+            await self._commit(answers.plan)
+            return True
+        for peer, answer in answers.posted.items():
+            self._add(peer, answer)
         return False
 
-    def _add(self, peer: str, answer: Posted) -> bool:
+    def _add(self, peer: str, answer: Posted) -> None:
         try:
             entry = Entry(peer, answer.contribution)
             self.check(entry)
         except (CallRefused, Malformed) as problem:
             logger.info("round %d: %s is not in it: %s", self.key.sequence, peer, problem)
-            return False
+            return
         if entry.number == self._members.number_of(peer) and not clashes(self._members, peer):
             self.ready.setdefault(peer, entry)
-        return peer in self.ready
-
-    async def _ask(self, peers: list[str], message: PeerMessage) -> dict[str, PeerMessage]:
-        """The answers of the peers that give one."""
-
-        async def ask(peer: str) -> PeerMessage | None:
-            try:
-                return await self._participant.calls.ask(peer, message)
-            except (Unreachable, CallRefused, Malformed) as problem:
-                logger.info("round %d: %s does not answer: %s", self.key.sequence, peer, problem)
-                if isinstance(problem, Unreachable):
-                    self._heartbeats.suspect(peer, problem)
-                return None
-
-        answers = await asyncio.gather(*(ask(peer) for peer in peers))
-        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
     # Gather
 
@@ -180,7 +142,7 @@ class LedRound:
             self._step_down_if_ended()
             now = clock.now()
             live_ready = [name for name in self.ready if self._members.is_live(name)]
-            if self.half_ready_at is None and len(live_ready) >= len(missing):
+            if self.half_ready_at is None and len(live_ready) >= len(missing) and self._quorum.is_majority(live_ready):
                 self.half_ready_at = now
             for name in missing:
                 peer = self._members.peers.get(name)
@@ -191,7 +153,8 @@ class LedRound:
                 hurried_at = now
                 for name in missing:
                     self._leader.hurry(name, self.key.sequence)
-            if hurried_at is not None and now - hurried_at > self._grace_seconds(missing):
+            grace = self._grace_seconds(missing)
+            if hurried_at is not None and now - hurried_at > grace and self._quorum.is_majority(live_ready):
                 break
             await self._members.wait_for_change(POLL_SECONDS)
         self.half_ready_at = self.half_ready_at or clock.now()
@@ -200,6 +163,8 @@ class LedRound:
         """Others may end a round that this node has begun to lead; its worker then fetches their state."""
         if self._outcomes.has_ended(self.key.sequence):
             raise SteppedDown("it has ended already")
+        if not self._quorum.can_end(self.key.sequence):
+            raise SteppedDown("most workers are in a later one")
 
     def _missing(self) -> list[str]:
         """Members with the state that have not posted this round."""
@@ -233,9 +198,12 @@ class LedRound:
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
             entries = tuple(sorted(here, key=lambda entry: entry.number))
             roster = tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)}))
+            names = [entry.peer for entry in entries]
+            majority = bool(self._quorum.counted()) and self._quorum.is_majority(names)
             self.plan = Plan(
-                self.key, self.authority, self._members.me, entries, tuple(excluded), roster, self._max_norm_ratio
-            )
+                self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
+                self._max_norm_ratio,
+            )  # fmt: skip
             problem = await self._attempt(self.plan)
             if problem is None:
                 await self._commit(self.plan)
@@ -249,7 +217,7 @@ class LedRound:
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
-        while not self._members.may_go_on():
+        while not (self._members.may_go_on() and self._quorum.is_here()):
             self._step_down_if_ended()
             self.phase = "waiting: most others have fallen silent"
             await self._members.wait_for_change(POLL_SECONDS)
@@ -267,11 +235,12 @@ class LedRound:
             while True:
                 waiting = [e.peer for e in plan.entries if e.peer not in self.complete]
                 live = [peer for peer in waiting if self._members.is_live(peer)]
-                if not live and self.complete:
+                if not live and self.complete and self._quorum.is_majority(self.complete):
                     return None
                 if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
                     return _Dropped(lost, lost=True)
-                if clock.now() > end and 2 * len(self.complete) > len(plan.entries):
+                most = 2 * len(self.complete) > len(plan.entries) and self._quorum.is_majority(self.complete)
+                if clock.now() > end and most:
                     for peer in waiting:  # they are in the mean, and fetch it from the others
                         self._participant.transfers.forget(peer)
                     return None
@@ -333,7 +302,9 @@ class LedRound:
         self.phase = "committing"
         others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
         commit = Commit(self.key.sequence, self.authority, plan.authority)
-        commits = [asyncio.create_task(self._ask([peer], commit)) for peer in others]
+        commits = [
+            asyncio.create_task(ask_all(self._participant, self.key.sequence, [peer], commit)) for peer in others
+        ]
         for next_one in asyncio.as_completed(commits):
             answers = await next_one
             if any(isinstance(answer, Superseded) for answer in answers.values()):

@@ -18,8 +18,9 @@ from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.heartbeats import Heartbeats
-from diloco.engines.swarm.node.messages import AskOutcome, OpenMean, Outcome
+from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.quorum import Quorum
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.trainer import PostedRound
@@ -35,6 +36,7 @@ class Outcomes:
     def __init__(self, heartbeats: Heartbeats, calls: Calls) -> None:
         self.heartbeats, self.members, self.calls = heartbeats, heartbeats.members, calls
         self.recent = RecentRounds()
+        self.quorum = Quorum(self.members)
         self.on_end: Callable[[Plan], None] = lambda _: None
         self._stall_seconds = self.members.settings.stall_seconds
 
@@ -51,6 +53,7 @@ class Outcomes:
             self.recent.add_copy(plan, round_.posted.mean)
         else:
             self.recent.add(plan, b"")
+        self.quorum.record(plan)
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
             status.contributed_round = round_.sequence
@@ -70,6 +73,7 @@ class Outcomes:
 
     async def resolve(self, round_: Round, peer: str) -> None:
         """`peer` has ended this round: with this worker in it, or without."""
+        plan: Plan | None = None
         try:
             plan = await self.ask(peer, round_.sequence)
             if plan is not None:
@@ -86,7 +90,8 @@ class Outcomes:
                 self.heartbeats.suspect(peer, problem)
                 await asyncio.sleep(_RETRY_SECONDS)
                 return
-        if not round_.ended and self.members.most_ended(round_.sequence):
+        decided = plan is not None and plan.majority
+        if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.has_state = False
             round_.fail("the others ended it without this worker", resync=True)
 
@@ -107,7 +112,14 @@ class Outcomes:
 
     async def ask(self, peer: str, sequence: int) -> Plan | None:
         """The plan that a round has ended with; None if it has not ended, or is too old."""
-        answer = await self.calls.ask(peer, AskOutcome(sequence))
+        return await self._ask(peer, AskOutcome(sequence))
+
+    async def ask_last(self, peer: str) -> None:
+        """The members that count from now on are those that count for `peer`."""
+        self.quorum.last = await self._ask(peer, AskLastPlan())
+
+    async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Plan | None:
+        answer = await self.calls.ask(peer, request)
         if not isinstance(answer, Outcome):
             raise Malformed(f"{type(answer).__name__} instead of Outcome")
         return answer.plan

@@ -30,7 +30,7 @@ from diloco.engines.swarm.node.messages import (
     Trouble,
     Waiting,
 )
-from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.refusals import NO_ROUND
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
+_MAX_PROMISES = 16
+_MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
 
@@ -52,6 +54,8 @@ class Participant:
         self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
         self.settings = self.members.settings
         self.transfers = TransferTimes()
+        self._promised: dict[int, Authority] = {}
+        """The highest authority that has inquired about a round which this worker has not posted."""
         self.rounds: dict[int, Round] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
 
@@ -61,8 +65,10 @@ class Participant:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
         status = self.members.status
-        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number)
+        authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
+        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority)
         status.next_round = max(status.next_round, round_.sequence)
+        status.waiting_round = min(self.rounds)
         try:
             async with asyncio.timeout(posted.deadline_seconds):
                 while not round_.ended:
@@ -71,6 +77,7 @@ class Participant:
                         break
                     await self._announce(round_)
                     await self._watch(round_)
+                    self._check_majority(round_)
         except TimeoutError:
             if ahead := self._first_ahead(round_.sequence):
                 await self.outcomes.resolve(round_, ahead)
@@ -78,6 +85,7 @@ class Participant:
         finally:
             round_.stop_transfer()
             self.rounds.pop(round_.sequence, None)
+            status.waiting_round = min(self.rounds, default=-1)
         status.next_round = max(status.next_round, round_.sequence + 1)
         return round_.outcome.result()
 
@@ -126,6 +134,17 @@ class Participant:
                 if clock.now() - others_ended > _COMMIT_SHARE * self.settings.lost_seconds:
                     await self.outcomes.resolve(round_, ahead)
 
+    def _check_majority(self, round_: Round) -> None:
+        """Without one no round can end; the trainer goes on, and its next round carries this work."""
+        if not round_.ended and not self.outcomes.quorum.can_end(round_.sequence):
+            round_.fail("most other workers are in a later one")
+        if self.outcomes.quorum.is_here():
+            round_.minority_since = None
+            return
+        round_.minority_since = round_.minority_since or clock.now()
+        if clock.now() - round_.minority_since > _MINORITY_SHARE * self.settings.lost_seconds:
+            round_.fail("most other workers have fallen silent: no round ends without a majority (swarm.quorum)")
+
     def _first_ahead(self, sequence: int) -> str | None:
         """A live member that has ended this round."""
         return next((peer.name for peer in self.members.live() if peer.status.ended_round >= sequence), None)
@@ -136,10 +155,10 @@ class Participant:
         round_ = self.rounds.get(plan.key.sequence)
         if (refusal := self._refusal(sender, plan.key.sequence, plan.authority)) is not None or round_ is None:
             return refusal or NotPosted()
-        if plan.authority < round_.authority:
-            return Superseded()
-        if round_.plan is not None and round_.plan.authority == plan.authority:
+        if round_.plan is not None and round_.plan == plan:
             return Done()  # it was offered again, since the first answer was lost
+        if plan.authority <= round_.authority:
+            return Superseded(round_.authority)
         self._check_plan(round_, sender, plan)
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
@@ -183,9 +202,8 @@ class Participant:
             if isinstance(refusal, Superseded) and round_ is not None and round_.leader is not None:
                 return LedBy(round_.leader) if self.members.is_live(round_.leader) else refusal
             return refusal or NotPosted()
-        round_.authority = inquire.authority
-        following = None if round_.plan is None else round_.plan.authority
-        return Posted(round_.contribution, round_.plan if round_.complete is not None else None, following)
+        seen, round_.authority = round_.authority, inquire.authority
+        return Posted(round_.contribution, round_.plan if round_.complete is not None else None, seen)
 
     def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
         """Why a leader's message is not obeyed, if so."""
@@ -193,10 +211,20 @@ class Participant:
             return Ended()
         round_ = self.rounds.get(sequence)
         if round_ is None:
-            return NotPosted()
+            return self._promise(sequence, authority)
         if -authority.minus_number != self.members.number_of(sender):
             raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
-        return Superseded() if authority.leader < round_.authority.leader else None
+        return Superseded(round_.authority) if authority.leader < round_.authority.leader else None
+
+    def _promise(self, sequence: int, authority: Authority) -> PeerMessage:
+        """This worker has not posted the round yet, and will obey no leader of a lower authority in it."""
+        before = self._promised.get(sequence, NO_AUTHORITY)
+        if authority.leader < before.leader:
+            return Superseded(before)
+        self._promised[sequence] = max(before, authority)
+        while len(self._promised) > _MAX_PROMISES:
+            del self._promised[min(self._promised)]
+        return NotPosted()
 
     async def _follow(self, round_: Round, plan: Plan) -> None:
         """Exchange parts as the plan says, and tell the leader how that went."""
@@ -206,6 +234,8 @@ class Participant:
                 started = clock.now()
                 await round_.transfer.run()
                 self.transfers.record(plan, clock.now() - started)
+            if round_.authority.leader > plan.authority.leader:
+                return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
             round_.transferred(plan)
             message = Complete(round_.sequence, plan.authority)
         except TransferFailed as problem:

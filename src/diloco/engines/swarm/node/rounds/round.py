@@ -7,11 +7,9 @@ from msgspec import structs
 
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
-
-_NO_AUTHORITY = Authority(0, -(1 << 30))
 
 
 @dataclass(eq=False)
@@ -20,8 +18,10 @@ class Round:
     number: int
     """This worker's."""
     started: float = field(default_factory=clock.now)
-    authority: Authority = _NO_AUTHORITY
+    authority: Authority = NO_AUTHORITY
     """The highest that has sent a message in this round."""
+    minority_since: float | None = None
+    """When this worker last began to see no majority."""
     leader: str | None = None
     """The leader that has this worker's header."""
     plan: Plan | None = None

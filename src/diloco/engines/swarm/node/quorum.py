@@ -1,0 +1,60 @@
+"""Whether enough of the last agreed members are here to end a round (docs/protocol.md).
+
+The members that count are those of the last round that has ended here, less those that are known to be dead (their
+machine refuses connections), to have left or to be banned. Silence is no death: a silent member may be on the other
+side of a network split, and go on there. So with three or more that count, more than half of them must be here. A side
+without them ends no round and changes no anchor; its workers train on, and lose nothing when the split heals. After
+`minority_seconds` of silence it goes on as a run of its own.
+
+Two members cannot tell a split from a death: each goes on without the other, as with `swarm.quorum = any`.
+"""
+
+from collections.abc import Collection
+
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.members import Members, Peer
+from diloco.engines.swarm.node.plan import Plan
+
+_FEWEST = 3
+
+
+class Quorum:
+    def __init__(self, members: Members) -> None:
+        self._members, self._settings = members, members.settings
+        self.last: Plan | None = None
+        """Of the last round that has ended here, or at the worker that gave this one its state."""
+
+    def counted(self) -> set[str]:
+        """The members of the last round, less the dead; empty if any number is enough: fewer than three are left."""
+        members, last = self._members, self.last
+        if last is None or self._settings.quorum == "any":
+            return set()
+        names = {entry.peer for entry in last.entries}
+        names |= {name for name, number in members.numbers.items() if number in last.roster}
+        there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
+        known = {members.me} | {peer.name for peer in there if peer.name in names or peer.status.has_state}
+        return names & known if len(known) >= _FEWEST else set()
+
+    def _may_be_there(self, peer: Peer) -> bool:
+        """It is neither known to be dead or gone, nor silent for too long."""
+        silent_seconds = clock.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
+        return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
+
+    def record(self, plan: Plan | None) -> None:
+        """The round of this plan has ended."""
+        if plan is not None and (self.last is None or plan.key.sequence >= self.last.key.sequence):
+            self.last = plan
+
+    def is_majority(self, names: Collection[str]) -> bool:
+        """Of the members that count; any number is, where they are fewer than three."""
+        counted = self.counted()
+        return not counted or 2 * len(counted.intersection(names)) > len(counted)
+
+    def can_end(self, sequence: int) -> bool:
+        """Whether most can still be in this round, and have not given it up for a later one."""
+        there = {peer.name: peer.status for peer in self._members.live()} | {self._members.me: self._members.status}
+        return self.is_majority(self.counted() - {name for name, one in there.items() if one.gave_up(sequence)})
+
+    def is_here(self) -> bool:
+        """Whether a majority is live, as this node sees it."""
+        return self.is_majority([self._members.me, *(peer.name for peer in self._members.live())])

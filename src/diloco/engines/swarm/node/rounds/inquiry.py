@@ -1,0 +1,95 @@
+"""The first thing that a leader does: ask all members for the state of a round.
+
+An earlier leader may have come far. If a member has ended the round, it has ended. If members have the whole mean of a
+plan, it may count for a worker that cannot be asked now: the plan of the highest authority is the one to commit. A
+member that has answered obeys no leader of a lower authority in this round from then on, posted or not. With a majority
+of answers, of which every committed plan had one too, no two leaders commit different plans.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from diloco.engines.rounds import RoundKey
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node.messages import Ended, Inquire, LedBy, Posted, Superseded
+from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+
+
+class SteppedDown(Exception):
+    """Another worker leads this round, or it has ended already."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    authority: Authority
+    """Higher than any that the members have seen."""
+    posted: dict[str, Posted]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan to commit, if there is one."""
+        complete = [answer.complete for answer in self.posted.values() if answer.complete is not None]
+        return max(complete, key=lambda plan: plan.authority, default=None)
+
+
+async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Answers:
+    """The answers of a majority. Raises SteppedDown."""
+    members, own = participant.members, participant.rounds.get(key.sequence)
+    if own is not None:
+        authority = authority._replace(term=max(authority.term, own.authority.term + 1))
+    while True:
+        peers = [members.me, *(peer.name for peer in members.live())]
+        answers = await ask_all(participant, key.sequence, peers, Inquire(key.sequence, authority))
+        seen = await _judge(participant, key.sequence, answers)
+        if seen is not None and seen.leader >= authority.leader:
+            authority = authority._replace(term=seen.term + 1)
+        elif participant.outcomes.quorum.is_majority(answers):
+            return Answers(authority, {peer: one for peer, one in answers.items() if isinstance(one, Posted)})
+        else:
+            await members.wait_for_change(POLL_SECONDS)
+        if participant.outcomes.has_ended(key.sequence):
+            raise SteppedDown("it has ended already")
+
+
+async def _judge(participant: Participant, sequence: int, answers: dict[str, PeerMessage]) -> Authority | None:
+    """The highest authority that the members had seen before. Raises SteppedDown."""
+    members, own = participant.members, participant.rounds.get(sequence)
+    seen: list[Authority] = []
+    for peer, answer in answers.items():
+        if isinstance(answer, Ended):
+            if own is not None and peer != members.me:
+                await participant.outcomes.resolve(own, peer)
+            if own is None or own.ended or members.most_ended(sequence):
+                raise SteppedDown("it has ended already")
+        elif isinstance(answer, LedBy):
+            if own is not None:
+                own.leader = answer.leader
+            raise SteppedDown(f"{answer.leader} leads it")
+        elif isinstance(answer, Posted | Superseded):
+            seen.append(answer.seen)
+    return max(seen, default=None)
+
+
+async def ask_all(
+    participant: Participant, sequence: int, peers: list[str], message: PeerMessage
+) -> dict[str, PeerMessage]:
+    """The answers of the peers that give one."""
+
+    async def ask(peer: str) -> PeerMessage | None:
+        try:
+            return await participant.calls.ask(peer, message)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: %s does not answer: %s", sequence, peer, problem)
+            if isinstance(problem, Unreachable):
+                participant.heartbeats.suspect(peer, problem)
+            return None
+
+    answers = await asyncio.gather(*(ask(peer) for peer in peers))
+    return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}

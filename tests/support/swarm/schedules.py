@@ -1,0 +1,240 @@
+"""Seeded schedules of faults for a swarm in memory, on a virtual clock: what every one of them must end with.
+
+A seed decides how many workers there are and what happens to them: calls that are lost, doubled or slow, machines and
+pairs that are cut off from each other, splits, crashes with and without a return, sleeps. Meanwhile the workers train.
+
+    one mean    no two workers count different means for one round (`Ended.means`). What a worker had counted before
+                it crashed is gone with it, unless another worker has it too
+    no end      after the last fault a round with the work of every worker ends within `SETTLING_SECONDS`, and after it
+                all have the same state
+"""
+
+import asyncio
+import hashlib
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.rounds.round import Round
+from diloco.errors import EngineError
+from support import virtual_clock
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.memory_network import Fate
+from support.swarm.stories import sleep, stop
+
+FAULT_SECONDS = 40.0
+SETTLING_SECONDS = 150.0
+_NUMEL = 48
+_KINDS = ["lossy", "slow", "cut", "split", "pair", "crash", "sleep"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float
+    kind: str
+    seconds: float
+    who: tuple[int, ...]
+
+
+@dataclass
+class Ended:
+    """How a schedule ended."""
+
+    seed: int
+    workers: int
+    faults: list[Fault]
+    means: dict[int, dict[str, set[str]]] = field(default_factory=dict)
+    """Round -> mean -> the lives that have counted it."""
+    problem: str = ""
+    settled_seconds: float = 0.0
+    rounds_after: int = 0
+    """Rounds that ended after the last fault before one had the work of all."""
+
+    def problems(self) -> list[str]:
+        several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
+                   if len(found) > 1]  # fmt: skip
+        return several + ([self.problem] if self.problem else [])
+
+
+def draw(seed: int) -> tuple[int, list[Fault]]:
+    """The number of workers, and the faults in the order of their time."""
+    chance = random.Random(seed)
+    workers = chance.randint(3, 5)
+    faults = []
+    for _ in range(chance.randint(2, 7)):
+        who = tuple(chance.sample(range(workers), workers))
+        faults.append(Fault(chance.uniform(1.0, FAULT_SECONDS), chance.choice(_KINDS), chance.uniform(0.5, 12.0), who))
+    return workers, sorted(faults, key=lambda fault: fault.at)
+
+
+class Schedule:
+    def __init__(self, seed: int, workers: int, faults: list[Fault]) -> None:
+        self.ended = Ended(seed, workers, faults)
+        self._chance = random.Random(seed)
+        self._lives: dict[int, MemoryWorker] = {}
+        self._training: dict[int, asyncio.Task[None]] = {}
+        self._busy: set[int] = set()
+        """Workers that are down, asleep or about to be so: one thing at a time."""
+        self._loss = self._delay = 0.0
+        self._pairs: list[set[str]] = []
+        self._log: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._full: list[int] = []
+        """Rounds that had the work of all workers."""
+
+    async def run(self) -> Ended:
+        self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
+        network = self._swarm.network
+        network.fate, network.delay, silent = self._fate, lambda: self._chance.uniform(0.0, self._delay), network.silent
+        network.silent = lambda one, other: silent(one, other) or {one, other} in self._pairs  # type: ignore[method-assign]
+        for index in range(self.ended.workers):
+            await self._start(index)
+        begun = asyncio.get_running_loop().time()
+        faults = [asyncio.create_task(self._inflict(fault, begun)) for fault in self.ended.faults]
+        await asyncio.gather(*faults)
+        await self._settle()
+        for task in self._training.values():
+            task.cancel()
+        await self._swarm.close()
+        self.ended.means = {number: dict(means) for number, means in self._log.items()}
+        return self.ended
+
+    # Workers
+
+    async def _start(self, index: int, folder: Path | None = None) -> None:
+        name = self._lives[index].name if index in self._lives else None
+        worker = await self._swarm.start(name=name, folder=folder)
+        self._lives[index] = worker
+        outcomes, life = worker.node.outcomes, f"{index}.{len(self._swarm.workers)}"
+        succeed = outcomes.succeed
+
+        def record(round_: Round, plan: Plan) -> None:
+            if plan.has_mean and not round_.ended:
+                digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
+                self._log[round_.sequence][digest].add(life)
+                if {entry.peer for entry in plan.contributors} == {one.name for one in self._lives.values()}:
+                    self._full.append(round_.sequence)
+            succeed(round_, plan)
+
+        outcomes.succeed = record  # type: ignore[method-assign]
+        worker.life = life  # type: ignore[attr-defined]
+        self._training[index] = asyncio.create_task(self._train(worker))
+
+    async def _train(self, worker: MemoryWorker) -> None:
+        """As a trainer: a round that failed is not posted again, its number is spent."""
+        trainer, loop = worker.trainer, asyncio.get_running_loop()
+        await worker.catch_up()
+        while True:
+            end = loop.time() + self._chance.uniform(0.3, 1.2)
+            while loop.time() < end and not any(call >= trainer.sequence for call in trainer.calls):
+                await asyncio.sleep(0.1)
+            digest = hashlib.sha256(b"".join(trainer.means)).hexdigest()[:16]
+            sequence = trainer.sequence
+            work = values(worker.node.number, sequence, _NUMEL)
+            outcome, _ = await worker.post(work, digest=digest, seconds=30.0)
+            if outcome.fatal:
+                raise EngineError(str(outcome.failure))
+            if outcome.failure is not None:
+                trainer.sequence = max(trainer.sequence, sequence + 1)
+            while outcome.resync:
+                try:
+                    await worker.catch_up()
+                    break
+                except EngineError:
+                    await asyncio.sleep(1.0)
+
+    # Faults
+
+    def _fate(self, *_: object) -> Fate:
+        if self._chance.random() >= self._loss:
+            return "arrives"
+        return self._chance.choice(["lost", "answer lost", "twice"])
+
+    async def _inflict(self, fault: Fault, begun: float) -> None:
+        await asyncio.sleep(begun + fault.at - asyncio.get_running_loop().time())
+        network, names = self._swarm.network, [self._lives[index].name for index in fault.who]
+        match fault.kind:
+            case "lossy":
+                self._loss += 0.15
+                await asyncio.sleep(fault.seconds)
+                self._loss = max(0.0, self._loss - 0.15)
+            case "slow":
+                self._delay += 0.4
+                await asyncio.sleep(fault.seconds)
+                self._delay = max(0.0, self._delay - 0.4)
+            case "split" if not network.sides:
+                half = len(names) // 2
+                network.sides = [set(names[:half]), set(names[half:])]
+                await asyncio.sleep(fault.seconds)
+                network.sides = []
+            case "pair":
+                self._pairs.append(set(names[:2]))
+                await asyncio.sleep(fault.seconds)
+                self._pairs.remove(set(names[:2]))
+            case "cut" | "crash" | "sleep" if fault.who[0] not in self._busy and self._may_hurt(fault.kind):
+                self._busy.add(fault.who[0])
+                await self._hurt(fault.who[0], fault)
+                self._busy.discard(fault.who[0])
+
+    def _may_hurt(self, kind: str) -> bool:
+        """A crash leaves three: two alone cannot tell a split from a death, and go on on both sides of one."""
+        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3)
+
+    async def _hurt(self, index: int, fault: Fault) -> None:
+        network, worker = self._swarm.network, self._lives[index]
+        if fault.kind == "cut":
+            network.cut.add(worker.name)
+            await asyncio.sleep(fault.seconds)
+            network.cut.discard(worker.name)
+        elif fault.kind == "sleep":
+            await sleep(self._swarm, worker, fault.seconds)
+        else:
+            self._training[index].cancel()
+            stop(self._swarm, worker)
+            for means in self._log.values():
+                for lives in means.values():
+                    lives.discard(worker.life)  # type: ignore[attr-defined]
+                for mean in [mean for mean, lives in means.items() if not lives]:
+                    del means[mean]
+            await asyncio.sleep(fault.seconds)
+            await self._return(index, Path(worker.node.settings.folder))
+
+    async def _return(self, index: int, folder: Path) -> None:
+        for _ in range(10):
+            try:
+                await self._start(index, folder)
+                return
+            except EngineError as error:
+                problem = error
+                await asyncio.sleep(2.0)
+        self.ended.problem = f"worker {index} could not come back: {problem}"
+
+    # The end
+
+    async def _settle(self) -> None:
+        loop = asyncio.get_running_loop()
+        started, known = loop.time(), len(self._full)
+        before = max(self._log, default=-1)
+        while len(self._full) < known + self.ended.workers:
+            failed = [task for task in self._training.values() if task.done()]
+            if failed or self.ended.problem:
+                why = "" if not failed or failed[0].cancelled() else f"a worker ended: {failed[0].exception()!r}"
+                self.ended.problem = self.ended.problem or why
+                return
+            if loop.time() - started > SETTLING_SECONDS:
+                states = {
+                    index: f"{one.node.own} leads {one.node.leader.phases()}" for index, one in self._lives.items()
+                }
+                self.ended.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
+                return
+            await asyncio.sleep(0.2)
+        self.ended.settled_seconds = loop.time() - started
+        self.ended.rounds_after = self._full[known] - before - 1
+
+
+def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None) -> Ended:
+    """The schedule of this seed, or another one with its chances (a shrunk one)."""
+    drawn = draw(seed)
+    schedule = Schedule(seed, workers or drawn[0], drawn[1] if faults is None else faults)
+    return virtual_clock.run(schedule.run())

@@ -1,0 +1,20 @@
+"""Seeded schedules of faults (tests/support/swarm/schedules.py): a few seeds, and shrunk ones that failed once.
+
+`benchmarks/schedules.py` runs many.
+"""
+
+import pytest
+
+from support.swarm import schedules
+from support.swarm.schedules import Fault
+
+
+@pytest.mark.parametrize("seed", [7, 24, 28])
+def test_whatever_happens_all_workers_have_one_mean_and_come_back(seed: int) -> None:
+    """24: a worker returned on the smaller side of a split; 28: workers waited in rounds of different numbers."""
+    assert schedules.run(seed).problems() == []
+
+
+def test_neither_half_of_a_swarm_of_four_steps_while_it_is_split() -> None:
+    ended = schedules.run(1, 4, [Fault(10.0, "split", 20.0, (0, 2, 3, 1))])
+    assert ended.problems() == []
