@@ -27,12 +27,28 @@ _SPAN_COLORS = {
 }
 
 
+_READ = {
+    "step": ("step",),
+    "round": ("sequence", "step"),
+    "round_posted": ("sequence", "step"),
+    "validation": ("step",),
+    "worker_finished": ("inner_steps",),
+    "worker_failed": ("inner_steps",),
+    "resumed": ("step", "workers"),
+}
+"""Whole numbers without which an event of a type says nothing."""
+
+
 @dataclass(frozen=True)
 class PlottedRun:
     """The events of a run, without those that a resume has taken back."""
 
     name: str
     events: Sequence[Event]
+
+    @classmethod
+    def of(cls, name: str, log: Sequence[Event]) -> "PlottedRun":
+        return cls(name, history.current([event for event in log if _is_event(event)]))
 
     @cached_property
     def steps(self) -> list[Event]:
@@ -64,22 +80,26 @@ def read_run(folder: Path, name: str) -> PlottedRun:
         raise ConfigError(f"{folder} is not a run folder: there is no such folder")
     if not (folder / EVENTS_FILE).is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {EVENTS_FILE}")
-    found = [event for event in read_events(folder) if _is_event(event)]
-    newer = max((event.get("v", 1) for event in found), default=1)
+    log = read_events(folder)
+    versions = [_number(event.get("v")) for event in log if isinstance(event, dict)]
+    newer = max((version for version in versions if math.isfinite(version)), default=1)
     if newer > EVENTS_VERSION:
         raise ConfigError(
-            f"{folder} was written by a newer version of diloco (events of version {newer}, this one reads "
+            f"{folder} was written by a newer version of diloco (events of version {newer:g}, this one reads "
             f"{EVENTS_VERSION}): update diloco"
         )
-    run = PlottedRun(name, history.current(found))
+    run = PlottedRun.of(name, log)
     if not any(event["type"] == "step" for event in run.steps):
         raise ConfigError(f"{folder} has no steps yet: there is nothing to plot before the first one is logged")
     return run
 
 
 def _is_event(event: object) -> bool:
-    kinds = {"type": str, "worker": int, "time": int | float}
-    return isinstance(event, dict) and all(isinstance(event.get(name), kind) for name, kind in kinds.items())
+    """With the fields that are read of its type; what else is in a log is left out."""
+    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+        return False
+    whole = ("worker", *_READ.get(event["type"], ()))
+    return math.isfinite(_number(event.get("time"))) and all(type(event.get(name)) is int for name in whole)
 
 
 # What a figure can show
@@ -223,7 +243,8 @@ def _darker(color: str) -> str:
 
 
 def _seconds(asked: _Asked) -> list[Panel]:
-    longest = max((_number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps), default=0.0)
+    times = [_number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps]
+    longest = max((seconds for seconds in times if math.isfinite(seconds)), default=0.0)
     unit, name = (3600.0, "hours") if longest > 3 * 3600 else (60.0, "minutes") if longest > 300 else (1.0, "seconds")
     return _loss_over("time", f"{name} of training", lambda event: _number(event.get("elapsed_seconds")) / unit, max)(
         asked
@@ -245,7 +266,7 @@ def _utilization(asked: _Asked) -> list[Panel]:
 def _cosines(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
     for run, color in asked.colors():
-        rows = _by_step(run.rounds, lambda event: [_number(pair[2]) for pair in event.get("cosines") or ()])
+        rows = _by_step(run.rounds, lambda event: [_number(cosine) for *_, cosine in event.get("cosines") or ()])
         found = {step: several[0] for step, several in rows.items() if several[0]}
         if found:
             series += _lines(run.name, list(found), list(found.values()), color, marker=_marker(found))

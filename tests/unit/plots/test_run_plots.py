@@ -118,8 +118,12 @@ def test_folders_that_cannot_be_plotted_are_named_with_the_reason(tmp_path: Path
 def test_a_log_with_lines_that_are_no_events_is_plotted(tmp_path: Path) -> None:
     with (tmp_path / EVENTS_FILE).open("w") as file:
         file.write('[]\n{"type": 3}\n{"type": "step"}\n"text"\n')
-    append(tmp_path, RUN)
-    assert panels_of([read_run(tmp_path, "mine")])
+    odd = [step(0, 10, 4.0) | {"step": "ten"}, merged(0, 0, 10) | {"sequence": None}, event("resumed")]
+    strange = {"loss": "low", "tokens": [], "elapsed_seconds": None, "bytes_sent": {}}
+    append(tmp_path, [*odd, step(0, 30, None) | strange, merged(0, 3, 30, norm="x", waited_seconds="y"), *RUN])
+    run = read_run(tmp_path, "mine")
+    assert {event["step"] for event in run.steps} == {10, 20, 30}
+    assert panels_of([run])
 
 
 @pytest.mark.parametrize("name", ["plot", "compare"])

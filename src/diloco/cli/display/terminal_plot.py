@@ -10,7 +10,6 @@ from rich.text import Text
 
 from diloco.plots.panels import Series
 from diloco.plots.runs import PlottedRun, panels_of
-from diloco.training.records import history
 from diloco.training.records.events import Event
 
 _ROWS = 6
@@ -23,7 +22,7 @@ _ASCII = {"training": "..", "point": "o", "side": "|", "tick": "+", "corner": "+
 
 def loss_plot(events: Sequence[Event], console: Console) -> Text | None:
     """Eight lines: the loss over steps, with the validations as points; None if there are not two steps to draw."""
-    run = PlottedRun("", history.current(events))
+    run = PlottedRun.of("", events)
     if len({event["step"] for event in run.steps if event.get("loss") is not None}) < 2:
         return None
     drawn = {series.label: series for series in panels_of([run], ["steps"])[0].series}

@@ -67,7 +67,7 @@ class _Timeline:
 
     def ended(self, event: Event) -> None:
         """The phases of the engine count from the post on; what of them is before the wait was beside inner steps."""
-        sequence, failed = event["sequence"], event["failure"] is not None
+        sequence, failed = event["sequence"], event.get("failure") is not None
         merge_start = event["time"] - _seconds(event, "merge_seconds")
         self._until(merge_start - _seconds(event, "waited_seconds"), "compute", sequence)
         heard = self._posted.pop(sequence, merge_start) + _seconds(event, "others_seconds")
