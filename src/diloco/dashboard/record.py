@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _MOST_NOTES = 2000
 _MOST_SAMPLES = 200
 _REPEAT_SECONDS = 60.0
+_COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 
 
 class Worker:
@@ -136,8 +137,23 @@ class RunRecord:
         worker.ended = {key: value for key, value in event.items() if key not in ("members", "confirmed")}
         worker.states.append((event["time"], state))
         self.members.agreed(event)
-        values = {"step": event.get("inner_steps"), "loss": worker.columns.last("loss")} | event
-        worker.columns.append(values)
+        columns = worker.columns
+        counted = {name: event.get(name) for name in _COUNTED}
+        if (columns.last("step") or -1) < (event.get("inner_steps") or 0):
+            columns.append(
+                counted | {"time": event["time"], "step": event["inner_steps"], "loss": columns.last("loss")}
+            )
+        elif len(columns):
+            columns.amend(counted)  # the last step is logged already, without the rounds after it
+
+    def _on_swarm(self, event: Event) -> None:
+        worker = self.worker(event)
+        worker.local = True
+        worker.states.append((event["time"], "starting" if event.get("founded") else "joining"))
+
+    def _on_state_arriving(self, event: Event) -> None:
+        share = event["received_bytes"] / max(1, event["all_bytes"])
+        self.worker(event).states.append((event["time"], f"joining: {share:.0%} of the state"))
 
     def _on_joined(self, event: Event) -> None:
         worker = self.worker(event)

@@ -37,7 +37,7 @@ from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
-from diloco.training.records.outputs import sample, write_model
+from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields
 from diloco.training.sharding import place_model
@@ -95,6 +95,7 @@ class Training:
         self._saved_before_cut = False
         self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks)
         self.validation = self._validation()
+        self.samples = Samples(config, corpus, self.model, events.emit)
         self.log = StepLog(config, self.mode, self.evaluator, self.precision, engine.ranks, events)
         self.peers = self._peers(texts)
         also: dict[str, HasState] = {
@@ -169,6 +170,8 @@ class Training:
             self.peers.check_progress(self._failures, self.log.loss)
             if self.validation.due(state.inner_steps):
                 self.validation.measure(self.mode)
+            if self.leader:
+                self.evaluator.seconds += self.samples.after_step(state.inner_steps)
             if not self._saved_before_cut:
                 self.checkpointer.after_step()
         self._finish()
@@ -298,7 +301,7 @@ class Training:
         if self._saves:
             model = self.save()
             if model is not None:
-                sample(model, self.corpus, self.config, self.events.emit)
+                sample(model, self.corpus, self.config, self.events.emit, self.mode.averager.inner_steps)
         self.checkpoints.close()
 
     def _last_evaluation(self) -> None:

@@ -209,3 +209,34 @@ def test_large_rounds_that_every_worker_reports_are_read_once_and_again_after_a_
     odd = [{"worker": w, "anchor_digest": str(w), "report": {}, "note": "x" * 300} for w in range(workers)]
     append(tmp_path, resumed, *round_events(1, workers, 20, members=odd))
     assert run.state()["rounds"]["digests_unequal"][0]["sequence"] == 1
+
+
+def test_a_joiner_is_shown_with_its_progress(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [event("swarm", 0.0, founded=False)], engine="swarm")
+    append(run, event("state_arriving", 1.0, received_bytes=3 << 20, all_bytes=12 << 20))
+    one = Run(run, "run")
+    assert one.state()["workers"][0]["state"] == "joining: 25% of the state"
+    append(run, event("joined", 3.0, step=120, rounds=12))
+    assert one.state()["workers"][0]["state"] == "joined"
+
+
+def test_the_last_event_of_a_worker_completes_its_counts_and_repeats_no_point(tmp_path: Path) -> None:
+    ended = {
+        "stopped_early": False,
+        "rounds": 5,
+        "rounds_failed": 0,
+        "bytes_sent": 7777,
+        "tokens": 100 * TOKENS_PER_STEP,
+        "sync_seconds": 12.0,
+        "elapsed_seconds": 101.0,
+        "anchor_digest": "a",
+    }
+    run = write_run(tmp_path, calm_events(workers=1, steps=100))
+    append(run, event("worker_finished", 120.0, inner_steps=100, **ended))
+    one = Run(run, "run")
+    assert one.state()["communication"]["bytes_sent_per_worker"] == 7777
+    assert one.state()["status"] == "complete"
+    assert one.series(None, 100, None)["workers"]["0"]["step"] == list(range(10, 101, 10))
+    other = write_run(tmp_path / "other", calm_events(workers=1, steps=100))
+    append(other, event("worker_finished", 120.0, inner_steps=104, **ended))
+    assert Run(other, "run").state()["step"] == 104

@@ -54,6 +54,35 @@ def test_rounds_that_end_while_the_state_is_on_its_way_are_made_up_for_with_thei
     assert len(means[2]) == 4 and means[0] == means[2]
 
 
+def test_a_joiner_tells_how_much_of_the_state_has_arrived() -> None:
+    async def story(swarm: MemorySwarm) -> list[dict[str, Any]]:
+        workers = await founded(swarm, 1)
+        workers[0].trainer.means.append(bytes(6 << 20))
+        joiner = await swarm.start()
+        for transport in swarm.network.peers.values():
+            opened = transport.open_stream
+
+            async def slow(*given: Any, opened: Any = opened) -> Any:
+                stream = await opened(*given)
+                read = stream.read_into
+
+                async def later(*parts: Any) -> None:
+                    await asyncio.sleep(0.6)
+                    await read(*parts)
+
+                stream.read_into = later
+                return stream
+
+            transport.open_stream = slow  # type: ignore[method-assign]
+        await joiner.catch_up()
+        return [fields for type_, fields in joiner.trainer.events if type_ == "state_arriving"]
+
+    arriving = told(story)
+    received = [fields["received_bytes"] for fields in arriving]
+    assert len(received) >= 2 and received == sorted(received)
+    assert all(0 < fields["received_bytes"] <= fields["all_bytes"] for fields in arriving)
+
+
 def test_a_source_that_dies_while_it_gives_the_state_is_replaced_by_another() -> None:
     async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], int]:
         workers = await founded(swarm, 3)

@@ -32,17 +32,17 @@ function ownX(curve, axis, series) {
   return curve[AXES[axis].key];
 }
 
-function drawRates(shown, { axis, each }) {
+function drawRates(shown, { axis, each, smoothing }) {
   for (const [id, key, y] of [["rate", "tokens_per_second", { rangemode: "tozero", tickformat: "~s" }], ["use", "utilization", { range: [0, 1.02], tickformat: ".0%" }]]) {
     const traces = [];
     shown.forEach(({ name, series, color }) => {
       const x = series.rates[AXES[axis].key];
       if (key === "utilization" && shown.length === 1 && !(each && Object.keys(series.rates.workers).length)) traces.push(...band(x, series.rates.utilization_low, series.rates.utilization_high, color));
       if (each && shown.length === 1) {
-        Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, curve[key],
+        Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, smooth(curve[key], smoothing),
           { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.6 })));
       }
-      traces.push(line(x, series.rates[key], { name: shown.length > 1 ? name : key === "utilization" ? "mean" : "all workers", color, width: 1.8 }));
+      traces.push(line(x, smooth(series.rates[key], smoothing), { name: shown.length > 1 ? name : key === "utilization" ? "mean" : "all workers", color, width: 1.8 }));
     });
     show(id, traces, { axis, y });
   }

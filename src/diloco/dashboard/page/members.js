@@ -54,7 +54,7 @@ function tile(one, furthest, state) {
   ].filter(Boolean);
   const title = `worker ${one.number} ${one.label}: ${one.state}, step ${whole(one.step)}${lag ? `, ${whole(lag)} behind` : ""}${usual ? "; usually the last" : ""}`;
   return make("article", { class: `member${GONE.has(one.state) ? " gone" : ""}${usual ? " late" : ""}`, title, "data-worker": one.number },
-    make("div", { class: "who" }, make("span", { class: `dot ${KINDS[one.state] ?? ""}` }), String(one.number), make("span", { class: "where" }, one.label || (one.local ? "" : "elsewhere")), make("span", { class: "state" }, one.state)),
+    make("div", { class: "who" }, make("span", { class: `dot ${KINDS[String(one.state).split(":")[0]] ?? ""}` }), String(one.number), make("span", { class: "where" }, one.label || (one.local ? "" : "elsewhere")), make("span", { class: "state" }, one.state)),
     make("div", { class: "brief" }, make("span", {}, whole(one.step)), make("span", {}, plain(one.loss, 3))),
     make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
     Number.isFinite(one.utilization) && one.utilization !== null ? make("meter", { min: 0, max: 1, low: 0.5, value: one.utilization, title: `utilisation ${share(one.utilization)}` }) : null,

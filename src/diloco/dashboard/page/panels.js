@@ -72,7 +72,7 @@ export function drawSamples(state) {
   fill($("samples"), ...[...state.samples].reverse().map((one) => make("div", { class: "sample" },
     make("div", { class: "quiet" }, one.step ? `step ${whole(one.step)}` : `after ${duration(one.time - state.first_time)}`),
     make("pre", {}, make("span", { class: "prompt" }, one.prompt ?? ""), String(one.text ?? "").startsWith(one.prompt ?? "\u0000") ? one.text.slice((one.prompt ?? "").length) : one.text ?? ""))));
-  if (!state.samples.length) fill($("samples"), make("p", { class: "empty" }, "no sample yet: a run writes one at its end (training.sample_tokens)"));
+  if (!state.samples.length) fill($("samples"), make("p", { class: "empty" }, "no sample yet: a run writes one at its end, and during training with training.sample_interval"));
 }
 
 export function drawConfig({ options, resolved }) {

@@ -136,6 +136,11 @@ class RunConfig:
                 f"sync.warm_start = {self.sync.warm_start} is for workers of one rank, and ranks = {self.ranks}: train "
                 "these steps with ranks = 1, and begin the run with the model that they give (--model RUN/model)"
             )
+        if several and self.training.sample_interval is not None:
+            raise ConfigError(
+                f"training.sample_interval = {self.training.sample_interval} is for workers of one rank, and ranks = "
+                f"{self.ranks}: leave it out; the sample at the end is written all the same"
+            )
         if several and self.mode == "data-parallel":
             raise ConfigError(
                 f"ranks = {self.ranks}, but in mode data-parallel every rank averages with every other: give that many "

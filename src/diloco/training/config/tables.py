@@ -69,11 +69,17 @@ class TrainingConfig:
     """What the sample at the end starts with; empty: the start of a text (default: `def ` if the text is Python)."""
     sample_tokens: int = option(80, may_change=True, may_differ="in a swarm")
     """Length of that sample in tokens; 0: none."""
+    sample_interval: int | None = option(
+        None, may_change=True, may_differ="in a swarm", unused_with=("training.sample_tokens", 0)
+    )
+    """Inner steps between samples during training, of the first worker's own parameters (default: only at the end)."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "eval_windows", "log_interval"):
             at_least("training." + name, getattr(self, name), 1)
         at_least("training.sample_tokens", self.sample_tokens, 0)
+        if self.sample_interval is not None:
+            at_least("training.sample_interval", self.sample_interval, 1)
         if self.eval_interval is not None:
             at_least("training.eval_interval", self.eval_interval, 1)
         if self.batch_size % self.accumulation:

@@ -28,6 +28,7 @@ _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_TRANSFERS = 2
 _POLL_SECONDS = 0.25
+_TELL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,12 @@ class StateTransfer:
             if not isinstance(head, StateHead):
                 return None
             data = SharedMemory.create(head.size)  # the trainer reads it there
+            told = clock.now()
             for first in range(0, head.size, _CHUNK_BYTES):
                 await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
+                if clock.now() - told >= _TELL_SECONDS:
+                    told, received = clock.now(), min(head.size, first + _CHUNK_BYTES)
+                    self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
             await stream.write(b"\1", self._stall_seconds)
             return Snapshot(data, head.numbers, head.layout_digest, head.note)
         finally:
