@@ -13,6 +13,7 @@ Letters: k replicas, B sequences, T tokens, D width, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -181,7 +182,9 @@ class Stacked(Replicas):
         self.losses = torch.zeros(task.places.shape[:2], device=task.places.device)
         self.stacks = [Stack(task, beginning, first, min(k, first + size), self.losses) for first in range(0, k, size)]
         rows = [(stack, row) for stack in self.stacks for row in stack.flat]
-        self.models = [_model(task.config, stack.layout.views(row)) for stack, row in rows]
+        with torch.device("meta"):
+            empty = NativeModel(task.config)  # made once: without memory, but its random numbers cost time all the same
+        self.models = [_model(empty, stack.layout.views(row)) for stack, row in rows]
         self.inners = [torch.optim.SGD(model.parameters(), lr=0.0) for model in self.models]
         self._active: Sequence[bool] | None = None
 
@@ -203,10 +206,9 @@ class Stacked(Replicas):
         return Beginning(parameters, *stack.inner.saved())
 
 
-def _model(config: ModelConfig, parameters: dict[str, Tensor]) -> NativeModel:
+def _model(empty: NativeModel, parameters: dict[str, Tensor]) -> NativeModel:
     """A module over these tensors."""
-    with torch.device("meta"):
-        model = NativeModel(config)
+    model = deepcopy(empty)
     for name, tensor in parameters.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, nn.Parameter(tensor.detach()))
