@@ -106,6 +106,11 @@ class Arm:
                     f"sync.warm_start = {self.sync_config.warm_start}: in the laboratory data-parallel steps at the "
                     "start are pretraining_steps, with pretraining_batch_size = workers · batch_size"
                 )
+            if self.sync_config.asynchronous:
+                raise ConfigError(
+                    "sync.asynchronous = true: asynchronous workers arrive when they are ready, and simulated ones are "
+                    "taken in turn; compare them with diloco train"
+                )
             if self.sync_config.dynamic_steps:
                 raise ConfigError(
                     "sync.dynamic_steps follows measured speeds, which simulated workers do not have: give speeds and "

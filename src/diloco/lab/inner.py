@@ -110,14 +110,29 @@ class StackedInner:
             found.append(torch.unflatten(flat[:, at : at + shape.numel()], 1, tuple(shape)))
         return found
 
+    def views(self) -> list[dict[str, dict[str, Tensor]]]:
+        """The state of each replica by parameter, as torch's optimizers have it, in this memory."""
+        found = []
+        hidden = set(self._layout.hidden_matrices) if self.config.optimizer == "muon" else set()
+        for row, steps in enumerate(self._steps):
+            by_kind = {kind: self._layout.views(values[row]) for kind, values in self._state.items()}
+            adamw = {"exp_avg", "exp_avg_sq"}
+            mine: dict[str, dict[str, Tensor]] = {}
+            for name in self._layout.places:
+                kinds = {"momentum_buffer"} if name in hidden else adamw
+                mine[name] = {kind: by_kind[kind][name] for kind in kinds}
+                if name not in hidden:
+                    mine[name]["step"] = steps[0]
+            found.append(mine)
+        return found
+
     def saved(self) -> tuple[Mapping[str, Mapping[str, Tensor]], int]:
         """State and steps of replica 0, as `Beginning` has them."""
         mine: dict[str, dict[str, Tensor]] = {}
-        hidden = set(self._layout.hidden_matrices) if self.config.optimizer == "muon" else set()
-        for kind, values in self._state.items():
-            views = self._layout.views(values[0])
-            names = hidden if kind == "momentum_buffer" else views.keys() - hidden
-            mine[kind] = {name: view.clone() for name, view in views.items() if name in names}
+        for name, state in self.views()[0].items():
+            for kind, view in state.items():
+                if kind != "step":
+                    mine.setdefault(kind, {})[name] = view.clone()
         return mine, int(self._steps[0])
 
 

@@ -27,6 +27,7 @@ from diloco.lab.stacked_head import stacked_losses
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.native.transformer import rotary_tables, rotate
+from diloco.training.inner import inner_optimizer
 
 _WARM_UP = 3
 
@@ -185,7 +186,8 @@ class Stacked(Replicas):
         with torch.device("meta"):
             empty = NativeModel(task.config)  # made once: without memory, but its random numbers cost time all the same
         self.models = [_model(empty, stack.layout.views(row)) for stack, row in rows]
-        self.inners = [torch.optim.SGD(model.parameters(), lr=0.0) for model in self.models]
+        views = [view for stack in self.stacks for view in stack.inner.views()]
+        self.inners = [_inner(model, task, state) for model, state in zip(self.models, views, strict=True)]
         self._active: Sequence[bool] | None = None
 
     def take_step(self, active: Sequence[bool] | None = None) -> None:
@@ -204,6 +206,14 @@ class Stacked(Replicas):
         stack = self.stacks[0]
         parameters = {name: view.clone() for name, view in stack.layout.views(stack.flat[0]).items()}
         return Beginning(parameters, *stack.inner.saved())
+
+
+def _inner(model: nn.Module, task: Task, state: Mapping[str, dict[str, Tensor]]) -> torch.optim.Optimizer:
+    """The product's inner optimizer over the stack's memory: DiLoCo may look into its state. It is never stepped."""
+    inner = inner_optimizer(model, task.inner)
+    for name, parameter in model.named_parameters():
+        inner.state[parameter] = state[name]
+    return inner
 
 
 def _model(empty: NativeModel, parameters: dict[str, Tensor]) -> NativeModel:

@@ -10,8 +10,12 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.lab import pretraining, ways
 from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.batches import Text
+from diloco.lab.replicas import Sequential, Task, fresh, learning_rates
 from diloco.lab.simulator import simulate
+from diloco.lab.stacked import Stacked
 from diloco.lab.synthetic import synthetic_corpus
+from diloco.training.config.tables import InnerConfig
 
 MODEL = {
     "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -53,6 +57,26 @@ def test_stacked_replicas_train_as_those_one_after_another(corpus: Corpus, optio
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
     assert losses[2] == pytest.approx(losses[0], abs=2e-4)
     assert abs(losses[0][-1] - losses[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_inner_optimizers_of_a_stack_have_its_state_as_torch_has_it(corpus: Corpus, optimizer: str) -> None:
+    """What averages moments, say, finds them where it looks for them, and can change them."""
+    text, config = Text(corpus, torch.device("cpu")), arm().model_config(64)
+    places = torch.arange(4 * 2 * 3).view(4, 2, 3) * 7
+    inner = InnerConfig(lr=1e-2, optimizer=optimizer)  # type: ignore[arg-type]
+    task = Task(config, inner, text, places, learning_rates(inner, 2000, 4, 4000, text.device))
+    both: list[Any] = [kind(task, fresh(config, 0, text.device)) for kind in (Sequential, Stacked)]
+    for replicas in both:
+        for _ in range(3):
+            replicas.take_step()
+    expected, found = (
+        [replicas.inners[1].state[parameter] for parameter in replicas.models[1].parameters()] for replicas in both
+    )
+    for theirs, mine in zip(expected, found, strict=True):
+        assert theirs.keys() == mine.keys()
+        for kind, tensor in theirs.items():
+            torch.testing.assert_close(mine[kind], tensor, rtol=1e-3, atol=1e-6)
 
 
 def test_results_come_back_from_json_as_they_were(corpus: Corpus) -> None:
@@ -182,6 +206,8 @@ def test_data_parallel_multiplies_batch_and_updates(corpus: Corpus) -> None:
     [
         ({"sync": {"H": 3}}, "sync has no H"),
         ({"sync": {"warm_start": 3}}, "pretraining_steps"),
+        ({"sync": {"dynamic_steps": True}}, "fewer_steps"),
+        ({"sync": {"asynchronous": True}}, "asynchronous"),
         ({"speeds": (1.0,)}, "3 numbers"),
         ({"model": {"hidden_size": 3}}, "model lacks"),
         ({"mode": "data_parallel", "drop": 0.1, "sync": {}}, "data_parallel"),
