@@ -204,8 +204,9 @@ class OuterLoop:
 
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
-        turn, growing = self.sequence // self.state.num_fragments, self.schedule.growth is not None
-        H = self.schedule.turn_steps(turn) if growing else self.sync.num_inner_steps
+        H = self.sync.num_inner_steps
+        if self.schedule.growth is not None:
+            H = self.schedule.turn_steps(self.sequence // self.state.num_fragments)
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )

@@ -131,7 +131,7 @@ class Lane:
         fragment = self.fragments[index]
         if fragment is None:
             return 0.0
-        taken, mean = Digest(fragment.device), _Decoded(encoded, fragment.device)
+        mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
         outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
         self.digests[index] = taken.hexdigest()
         return mean.norm() if encoded.num_bytes else self._norms[index]
@@ -140,7 +140,7 @@ class Lane:
         """What `merge` will make of a fragment's anchor, into `out`: its digest, and the norm of the mean."""
         fragment = self.fragments[index]
         assert fragment is not None
-        taken, mean = Digest(fragment.device), _Decoded(encoded, fragment.device)
+        mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
         next_anchor(fragment, mean, out, taken, turn)
         return taken.hexdigest(), mean.norm()
 
