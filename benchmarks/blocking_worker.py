@@ -72,6 +72,9 @@ class EmulatedSteps(torch.optim.SGD):
         self.task, self.moved, self.taken = task, parameters, 0
         self.seconds: list[float] = []
         self.thread_seconds = 0.0
+        self.with_transfer: list[float] = []
+        self.without: list[float] = []
+        self.in_flight: Callable[[], bool] = lambda: False
         self.square = torch.randn(320, 320)
 
     @torch.no_grad()
@@ -88,6 +91,7 @@ class EmulatedSteps(torch.optim.SGD):
         else:
             time.sleep(max(0.0, started + self.task.step_seconds - time.perf_counter()))
         self.seconds.append(time.perf_counter() - started)
+        (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
         self.thread_seconds += time.thread_time() - thread_started
 
 
@@ -184,6 +188,7 @@ def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], 
         optimizer = diloco.DiLoCo(model, inner, engine, sync=sync)
         if task.engine == "swarm":
             until(lambda: len(engine.roster) == 2)
+        inner.in_flight = lambda: bool(optimizer.loop.in_flight)
         yield optimizer.step
         optimizer.loop.merge_pending()
         if optimizer.loop.rounds_failed:
@@ -212,7 +217,8 @@ def measure(task: Task) -> Seen:
         sampler = threading.Thread(target=sample, args=(seen.sent, stop), daemon=True)
         for number in range(task.num_inner_steps * (task.syncs + 1)):
             if number == task.num_inner_steps:
-                inner.seconds.clear()
+                for times in (inner.seconds, inner.with_transfer, inner.without):
+                    times.clear()
                 sampler.start()
                 inner.thread_seconds = 0.0
                 started, cpu_started, thread_started = time.perf_counter(), time.process_time(), time.thread_time()
@@ -223,6 +229,7 @@ def measure(task: Task) -> Seen:
         stop.set()
         sampler.join()
         seen.steps, seen.inner_seconds = len(inner.seconds), sum(inner.seconds)
+        seen.steps_with_transfer, seen.steps_without = inner.with_transfer, inner.without
     return seen
 
 

@@ -1,0 +1,215 @@
+"""How long a sync blocks the inner loop of two workers on a slow link: ours over gloo and in a swarm, and torchft's.
+
+    python benchmarks/blocking.py            all networks and cases, about ten minutes; needs root
+    python benchmarks/blocking.py --quick    one network and few cases, to see whether it works
+
+Two workers, each in a network namespace, 10.5M parameters, H = 25. An inner step is a sleep of 0.1 s: on a GPU a step
+leaves the CPU to the rest of the program, and a sleep does that without taking CPU time from the other worker on the
+same machine. All cases of a network run one after another, so that what else the machine does falls on all alike.
+
+    blocked       seconds of a full-model sync in which the inner loop does not run: all time outside inner steps,
+                  divided by the syncs; the first sync is not counted; of the worker that was blocked longer
+    thread        processor time of the trainer's thread in it: what remains of `blocked` on an idle machine where
+                  every mean is in time
+    utilisation   time inside inner steps, of all time
+    peak          the most that left a worker within 0.4 s, the time that an overlapped round has (`open` network: not
+                  limited, so that it is what a method asks for, not what the link gives); read every 20 ms from the
+                  namespace's device
+    step          an inner step of matrix products on one thread, while a round is in flight and while none is (`busy`)
+
+Targets: streaming + overlap + int4 blocks at most 0.02 s and has a utilisation of at least 99 % where classic fp32 has
+less than 70 %.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from links import Link, inside, joined
+from measuring import write_results
+
+NETWORKS = {"200 Mbit/s": Link(200), "200 Mbit/s, 50 ms each way": Link(200, 0.05), "open": Link(None)}
+STREAMING = {"fragments": 4, "overlap_steps": 4, "mixing": 0.5}
+CODECS = ("fp32", "fp16", "int4")
+H, STEP_SECONDS, WINDOW_SECONDS = 25, 0.1, 0.4
+MOST_BLOCKED, LEAST_USED, CLASSIC_USED = 0.02, 0.99, 0.70
+LIMIT_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on an engine."""
+
+    engine: str
+    method: str
+    codec: str
+    busy: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, {self.method}, {self.codec}{', busy' if self.busy else ''}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Both workers together."""
+
+    network: str
+    case: str
+    syncs: int
+    blocked_seconds: float
+    thread_seconds: float
+    utilization: float
+    cpu_seconds: float
+    """Of a worker, all threads, a sync; a swarm's sidecar is not in it."""
+    sent_bytes: float
+    """A sync, at the device."""
+    peak_bytes: float
+    step_with_transfer: float | None
+    step_without: float | None
+    load: float
+    """Of the machine when the case began: 2 is two cores at work."""
+
+
+def cases(network: str, quick: bool, torchft: bool) -> list[Case]:
+    if network == "open":
+        return [
+            Case("gloo", "classic", "fp16"),
+            Case("gloo", "streaming", "fp16"),
+            Case("gloo", "streaming", "int4", True),
+        ]
+    ours = [Case("gloo", "classic", codec) for codec in CODECS]
+    ours += [Case("gloo", "streaming", codec) for codec in ("fp16", "int4")]
+    if quick:
+        return [ours[0], ours[-1]]
+    ours += [Case("swarm", "classic", "fp32"), Case("swarm", "streaming", "fp16"), Case("swarm", "streaming", "int4")]
+    return ours + ([Case("torchft", "classic", "fp32"), Case("torchft", "streaming", "fp32")] if torchft else [])
+
+
+def run(network: str, case: Case, syncs: int) -> Row:
+    load = os.getloadavg()[0]
+    streaming = STREAMING if case.method == "streaming" else {"fragments": 1, "overlap_steps": 0, "mixing": 0.0}
+    with joined(NETWORKS[network]), tempfile.TemporaryDirectory() as folder:
+        task = {"engine": case.engine, "codec": case.codec, "num_inner_steps": H, "step_seconds": STEP_SECONDS}
+        task |= streaming | {"syncs": syncs, "folder": folder, "busy": case.busy}
+        workers = [_start(task | {"rank": rank}, rank) for rank in (0, 1)]
+        seen = [_hear(worker, f"{network}, {case.name}") for worker in workers]
+    return _row(network, case, syncs, seen, load)
+
+
+def _start(task: dict[str, Any], rank: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, __file__.replace("blocking.py", "blocking_worker.py"), json.dumps(task)]
+    return subprocess.Popen(
+        inside(rank, command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def _hear(worker: "subprocess.Popen[str]", what: str) -> dict[str, Any]:
+    try:
+        told, errors = worker.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        told, errors = worker.communicate()
+    lines = [line for line in told.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"{what}: a worker gave no result\n{errors[-3000:]}")
+    return dict(json.loads(lines[0].removeprefix("RESULT ")))
+
+
+def _row(network: str, case: Case, syncs: int, seen: list[dict[str, Any]], load: float) -> Row:
+    sent = [one["sent"][-1][1] - one["sent"][0][1] for one in seen]
+    with_, without = ([step for one in seen for step in one[name]] for name in ("steps_with_transfer", "steps_without"))
+    return Row(
+        network,
+        case.name,
+        syncs,
+        max((one["seconds"] - one["inner_seconds"]) / syncs for one in seen),
+        max(one["thread_seconds"] / syncs for one in seen),
+        min(one["inner_seconds"] / one["seconds"] for one in seen),
+        max(one["cpu_seconds"] / syncs for one in seen),
+        max(sent) / syncs,
+        max(_most_within(one["sent"], WINDOW_SECONDS) for one in seen),
+        _middle(with_) if case.busy else None,
+        _middle(without) if case.busy else None,
+        load,
+    )
+
+
+def _middle(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _most_within(sent: list[list[float]], seconds: float) -> float:
+    """The most bytes of any such window of the samples (time, bytes so far)."""
+    most, first = 0.0, 0
+    for time_, total in sent:
+        while sent[first][0] < time_ - seconds:
+            first += 1
+        most = max(most, total - sent[first][1])
+    return most
+
+
+def missed_targets(rows: list[Row]) -> list[str]:
+    missed = []
+    for row in rows:
+        classic = next(
+            (r.utilization for r in rows if (r.network, r.case) == (row.network, "gloo, classic, fp32")), None
+        )
+        if classic is None or ", streaming, int4" not in row.case:
+            continue
+        if row.blocked_seconds > MOST_BLOCKED:
+            missed.append(f"{row.network}, {row.case}: blocked {row.blocked_seconds:.3f} s, above {MOST_BLOCKED}")
+        if row.utilization < LEAST_USED or classic >= CLASSIC_USED:
+            used = f"{row.utilization:.1%} where classic fp32 has {classic:.1%}"
+            missed.append(f"{row.network}, {row.case}: {used}, not {LEAST_USED:.0%} and below {CLASSIC_USED:.0%}")
+    return missed
+
+
+def print_table(rows: list[Row]) -> None:
+    table = Table(title="a full-model sync of two workers, 10.5M parameters, H = 25, steps of 0.1 s")
+    for heading in ("network", "case", "blocked s", "thread s", "utilisation", "sent MB", "peak MB", "step s", "load"):
+        table.add_column(heading, justify="left" if heading in ("network", "case") else "right")
+    for row in rows:
+        step = "" if row.step_without is None else f"{row.step_with_transfer:.4f} / {row.step_without:.4f}"
+        numbers = (f"{row.blocked_seconds:.3f}", f"{row.thread_seconds:.3f}", f"{row.utilization:.1%}")
+        bytes_ = (f"{row.sent_bytes / 1e6:.1f}", f"{row.peak_bytes / 1e6:.1f}")
+        table.add_row(row.network, row.case, *numbers, *bytes_, step, f"{row.load:.1f}")
+    Console(width=max(130, Console().width)).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--syncs", type=int, default=4, help="measured syncs of each case")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", help="cases whose network or name has this in it")
+    options = parser.parse_args()
+    torchft = importlib.util.find_spec("torchft") is not None
+    if not torchft:
+        print("torchft is not installed, so there is no peer: make .venv/.bench")
+    rows: list[Row] = []
+    for network in list(NETWORKS)[: 1 if options.quick else None]:
+        for case in cases(network, options.quick, torchft):
+            if options.only in network or options.only in case.name:
+                row = run(network, case, 1 if options.quick else options.syncs)
+                print(f"{network}, {case.name}: blocked {row.blocked_seconds:.3f} s, load {row.load:.1f}", flush=True)
+                rows.append(row)
+    print_table(rows)
+    if not options.quick and not options.only:
+        print(f"written: {write_results('blocking', [asdict(row) for row in rows]).name}")
+    missed = missed_targets(rows)
+    for target in missed:
+        print(f"target missed: {target}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
