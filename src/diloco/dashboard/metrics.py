@@ -35,7 +35,7 @@ METRICS = {
         Metric("diloco_validation_loss", "gauge", "Latest validation loss."),
         Metric("diloco_validation_perplexity", "gauge", "Latest validation perplexity."),
         Metric("diloco_tokens_total", "counter", "Tokens that all known workers have trained on."),
-        Metric("diloco_tokens_per_second", "gauge", "Of all workers that train, each since its start."),
+        Metric("diloco_tokens_per_second", "gauge", "Of all workers, each since its start, while the run trains."),
         Metric("diloco_utilization_ratio", "gauge", "Share of the time that was not spent on rounds, since the start."),
         Metric("diloco_rounds_total", "counter", "Merged rounds."),
         Metric("diloco_rounds_failed_total", "counter", "Rounds that gave a worker of this machine no mean."),
@@ -46,7 +46,7 @@ METRICS = {
         Metric("diloco_members", "gauge", "Members of the run, by state."),
         Metric("diloco_worker_step", "gauge", "Inner steps of a worker."),
         Metric("diloco_worker_lag_steps", "gauge", "Steps that a worker is behind the furthest one."),
-        Metric("diloco_worker_tokens_per_second", "gauge", "Of a worker, since its start."),
+        Metric("diloco_worker_tokens_per_second", "gauge", "Of a worker since its start, while the run trains."),
         Metric("diloco_worker_loss", "gauge", "Training loss of a worker."),
     )
 }
@@ -70,6 +70,7 @@ def exposition(states: Sequence[Json]) -> str:
 
 def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     rounds, validation, last = state["rounds"], state["validation"] or {}, state["rounds"]["last"] or {}
+    trains = state["status"] == "training"
     plain = {
         "diloco_last_event_timestamp_seconds": state["last_time"],
         "diloco_step": state["step"],
@@ -78,7 +79,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
         "diloco_validation_loss": validation.get("loss"),
         "diloco_validation_perplexity": validation.get("perplexity"),
         "diloco_tokens_total": state["tokens"],
-        "diloco_tokens_per_second": state["tokens_per_second"],
+        "diloco_tokens_per_second": state["tokens_per_second"] if trains else None,
         "diloco_utilization_ratio": state["utilization"],
         "diloco_rounds_total": rounds["merged"],
         "diloco_rounds_failed_total": rounds["failed"],
@@ -95,7 +96,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     for worker in state["workers"]:
         label = {"worker": str(worker["worker"])}
         yield "diloco_bytes_sent_total", (label, worker["bytes_sent"])
-        yield "diloco_worker_tokens_per_second", (label, worker["tokens_per_second"])
+        yield "diloco_worker_tokens_per_second", (label, worker["tokens_per_second"] if trains else None)
         yield "diloco_worker_loss", (label, worker["loss"])
     steps = _steps(state)
     for number, step in sorted(steps.items()):

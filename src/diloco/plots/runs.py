@@ -16,6 +16,8 @@ from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event, r
 from diloco.training.records.waterfall import PHASES, Span, round_spans
 
 _MOST_POINTS = 2000
+_FAR_APART = 8
+"""The bytes of runs that differ by more than this factor are on a logarithmic axis."""
 _SPAN_COLORS = {
     "compute": "#0072B2",
     "encode": "#56B4E9",
@@ -160,7 +162,9 @@ def _loss_over(
                 series.append(
                     Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
                 )
-        return [Panel(f"Loss over {name}", label, "loss", series)]
+        ends = [max(found) for one in series if (found := [_number(x) for x in one.x if _number(x) > 0])]
+        far = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
+        return [Panel(f"Loss over {name}", label, "loss", series, x_log=far)]
 
     return panel
 
@@ -174,7 +178,7 @@ def _between(step: int, steps: Sequence[int], x: Sequence[float], even: bool) ->
     if after == len(steps) or steps[after] == step:
         return x[after] if after < len(steps) else None
     if not even:
-        return x[after]
+        return x[after] if step else 0.0
     before, from_ = (steps[after - 1], x[after - 1]) if after else (0, 0.0)
     return from_ + (x[after] - from_) * (step - before) / (steps[after] - before)
 

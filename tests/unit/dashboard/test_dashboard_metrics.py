@@ -79,6 +79,12 @@ def test_what_is_not_known_has_no_sample() -> None:
     parsed(exposition([state([])]))
 
 
+def test_a_run_that_has_ended_has_no_speed() -> None:
+    ended = state(EVENTS) | {"status": "complete"}
+    names = {name for name, _ in parsed(exposition([ended]))}
+    assert "diloco_tokens_total" in names and not any(name.endswith("per_second") for name in names)
+
+
 def test_members_of_a_swarm_are_counted_by_state_and_those_that_are_gone_do_not_lag() -> None:
     present = [
         {"member": 0, "where": "here", "step": 50, "loss": 2.0, "contributed": 3, "state": "training"},

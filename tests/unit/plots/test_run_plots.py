@@ -45,6 +45,15 @@ def test_several_runs_are_drawn_over_each_other_under_their_names() -> None:
     assert labels == {"mine", "mine, validation", "other", "other, validation"}
 
 
+def test_bytes_that_differ_much_are_on_a_logarithmic_axis() -> None:
+    much = PlottedRun(
+        "much", [one | {"bytes_sent": one["bytes_sent"] * 100} if one["type"] == "step" else one for one in RUN]
+    )
+    assert only("bytes", MINE, much).x_log and not only("tokens", MINE, much).x_log
+    assert not only("bytes", MINE).x_log and not only("bytes", MINE, OTHER).x_log
+    assert by_label(only("bytes", MINE))["validation"].x[0] == 0
+
+
 def test_gaps_and_nan_are_gaps() -> None:
     gone = PlottedRun("gone", [step(0, 10, None), step(0, 20, 2.0)])
     assert by_label(only("steps", gone))["training"].y == [None, 2.0]
