@@ -5,14 +5,12 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
 from diloco.plots.panels import PALETTE, Panel, Series, Values
-from diloco.training.records import history
-from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event, read_events
+from diloco.plots.plotted_run import PlottedRun, number
+from diloco.training.records.events import Event
 from diloco.training.records.waterfall import PHASES, Span, round_spans
 
 _MOST_POINTS = 2000
@@ -27,81 +25,6 @@ _SPAN_COLORS = {
     "merge": "#CC79A7",
     "failed round": "#D55E00",
 }
-
-
-_READ = {
-    "step": ("step",),
-    "round": ("sequence", "step"),
-    "round_posted": ("sequence", "step"),
-    "validation": ("step",),
-    "worker_finished": ("inner_steps",),
-    "worker_failed": ("inner_steps",),
-    "resumed": ("step", "workers"),
-}
-"""Whole numbers without which an event of a type says nothing."""
-
-
-@dataclass(frozen=True)
-class PlottedRun:
-    """The events of a run, without those that a resume has taken back."""
-
-    name: str
-    events: Sequence[Event]
-
-    @classmethod
-    def of(cls, name: str, log: Sequence[Event]) -> "PlottedRun":
-        return cls(name, history.current([event for event in log if _is_event(event)]))
-
-    @cached_property
-    def steps(self) -> list[Event]:
-        """Logged steps, and the end of a worker as a step without a loss."""
-        logged = [event for event in self.events if event["type"] == "step"]
-        last = max((event["step"] for event in logged), default=0)
-        ends = [event for event in self.events if event["type"] in ("worker_finished", "worker_failed")]
-        return logged + [event | {"step": event["inner_steps"]} for event in ends if event["inner_steps"] > last]
-
-    @cached_property
-    def validations(self) -> dict[int, float]:
-        """Validation losses by step; in a swarm every worker tells the same."""
-        told = {event["step"]: event.get("loss") for event in self.events if event["type"] == "validation"}
-        return {step: _number(loss) for step, loss in sorted(told.items())}
-
-    @cached_property
-    def rounds(self) -> list[Event]:
-        """With a mean or a failure: a last round, in which no worker had work, has neither."""
-        return [
-            event
-            for event in self.events
-            if event["type"] == "round" and not (event.get("mean_norm") is None and event.get("failure") is None)
-        ]
-
-
-def read_run(folder: Path, name: str) -> PlottedRun:
-    """Raises ConfigError for a folder that is no run, or has nothing to plot."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a run folder: there is no such folder")
-    if not (folder / EVENTS_FILE).is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no {EVENTS_FILE}")
-    log = read_events(folder)
-    versions = [_number(event.get("v")) for event in log if isinstance(event, dict)]
-    newer = max((version for version in versions if math.isfinite(version)), default=1)
-    if newer > EVENTS_VERSION:
-        raise ConfigError(
-            f"{folder} was written by a newer version of diloco (events of version {newer:g}, this one reads "
-            f"{EVENTS_VERSION}): update diloco"
-        )
-    run = PlottedRun.of(name, log)
-    if not any(event["type"] == "step" for event in run.steps):
-        raise ConfigError(f"{folder} has no steps yet: there is nothing to plot before the first one is logged")
-    return run
-
-
-def _is_event(event: object) -> bool:
-    """With the fields that are read of its type; what else is in a log is left out."""
-    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
-        return False
-    whole = ("worker", *_READ.get(event["type"], ()))
-    return math.isfinite(_number(event.get("time"))) and all(type(event.get(name)) is int for name in whole)
 
 
 # What a figure can show
@@ -134,7 +57,7 @@ class _Asked:
     rounds: int
 
     def colors(self) -> Iterable[tuple[PlottedRun, str]]:
-        return ((run, PALETTE[number % len(PALETTE)]) for number, run in enumerate(self.runs))
+        return ((run, PALETTE[place % len(PALETTE)]) for place, run in enumerate(self.runs))
 
 
 def _loss_over(
@@ -146,7 +69,7 @@ def _loss_over(
         series = []
         one = len(asked.runs) == 1
         for run, color in asked.colors():
-            rows = _by_step(run.steps, lambda event: (x_of(event), _number(event.get("loss"))))
+            rows = _by_step(run.steps, lambda event: (x_of(event), number(event.get("loss"))))
             steps, x = list(rows), [total([value for value, _ in row]) for row in rows.values()]
             losses = [[loss for _, loss in row] for row in rows.values()]
             label_ = "training" if one else run.name
@@ -162,7 +85,7 @@ def _loss_over(
                 series.append(
                     Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
                 )
-        ends = [max(found) for one in series if (found := [_number(x) for x in one.x if _number(x) > 0])]
+        ends = [max(found) for one in series if (found := [number(x) for x in one.x if number(x) > 0])]
         far = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
         return [Panel(f"Loss over {name}", label, "loss", series, x_log=far)]
 
@@ -247,18 +170,18 @@ def _darker(color: str) -> str:
 
 
 def _seconds(asked: _Asked) -> list[Panel]:
-    times = [_number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps]
+    times = [number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps]
     longest = max((seconds for seconds in times if math.isfinite(seconds)), default=0.0)
     unit, name = (3600.0, "hours") if longest > 3 * 3600 else (60.0, "minutes") if longest > 300 else (1.0, "seconds")
-    return _loss_over("time", f"{name} of training", lambda event: _number(event.get("elapsed_seconds")) / unit, max)(
+    return _loss_over("time", f"{name} of training", lambda event: number(event.get("elapsed_seconds")) / unit, max)(
         asked
     )
 
 
 def _utilization(asked: _Asked) -> list[Panel]:
     def share(event: Event) -> float:
-        elapsed = _number(event.get("elapsed_seconds"))
-        return 100 * (1 - _number(event.get("sync_seconds")) / elapsed) if elapsed > 0 else math.nan
+        elapsed = number(event.get("elapsed_seconds"))
+        return 100 * (1 - number(event.get("sync_seconds")) / elapsed) if elapsed > 0 else math.nan
 
     series: list[Series] = []
     for run, color in asked.colors():
@@ -270,7 +193,7 @@ def _utilization(asked: _Asked) -> list[Panel]:
 def _cosines(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
     for run, color in asked.colors():
-        rows = _by_step(run.rounds, lambda event: [_number(cosine) for *_, cosine in event.get("cosines") or ()])
+        rows = _by_step(run.rounds, lambda event: [number(cosine) for *_, cosine in event.get("cosines") or ()])
         found = {step: several[0] for step, several in rows.items() if several[0]}
         if found:
             series += _lines(run.name, list(found), list(found.values()), color, marker=_marker(found))
@@ -281,10 +204,10 @@ def _norms(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
     one = len(asked.runs) == 1
     for run, color in asked.colors():
-        own = _by_step(run.rounds, lambda event: _number(event.get("norm")))
+        own = _by_step(run.rounds, lambda event: number(event.get("norm")))
         if not own:
             continue
-        means = _by_step(run.rounds, lambda event: _number(event.get("mean_norm")))
+        means = _by_step(run.rounds, lambda event: number(event.get("mean_norm")))
         series += _lines("of a worker" if one else run.name, list(own), list(own.values()), color)
         label = "of the mean" if one else f"{run.name}, mean"
         averages = [
@@ -328,14 +251,10 @@ def _span_series(label: str, spans: Sequence[Span], workers: Sequence[int], star
     return Series(label, begins, rows, until=ends, color=_SPAN_COLORS[label])
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
 PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
     "steps": _loss_over("steps", "inner step", lambda event: float(event["step"]), max),
-    "tokens": _loss_over("tokens", "tokens of these workers", lambda event: _number(event.get("tokens")), sum),
-    "bytes": _loss_over("bytes", "bytes sent by a worker", lambda event: _number(event.get("bytes_sent")), max),
+    "tokens": _loss_over("tokens", "tokens of these workers", lambda event: number(event.get("tokens")), sum),
+    "bytes": _loss_over("bytes", "bytes sent by a worker", lambda event: number(event.get("bytes_sent")), max),
     "time": _seconds,
     "rounds": _waterfalls,
     "utilisation": _utilization,

@@ -7,7 +7,8 @@ import pytest
 from diloco.cli.main import run
 from diloco.errors import ConfigError
 from diloco.plots.panels import Panel, Series
-from diloco.plots.runs import PANELS, PlottedRun, panels_of, read_run
+from diloco.plots.plotted_run import PlottedRun, read_run
+from diloco.plots.runs import PANELS, panels_of
 from diloco.training.records.events import EVENTS_FILE
 from support.recorded_runs import RUN, append, event, merged, run_folder, started, step, validation
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from diloco.cli.display.comparison import ComparedRun
 from diloco.plots.panels import PALETTE, Panel, Series
-from diloco.plots.runs import panels_of, read_run
+from diloco.plots.plotted_run import read_run
+from diloco.plots.runs import panels_of
 
 _LOSSES = ("steps", "tokens", "bytes", "time")
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.plots.panels import Series
-from diloco.plots.runs import PlottedRun, panels_of
+from diloco.plots.plotted_run import PlottedRun
+from diloco.plots.runs import panels_of
 from diloco.training.records.events import Event
 
 _ROWS = 6
