@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from support.elastic import ElasticWorld, Worker
 from support.problem import Net, build, loss_of
+from support.processes import in_processes
 from support.threads import in_threads
 
 H = 12
@@ -250,3 +251,19 @@ def test_a_worker_of_a_swarm_that_is_called_before_it_arrives_goes_on_from_there
     swarm_steps(world, (1.0, 3.0), 2)
     assert [worker.optimizer.position for worker in world.workers.values()] == [3 * H, 3 * H]
     assert len(world.digests()) == 1
+
+
+# Real processes
+
+
+def ended_at(engine: Engine, sync: SyncConfig, seconds: Seconds) -> tuple[str, int, int]:
+    run = Run(engine, sync, seconds)
+    run.until(2 * H)
+    run.optimizer.finish()
+    return run.optimizer.anchor_digest(), run.loop.state.steps_taken, run.loop.rounds_failed
+
+
+@pytest.mark.slow
+def test_over_gloo_the_trajectory_is_that_of_the_local_engine() -> None:
+    there = in_processes(2, ended_at, PLAIN, (1.0, 3.0))
+    assert there == in_threads(2, lambda engine: ended_at(engine, PLAIN, (1.0, 3.0)))

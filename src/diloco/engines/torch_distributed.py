@@ -73,6 +73,7 @@ class TorchDistributedEngine(Fixed):
         self._provider: Callable[[], GlobalState] | None = None
         self._source = 0  # whose state counts, at the start and after a divergence
         self._broken: EngineError | None = None
+        self._links: list[Link] = []  # of asynchronous optimizers
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
         self._thread.start()
@@ -110,7 +111,8 @@ class TorchDistributedEngine(Fixed):
             deadline = time.monotonic() + self._timeout_seconds
             return self._submit(lambda: self._gather(mine, deadline), self._timeout_seconds).result()
 
-        return SocketLink(self.worker, gather, timeout_seconds)
+        self._links.append(SocketLink(self.worker, gather, timeout_seconds))
+        return self._links[-1]
 
     @property
     def broken(self) -> bool:
@@ -123,6 +125,8 @@ class TorchDistributedEngine(Fixed):
         if self.closed:
             return
         self.closed = True
+        for link in self._links:
+            link.close()
         self._jobs.put(None)
         if not self.broken:
             self._thread.join(_CLOSE_SECONDS)

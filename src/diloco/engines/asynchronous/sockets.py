@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class SocketLink(Link):
         self._server: AnchorServer | None = None
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
+        self._served: list[socket.socket] = []  # the other workers' connections, at worker 0
         self._closed = threading.Event()
         self._sent = threading.Condition()
         self._told: set[int] = set()  # workers that have the last answer
@@ -85,8 +87,10 @@ class SocketLink(Link):
 
     def close(self) -> None:
         self._closed.set()
-        for one in (self._listener, self._connection):
+        for one in (self._listener, self._connection, *self._served):
             if one is not None:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
                 one.close()
 
     # Worker 0
@@ -107,6 +111,7 @@ class SocketLink(Link):
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
+            self._served.append(connection)
             threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
 
     def _serve(self, connection: socket.socket, token: bytes) -> None:
@@ -128,6 +133,7 @@ class SocketLink(Link):
         except (OSError, struct.error, IndexError) as error:
             logger.warning("the connection of worker %s has ended: %s", worker, error)
         finally:
+            self._served.remove(connection)
             connection.close()
             if worker is not None:
                 self._server.lose(worker)
