@@ -13,6 +13,7 @@ from support.dashboard_runs import append, calm_events, event, failed_round, rou
 from support.dashboard_server import Served, serving
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
+SECOND = "<b>second"
 _WAIT = 30_000
 
 
@@ -31,7 +32,7 @@ def _events() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    write_run(root / "second", calm_events(workers=1, steps=60))
+    write_run(root / SECOND, calm_events(workers=1, steps=60))
     write_run(root / "first", _events())
     write_run(root / HOSTILE, [])
     return root
@@ -141,12 +142,12 @@ def test_the_slider_replays_the_run(page: Page, served: Served) -> None:
 
 
 def test_runs_are_overlaid_and_chosen(page: Page) -> None:
-    page.get_by_label("overlay second").check()
-    expect(page.locator("#loss .legendtext", has_text="second, validation")).to_have_count(1, timeout=_WAIT)
-    assert max(_curve(page, "loss", "second")["x"]) == 60
-    page.get_by_label("overlay second").uncheck()
-    page.get_by_role("button", name="second", exact=True).click()
-    expect(page.locator("#title")).to_have_text("second")
+    page.get_by_label(f"overlay {SECOND}").check()
+    expect(page.locator("#loss .legendtext", has_text=f"{SECOND}, validation")).to_have_count(1, timeout=_WAIT)
+    assert max(_curve(page, "loss", "&lt;b&gt;second")["x"]) == 60
+    page.get_by_label(f"overlay {SECOND}").uncheck()
+    page.get_by_role("button", name=SECOND, exact=True).click()
+    expect(page.locator("#title")).to_have_text(SECOND)
     _expect_figure(page, "step", "60")
     page.get_by_role("button", name=re.compile("onerror")).click()
     expect(page.locator("#status")).to_have_text("not started")

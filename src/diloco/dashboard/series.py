@@ -22,12 +22,13 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
     axes = _Axes(rows, record.first_time or 0.0)
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
+    of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
     return {
         "loss": _mean_curve(rows, "loss", points, axes),
         "gradient_norm": _mean_curve(rows, "gradient_norm", min(points, 400), axes),
         "learning_rate": _mean_curve(rows, "learning_rate", min(points, 200), axes),
         "start": record.first_time,
-        "workers": {str(n): _own_curve(columns, points) for n, columns in rows.items() if n in chosen},
+        "workers": {str(n): _own_curve(columns, of_each) for n, columns in rows.items() if n in chosen},
         "validation": _validation(record.validations, until, points, axes),
         "rates": _rates(rows, axes, chosen),
         "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),

@@ -12,8 +12,8 @@ export const AXES = {
 
 export function line(x, y, { name = "", color, width = 1.6, dash = "solid", opacity = 1, axis = "y", markers = false, hover = null } = {}) {
   const trace = {
-    type: "scatter", x, y, name, opacity, yaxis: axis, mode: markers ? "lines+markers" : "lines", connectgaps: false,
-    line: { color, width, dash }, hovertemplate: hover ?? `%{y:.4~g}<extra>${escapeText(name)}</extra>`,
+    type: "scatter", x, y, name: escapeText(name), opacity, yaxis: axis, mode: markers ? "lines+markers" : "lines", connectgaps: false,
+    line: { color, width, dash }, hovertemplate: hover ?? `%{y:.4~g}<extra>${escapeText(name).replaceAll("%", "&#37;")}</extra>`,
   };
   if (markers) trace.marker = { color, size: 6, line: { color: colour("panel"), width: 1.2 } };
   return trace;
@@ -31,7 +31,7 @@ export function fade(color, alpha) {
 }
 
 // Plotly reads a little HTML in names: a name from a run must not be any.
-export const escapeText = (text) => String(text).replace(/[&<>%]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", "%": "&#37;" })[sign]);
+export const escapeText = (text) => String(text).replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
 
 export function smooth(values, weight) {
   if (!weight) return values;

@@ -15,7 +15,7 @@ function drawLoss(shown, { axis, smoothing, log, each }) {
   const several = shown.length > 1, traces = [];
   shown.forEach(({ name, series, color }) => {
     const x = series.loss[AXES[axis].key], workers = Object.entries(series.workers);
-    if (!several && each && workers.length && axis !== "tokens") {
+    if (!several && each && workers.length > 1 && axis !== "tokens") {
       workers.forEach(([worker, curve], index) => traces.push({ ...line(ownX(curve, axis, series), smooth(curve.loss, smoothing),
         { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 }), showlegend: workers.length <= 4 && innerWidth > 760 }));
     } else if (!several && series.workers_in_means > 1) traces.push(...band(x, series.loss.low, series.loss.high, color));
@@ -38,7 +38,7 @@ function drawRates(shown, { axis, each, smoothing }) {
     shown.forEach(({ name, series, color }) => {
       const x = series.rates[AXES[axis].key];
       if (key === "utilization" && shown.length === 1 && !(each && Object.keys(series.rates.workers).length)) traces.push(...band(x, series.rates.utilization_low, series.rates.utilization_high, color));
-      if (each && shown.length === 1) {
+      if (each && shown.length === 1 && series.workers_in_means > 1) {
         Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, smooth(curve[key], smoothing),
           { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.6 })));
       }

@@ -50,6 +50,7 @@ function tile(one, furthest, state) {
     one.bytes_sent ? ["sent", bytes(one.bytes_sent)] : null,
     one.latency ? ["link", `${Math.round(1000 * one.latency)} ms${one.link ? ", " + one.link : ""}`] : one.link && !one.local ? ["link", one.link] : null,
     one.contributed !== null && one.contributed !== undefined ? ["last round", whole(one.contributed)] : null,
+    usual ? ["slowest in", `${state.rounds.straggler.rounds} of ${state.rounds.straggler.of} rounds`] : null,
     one.joined && state.first_time !== null ? ["joined", `after ${duration(Math.max(0, one.joined - state.first_time))}`] : null,
   ].filter(Boolean);
   const title = `worker ${one.number} ${one.label}: ${one.state}, step ${whole(one.step)}${lag ? `, ${whole(lag)} behind` : ""}${usual ? "; usually the last" : ""}`;

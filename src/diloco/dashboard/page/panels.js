@@ -20,7 +20,7 @@ export function drawStatus(state, replaying) {
 export function drawFigures(state) {
   const { validation, rounds, communication } = state, done = state.steps ? state.step / state.steps : 0;
   const figures = [
-    ["perplexity", plain(validation?.perplexity), validation ? `validation, step ${whole(validation.step)}` : "not measured yet"],
+    ["perplexity", plain(validation?.perplexity), validation ? `at step ${whole(validation.step)}` : "not measured yet"],
     ["training loss", plain(state.loss), state.unigram_perplexity ? `unigrams: ${plain(Math.log(state.unigram_perplexity))}` : "mean of the workers"],
     ["step", whole(state.step), state.steps ? `of ${whole(state.steps)} · ${share(done)}` : "", ""],
     [state.seconds_left && state.status === "training" ? "time left" : "time", duration(state.status === "training" && state.seconds_left ? state.seconds_left : state.seconds), state.status === "training" ? `${duration(state.seconds)} so far` : state.first_time ? date(state.first_time) : ""],
