@@ -88,7 +88,7 @@ def text() -> Tensor:
 class World:
     """One run: the workers, their data and their virtual time."""
 
-    def __init__(self, way: Way, seed: int, data: Tensor) -> None:
+    def __init__(self, way: Way, seed: int, data: Tensor, momentum: float) -> None:
         self.data, self.held_out, self.seed = data[: -len(data) // 20], data[-len(data) // 20 :], seed
         self.models: list[Transformer] = []
         self.optimizers: list[DiLoCo] = []
@@ -96,7 +96,7 @@ class World:
             torch.manual_seed(seed)
             model = Transformer(SHAPE)
             inner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-            optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, 0.9))
+            optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, momentum))
             if optimizer.loop.pace is not None:
                 optimizer.loop.pace.clock = partial(self._time_of, optimizer.loop)
                 optimizer.loop.pace.restart()
@@ -176,15 +176,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=480.0, help="virtual time: the inner steps of a fast worker")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the outer optimizer")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, found = text(), {}
     table = Table("way", "inner steps of all", "outer steps", "validation loss", "seeds")
-    for name, way in WAYS.items():
-        losses = []
+    for name in options.ways:
+        way, losses = WAYS[name], []
         for seed in range(options.seeds):
-            world = World(way, seed, data)
+            world = World(way, seed, data, options.momentum)
             world.run(way, options.seconds)
             losses.append(world.loss())
         steps = sum(optimizer.loop.state.steps_taken for optimizer in world.optimizers)
@@ -201,7 +203,9 @@ def main() -> None:
             "length": LENGTH,
             "virtual_seconds": options.seconds,
         }
-        write_results("asynchronous", {**setting, "bytes_of_text": len(data), "ways": found})
+        write_results(
+            "asynchronous", {**setting, "momentum": options.momentum, "bytes_of_text": len(data), "ways": found}
+        )
 
 
 if __name__ == "__main__":
