@@ -1,13 +1,15 @@
 """One vector averaged among the ranks of a lane, wave by wave: parts to their reducers, means back, all point to point.
 
-While one wave is reduced the next one travels. Contributions and means go over connections of their own, so that
-neither waits for the other. A vector on a GPU that gloo must carry is copied to pinned CPU memory wave by wave, and its
-parts are reduced on the GPU: the bits are the same wherever that is done.
+While one wave is reduced the next ones travel, several of them: on a link with latency a single one leaves it idle.
+Contributions and means go over connections of their own, so that neither waits for the other. A vector on a GPU that
+gloo must carry is copied to pinned CPU memory wave by wave, and its parts are reduced on the GPU: the bits are the same
+wherever that is done.
 """
 
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +24,7 @@ from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import Decision, Wave, reduce_parts, waves
 from diloco.errors import EngineError
 
+_WAVES_AHEAD = 8  # of at most 32; with 50 ms each way, 2 take 2.5 times as long
 _CONTRIBUTIONS, _MEANS, _PRODUCTS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
 
 
@@ -73,19 +76,19 @@ class WaveExchange:
             return (0.0,)
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)
-        scatter = self._scatter(memory, 0)
+        ahead = deque(self._scatter(memory, number) for number in range(min(_WAVES_AHEAD, len(plan))))
         gathers: list[dist.Work] = []
         products = [0.0] * num_products(len(decision.contributors))
         reducing = 0.0
         for number, wave in enumerate(plan):
-            contributions, arriving = scatter
-            if number + 1 < len(plan):  # the next wave travels while this one is reduced
-                scatter = self._scatter(memory, number + 1)
+            contributions, arriving = ahead.popleft()
             _finish_all(arriving, deadline)
             own, started = wave.rows(self._worker), time.monotonic()
             more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
             reducing += time.monotonic() - started
             products = [a + b for a, b in zip(products, more, strict=True)]
+            if number + _WAVES_AHEAD < len(plan):  # into the inbox that is free now
+                ahead.append(self._scatter(memory, number + _WAVES_AHEAD))
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
         sums = [torch.tensor(products, dtype=torch.float64) for _ in range(self._workers)]
         gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _PRODUCTS)
@@ -95,7 +98,7 @@ class WaveExchange:
         return tuple(torch.stack(sums).sum(0).tolist())
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":
-        shape = (2, self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
+        shape = (min(_WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
         if self._backend != "gloo" or not vector.data.is_cuda:
             if self._backend == "nccl" and not vector.data.is_cuda:
                 raise EngineError("backend nccl sends from a GPU, but the model is on the CPU: use gloo")
@@ -116,7 +119,7 @@ class WaveExchange:
 
     def _scatter(self, memory: "_Memory", number: int) -> tuple[list[Tensor], list[dist.Work]]:
         """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
-        wave, inbox = memory.plan[number], memory.inboxes[number % 2]
+        wave, inbox = memory.plan[number], memory.inboxes[number % len(memory.inboxes)]
         memory.wait_until_sendable(number)
         pieces = wave.split(memory.data)
         own = pieces[self._worker]
@@ -149,7 +152,7 @@ class _Memory(ABC):
     """The mean: the same memory, unless means have a codec of their own."""
 
     def __init__(self, vector: EncodedVector, plan: Sequence[Wave], inboxes: Tensor) -> None:
-        """`inboxes`: the others' contributions to two waves, [2, workers − 1, rows, part_bytes]."""
+        """`inboxes`: the others' contributions to some waves, [waves, workers − 1, rows, part_bytes]."""
         self.vector, self.plan, self.inboxes = vector, plan, inboxes
 
     @abstractmethod
