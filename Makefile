@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 help:                         ## this list
 	@echo "make TARGET [ARGS='--option value ...']"
-	@sed -n 's/^\([a-z]*\):[^#]*## */\1#/p' $(firstword $(MAKEFILE_LIST)) | awk -F'#' '{printf "  %-8s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):[^#]*## */\1#/p' $(firstword $(MAKEFILE_LIST)) | awk -F'#' '{printf "  %-11s %s\n", $$1, $$2}'
 
 train: $(VENV)/.base          ## train a small model with two workers (about two minutes on two cores)
 	$(BIN)/diloco train $(ARGS)

@@ -1,6 +1,7 @@
 """The rounds of a run, put together from the reports of the workers of this machine."""
 
 import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from diloco.dashboard.columns import number
 from diloco.training.records.events import Event
 
 _MOST_COSINES = 64 * 63 // 2
+_KEPT_COSINES = 16  # rounds
 
 
 @dataclass
@@ -52,6 +54,9 @@ class Round:
     odd_workers: list[int] = field(default_factory=list)
     """Members whose anchor is not most members' anchor."""
     cosines: list[list[float]] = field(default_factory=list)
+    """Of every pair of workers, in the latest rounds only: they are many."""
+    cosine_low: float | None = None
+    cosine_high: float | None = None
 
     @property
     def straggler(self) -> int | None:
@@ -74,6 +79,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self.by_sequence: dict[int, Round] = {}
+        self._with_cosines: deque[Round] = deque()
         self._ended: dict[int, float] = {}  # worker -> when its last round ended
         self._worked: dict[int, float] = {}  # worker -> its seconds of training without rounds, at its last report
 
@@ -110,7 +116,7 @@ class Rounds:
         round_.refused |= {str(worker): str(why) for worker, why in (event.get("refused") or {}).items()}
         if round_.digests:
             return False
-        round_.cosines = (event.get("cosines") or [])[:_MOST_COSINES]
+        self._keep_cosines(event.get("cosines") or [], round_)
         digests: dict[str, list[int]] = {}
         for member in event.get("members") or ():
             if member.get("anchor_digest"):
@@ -120,6 +126,14 @@ class Rounds:
         most = max(digests.values(), key=len, default=[])
         round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
         return True
+
+    def _keep_cosines(self, cosines: list[list[float]], round_: Round) -> None:
+        round_.cosines = cosines[:_MOST_COSINES]
+        found = [pair[2] for pair in cosines if pair[2] is not None]
+        round_.cosine_low, round_.cosine_high = min(found, default=None), max(found, default=None)
+        self._with_cosines.append(round_)
+        if len(self._with_cosines) > _KEPT_COSINES:
+            self._with_cosines.popleft().cosines = []
 
     def _remote_part(self, member: dict[str, Any], round_: Round) -> None:
         """A member of another machine reports its seconds at every round: the difference is this round's work."""

@@ -146,9 +146,8 @@ def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:
     norms = [[part.norm for part in one.workers.values() if part.norm is not None] for one in merged]
     columns["norm_low"] = np.array([min(found, default=np.nan) for found in norms])
     columns["norm_high"] = np.array([max(found, default=np.nan) for found in norms])
-    pairs = [[pair[2] for pair in one.cosines] for one in merged]
-    columns["cosine_low"] = np.array([min(found, default=np.nan) for found in pairs])
-    columns["cosine_high"] = np.array([max(found, default=np.nan) for found in pairs])
+    columns["cosine_low"] = np.array([_or_nan(one.cosine_low) for one in merged])
+    columns["cosine_high"] = np.array([_or_nan(one.cosine_high) for one in merged])
     kept = thin_out(columns["mean_norm"], points)
     x = axes.at(np.array([one.time for one in merged])[kept], np.array([float(one.step) for one in merged])[kept])
     return x | {f"round_{n}" if n == "seconds" else n: as_json(column[kept]) for n, column in columns.items()}

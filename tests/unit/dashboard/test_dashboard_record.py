@@ -240,3 +240,13 @@ def test_the_last_event_of_a_worker_completes_its_counts_and_repeats_no_point(tm
     other = write_run(tmp_path / "other", calm_events(workers=1, steps=100))
     append(other, event("worker_finished", 120.0, inner_steps=104, **ended))
     assert Run(other, "run").state()["step"] == 104
+
+
+def test_cosines_are_kept_of_the_latest_rounds_and_their_range_of_all(tmp_path: Path) -> None:
+    far = [[0, 1, -0.2], [0, 2, 0.9], [1, 2, 0.4]]
+    rounds = [one for n in range(40) for one in round_events(n, 3, 20, cosines=far)]
+    run = Run(write_run(tmp_path, [started(0, 3), *rounds]), "run")
+    assert run.state()["rounds"]["cosines"] == far
+    assert run.state(until=START + 200)["rounds"]["cosines"] == []
+    series = run.series(None, 100, None)["rounds"]
+    assert set(series["cosine_low"]) == {-0.2} and set(series["cosine_high"]) == {0.9} and len(series["step"]) == 40
