@@ -247,6 +247,7 @@ CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(3, "fp16", outer_overlap="eager"), 8, {"seed": 0}),
     (SyncConfig(3, "topk"), 8, {"seed": 0}),  # they hold a state already
     (SyncConfig(3, "int8", fragments=2, overlap_steps=1, growth=0.018), 14, {"seed": 0, **VARYING}),
+    (SyncConfig(3, "fp16", fragments=2, second_moment_every=2), 11, {"seed": 0}),
 ]
 
 
@@ -320,7 +321,7 @@ def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(CALM)), ids=["int8, streaming, joined", "eager", "topk", "varying, drops"])
+@pytest.mark.parametrize("run", range(len(CALM)), ids=["joined", "eager", "topk", "varying, drops", "second moments"])
 def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())

@@ -159,6 +159,8 @@ class SyncConfig:
     overlap); delayed: the same without that share, for comparison."""
     growth: float | None = option(None, unused_with=_DATA_PARALLEL)
     """Longer rounds as the inner learning rate falls: H = max(num_inner_steps, (growth / learning rate)²) (QSR)."""
+    second_moment_every: int | None = option(None, unused_with=_DATA_PARALLEL)
+    """Average AdamW's second moment among the workers in every n-th round, in fp32 or bf16 (DES-LOC); none: never."""
     fragment_order: Literal["strided", "sequential"] = option("strided", unused_with=_DATA_PARALLEL)
     """strided: block i is in fragment i mod P; sequential: neighbouring blocks are in the same fragment."""
     fragments_by_hand: str | None = option(None, unused_with=_DATA_PARALLEL)
@@ -181,6 +183,8 @@ class SyncConfig:
         if self.outer_overlap != "none":
             self._check_outer_overlap()
         self._check_asynchronous()
+        if self.second_moment_every is not None:
+            self._check_second_moments(self.second_moment_every)
         if self.growth is not None and not 0 < self.growth < math.inf:
             raise ConfigError(f"sync.growth = {self.growth} must be finite and above 0")
         if self.growth is not None and self.dynamic_steps:
@@ -279,6 +283,16 @@ class SyncConfig:
                     f"sync.outer_overlap = {self.outer_overlap} and sync.{name} = {getattr(self, name)}: {reason}; "
                     f"leave out sync.{name}"
                 )
+
+    def _check_second_moments(self, every: int) -> None:
+        if every < 1:
+            raise ConfigError(f"sync.second_moment_every = {every} must be at least 1")
+        if not self.merges_at_once:
+            late = "overlap_steps" if self.overlap_steps else "outer_overlap"
+            raise ConfigError(
+                f"sync.second_moment_every = {every} and sync.{late} = {getattr(self, late)}: a mean of second moments "
+                "that comes late would undo the steps since; leave out one of the two"
+            )
 
     @property
     def merges_at_once(self) -> bool:

@@ -11,6 +11,7 @@ from diloco.core.fragments import Fragment, build_fragments
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
 from diloco.core.varying.round_lengths import GrowingRounds
+from diloco.outer.methods.second_moments import SecondMoments
 from diloco.outer.model_tensors import ModelTensors
 
 
@@ -24,16 +25,25 @@ class Group:
     """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
     buffers: bool = False
     """Counted buffers, which are few: they travel whole, with 16 bits at least."""
+    moments: SecondMoments | None = None
+    """Second moments of the inner optimizer instead of tensors of the model; there is no fragment then."""
 
 
 def lay_groups(
-    tensors: ModelTensors, sync: SyncConfig, outer: OuterOptimizer, growth: GrowingRounds | None
+    tensors: ModelTensors,
+    sync: SyncConfig,
+    outer: OuterOptimizer,
+    growth: GrowingRounds | None,
+    moments: SecondMoments | None,
 ) -> tuple[list[Group], Schedule]:
     """What each fragment holds, and when it is posted."""
     groups = [Group(tuple(names), outer, sync.max_norm_ratio) for names in assign(list(tensors.averaged), sync)]
     offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
     if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
         groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
+        offsets = (*offsets, offsets[-1])
+    if moments is not None:
+        groups.append(Group((), SGD(lr=1.0), None, moments=moments))
         offsets = (*offsets, offsets[-1])
     return groups, Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start, growth)
 

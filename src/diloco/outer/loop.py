@@ -36,6 +36,7 @@ from diloco.outer.groups import lay_groups
 from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
 from diloco.outer.methods.pace import Pace
+from diloco.outer.methods.second_moments import second_moments
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
@@ -98,8 +99,7 @@ class OuterLoop:
         self.rounds_failed = self.rounds_dropped = self.resyncs = self.contributions_refused = self.bytes_sent = 0
         self.sync_seconds = 0.0
         self.in_flight: list[Posted] = []
-        self.restoring = restoring
-        self._inner = inner
+        self.restoring, self._inner = restoring, inner
         self._has_feedback = sync.feedback_decay is not None
         late = sync.outer_overlap != "none"
         self._merge_after = math.inf if late else sync.overlap_steps  # inf: when the fragment is posted again
@@ -118,7 +118,8 @@ class OuterLoop:
         self, tensors: ModelTensors, outer: OuterOptimizer, more: tuple[object, ...], growth: GrowingRounds | None
     ) -> None:
         """Fragments, their schedule, and the memory that travels. `more`: what else is the same on all workers."""
-        groups, self.schedule = lay_groups(tensors, self.sync, outer.held_by(self.engine.worker), growth)
+        moments = second_moments(self.sync, self.engine, self._inner, tensors.averaged)
+        groups, self.schedule = lay_groups(tensors, self.sync, outer.held_by(self.engine.worker), growth, moments)
         common = (self.schedule, outer, common_values(self.sync), *more)
         build = kind_of_replica(self.sync, tensors) if set(self.engine.sizes) == {1} else RankedReplica
         self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, self.sync, common)
@@ -192,6 +193,8 @@ class OuterLoop:
         self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
         dropped = self._drops is not None and not self.report.done and self._drops.hit(self.sequence)
         norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
+        if (moments := self.replica.groups[index].moments) and (self.report.done or not moments.due(turn)):
+            self.state.merged_at[index] = self.state.steps_taken  # this time only a header travels
         steps = 0 if dropped else self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         encoded = time.monotonic()

@@ -28,6 +28,7 @@ from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
 from diloco.outer.groups import Group, cut_fragments
 from diloco.outer.local_tensors import local_tensors
+from diloco.outer.methods.second_moments import SecondMoments
 from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.rounds import Outcome, PendingOutcome
 from diloco.outer.tensor_pieces import Piece as TensorPiece
@@ -46,10 +47,13 @@ class Sending:
     feedback: ErrorFeedback | None = None
     prune: float | None = None
     eager: Eager | None = None
+    moments: SecondMoments | None = None
 
     @classmethod
     def of(cls, fragment: Fragment | None, group: Group, sync: SyncConfig, *, alone: bool) -> "Sending":
         """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
+        if group.moments is not None:
+            return cls(group.moments.vector(sync.codec), moments=group.moments)
         how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
         prune = None if group.buffers else sync.prune
         if fragment is None or (
@@ -98,6 +102,8 @@ class Lane:
         `theta_i`: a flat copy of the fragment's parameters, in place of the parameters.
         """
         fragment, sending = self.fragments[index], self.sending[index]
+        if sending.moments is not None:
+            return sending.moments.encode(sending.vector) if sending.moments.due(turn) else 0.0
         norms, errors = [], []
         if fragment is not None:
             for number, (span, delta) in enumerate(self._gradient(index, fragment, turn, theta_i)):
@@ -128,7 +134,9 @@ class Lane:
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
-        fragment = self.fragments[index]
+        fragment, moments = self.fragments[index], self.sending[index].moments
+        if moments is not None and mixing < 1:
+            moments.take(encoded)
         if fragment is None:
             return 0.0
         mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)

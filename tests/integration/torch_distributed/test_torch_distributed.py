@@ -74,6 +74,10 @@ def varying_with_drops(engine: Engine) -> Story:
     return train(engine, sync, 14, outer=Nesterov(course=course), learning_rates=rates, faults=faults)
 
 
+def second_moments(engine: Engine) -> Story:
+    return train(engine, SyncConfig(3, "int8", fragments=2, second_moment_every=2), 13)
+
+
 def early_end(engine: Engine) -> Story:
     return train(engine, SyncConfig(4), 20, stop_after=6 if engine.worker == 1 else None)
 
@@ -151,6 +155,7 @@ STORIES = (
     eager_fragments,
     warm_start,
     varying_with_drops,
+    second_moments,
     early_end,
     early_end_of_all,
     one_nan_then_all_nan,

@@ -55,6 +55,7 @@ CASES = {
     "eager": {"sync": SyncConfig(3, outer_overlap="eager")},
     "muon": {"inner": InnerConfig(optimizer="muon", lr=1e-3, warmup_steps=1)},
     "warm start, int4": {"sync": SyncConfig(3, codec="int4", warm_start=2)},
+    "second moments": {"sync": SyncConfig(2, codec="int8", second_moment_every=2)},
     "data-parallel": {"mode": "data-parallel", "sync": SyncConfig(codec="fp32")},
 }
 
@@ -77,7 +78,9 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
     if config.mode == "diloco":
         rest = worker.mode.averager.bytes_sent - sum(rounds)
         assert sizes.warm_start_bytes <= rest < sizes.warm_start_bytes + 500  # and headers of the last round
-        assert sum(rounds[: len(worker.mode.averager.replica.groups)]) == sizes.round_bytes  # type: ignore[union-attr]
+        groups = len(worker.mode.averager.replica.groups)  # type: ignore[union-attr]
+        assert sum(rounds[:groups]) == sizes.round_bytes
+        assert sum(rounds[groups : 2 * groups]) == sizes.round_bytes + sizes.second_moment_bytes
     else:
         assert abs(worker.mode.averager.bytes_sent / 6 - sizes.round_bytes) < 200
 

@@ -58,7 +58,13 @@ def _network(sizes: Sizes) -> str:
     daily = f"; {_daily(sizes)}" if sizes["bytes_per_day"] is not None else ""
     warm = sizes.get("warm_start_bytes", 0)  # older runs do not tell it
     first = f"{size_text(warm)} in the warm start, then " if warm else ""
-    return f"network: a worker sends {first}{size_text(sizes['round_bytes'])} {often}: {times}{daily}"
+    more = _second_moments(sizes)
+    return f"network: a worker sends {first}{size_text(sizes['round_bytes'])} {often}{more}: {times}{daily}"
+
+
+def _second_moments(sizes: Sizes) -> str:
+    size, every = sizes.get("second_moment_bytes", 0), sizes.get("second_moment_every", 0)  # older runs have none
+    return f", and {size_text(size)} of second moments in every {every}th round" if size else ""
 
 
 def _daily(sizes: Sizes) -> str:
@@ -88,6 +94,9 @@ def estimate_table(sizes: Sizes) -> Table:
     table.add_row("  the model", size_text(disk["model_bytes"]))
     table.add_row(Text("sent by a worker a round", style="bold"), Text(size_text(sizes["round_bytes"]), style="bold"))
     table.add_row("  inner steps from one round to the next", str(sizes["round_steps"]))
+    if sizes["second_moment_bytes"]:
+        every = sizes["second_moment_every"]
+        table.add_row(f"  second moments, besides, every {every} rounds", size_text(sizes["second_moment_bytes"]))
     for rate, took in sizes["round_seconds"].items():
         table.add_row(f"  time at {_rate(1e6 * float(rate))}", _seconds(took))
     if sizes["bytes_per_day"] is not None:

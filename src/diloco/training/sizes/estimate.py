@@ -22,6 +22,7 @@ from diloco.training.sizes.network import (
     measured_bits_per_second,
     measured_step_seconds,
     round_bytes,
+    second_moment_bytes,
     warm_start_bytes,
 )
 from diloco.training.sizes.speed import rough_step_seconds
@@ -55,6 +56,10 @@ class Estimate:
     """Inner steps from one such round to the next, with sync.growth to the first."""
     mean_round_steps: float
     """Over the whole run."""
+    second_moment_bytes: int
+    """Sent by a worker besides, in every sync.second_moment_every-th round."""
+    second_moment_every: int
+    """0: never."""
     warm_start_bytes: int
     """Sent by a worker in all steps of the warm start."""
     round_seconds: dict[str, float]
@@ -74,7 +79,8 @@ class Estimate:
         return (
             None
             if self.step_seconds is None
-            else self.round_bytes * DAY_SECONDS / self.mean_round_steps / self.step_seconds
+            else (self.round_bytes + self.second_moment_bytes / max(1, self.second_moment_every))
+            * (DAY_SECONDS / self.mean_round_steps / self.step_seconds)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -128,6 +134,8 @@ def estimate(
         round_bytes=sent,
         round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
         mean_round_steps=_mean_round_steps(config),
+        second_moment_bytes=second_moment_bytes(config, shapes, place.workers),
+        second_moment_every=config.sync.second_moment_every or 0,
         warm_start_bytes=warm_start_bytes(config, shapes, place.workers),
         round_seconds={f"{bits / 1e6:g}": 8 * sent / bits for bits in ([known] if known else _USUAL_BITS)},
         step_seconds=measured or rough,

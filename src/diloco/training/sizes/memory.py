@@ -15,6 +15,7 @@ from diloco.engines.reduction import waves
 from diloco.models.base import LanguageModel
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
+from diloco.outer.methods.second_moments import moments_codec
 from diloco.training.compute import WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
@@ -87,9 +88,18 @@ def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) ->
         return {}
     from diloco.engines.swarm.node.rounds.recent_rounds import MAX_BYTES, MAX_ROUNDS  # of the extra `swarm`
 
-    means = [vector.mean.num_bytes for vector in encoded_vectors(config, shapes)]
+    means = [vector.mean.num_bytes for vector in encoded_vectors(config, shapes) + moments_vectors(config, shapes)]
     kept = min(MAX_ROUNDS * max(means), max(max(means), MAX_BYTES))
     return {"Python and its libraries": base, "p2pd": _P2PD_BYTES, "means of the last rounds": kept}
+
+
+def moments_vectors(config: RunConfig, shapes: Mapping[str, Shape]) -> list[EncodedVector]:
+    """What travels of AdamW's second moments, without its memory: one vector, or none."""
+    if config.mode != "diloco" or config.sync.second_moment_every is None:
+        return []
+    every = sum(torch.Size(shape).numel() for shape in shapes.values())
+    adamw = inner_elements(config, shapes) - every  # which has two elements for a parameter, and Muon one
+    return [EncodedVector(codec(moments_codec(config.sync.codec)), PartLayout(adamw), _META)]
 
 
 def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
@@ -106,7 +116,10 @@ def _averaging(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Anchor and outer momentum; and the memory of what travels."""
     vectors = encoded_vectors(config, shapes, place.ranks)
-    encoded = sum(vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors)
+    moments = [] if place.alone and config.engine != "swarm" else moments_vectors(config, shapes)
+    encoded = sum(
+        vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors + moments
+    )
     lossless = vectors[0].codec.lossless
     if config.mode == "data-parallel":  # a gradient is encoded and decoded as a whole
         return {}, {"encoded and decoded gradient": encoded + _FP32 * own * (1 if lossless else 2)}
@@ -128,6 +141,8 @@ def _averaging(
         travelling["shared with the network process"] = 2 * encoded
     elif not place.alone:
         travelling["arriving outer gradients"] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
+    if moments:
+        travelling["second moments, decoded"] = _FP32 * moments[0].layout.numel
     if config.sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
         travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
     return outer, travelling

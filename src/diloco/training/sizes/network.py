@@ -14,7 +14,7 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
-from diloco.training.sizes.memory import encoded_vectors
+from diloco.training.sizes.memory import encoded_vectors, moments_vectors
 
 _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 DAY_SECONDS = 86_400.0
@@ -24,10 +24,18 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
     """Bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at every step."""
     if workers == 1:
         return 0
-    vectors = encoded_vectors(config, shapes)
-    return sum(max(traffic(v, workers, w)[0] for w in (0, workers - 1)) for v in vectors) + len(vectors) * (
-        HEADER_BYTES * (workers - 1)
-    )
+    vectors, moments = encoded_vectors(config, shapes), moments_vectors(config, shapes)
+    headers = (len(vectors) + len(moments)) * HEADER_BYTES * (workers - 1)
+    return sum(_sent(vector, workers) for vector in vectors) + headers
+
+
+def second_moment_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends besides, in a round that averages second moments."""
+    return 0 if workers == 1 else sum(_sent(vector, workers) for vector in moments_vectors(config, shapes))
+
+
+def _sent(vector: EncodedVector, workers: int) -> int:
+    return max(traffic(vector, workers, worker)[0] for worker in (0, workers - 1))
 
 
 def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
@@ -36,8 +44,7 @@ def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: in
         return 0
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))
-    sent = max(traffic(vector, workers, worker)[0] for worker in (0, workers - 1)) + HEADER_BYTES * (workers - 1)
-    return config.sync.warm_start * sent
+    return config.sync.warm_start * (_sent(vector, workers) + HEADER_BYTES * (workers - 1))
 
 
 def bits_per_second(text: str) -> float:
