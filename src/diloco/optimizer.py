@@ -26,6 +26,7 @@ from diloco.errors import ConfigError
 from diloco.outer.arguments import (
     asynchronous_parts,
     check_model_inner_engine,
+    chosen_faults,
     chosen_outer,
     growing_rounds,
     sync_config,
@@ -149,7 +150,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
             inner=inner,
             restoring=restoring,
             growth=growing_rounds(sync, learning_rates),
-            faults=faults if faults is not None and faults.drop else None,
+            faults=chosen_faults(faults, sync),
         )
         self.warm_start = WarmStart(self.loop)
         self.unfinished = UnfinishedSteps(self, engine.worker)
@@ -241,7 +242,9 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.loop.merge()
         state = self.loop.state
-        self.unfinished.steps = state.inner_steps - state.jumped - min(state.merged_at)
+        groups = zip(self.loop.replica.groups, state.merged_at, strict=True)
+        merged_at = min(steps for group, steps in groups if group.moments is None)
+        self.unfinished.steps = state.inner_steps - state.jumped - merged_at
 
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.

@@ -143,6 +143,7 @@ def test_with_dynamic_steps_a_slow_worker_arrives_as_often_as_a_fast_one() -> No
         ({"fragments": 2}, "fragments = 2: all of the model"),
         ({"warm_start": 2}, "warm_start = 2: its steps are synchronous"),
         ({"codec": "topk"}, "error_feedback: an error that is sent later"),
+        ({"second_moment_every": 2}, "no round of all workers"),
         ({"asynchronous": False, "momentum_arrivals": 2}, "momentum_arrivals = 2 has no effect"),
         ({"momentum_arrivals": 0}, "must be at least 1"),
     ],

@@ -9,6 +9,7 @@ from diloco.engines.base import Engine
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
 from diloco.outer.methods.dropped import Drops
+from diloco.training.config.run import RunConfig
 from support.elastic import ElasticWorld
 from support.in_turn import InTurn
 from support.problem import anchors, build, flat, net, train
@@ -113,6 +114,14 @@ def test_other_faults_on_another_worker_are_another_run() -> None:
 
     told = in_threads(2, lambda engine: run(engine) if engine.worker else str(build(engine, SyncConfig(H))))
     assert "trains something else" in told[1]
+
+
+def test_drops_with_asynchronous_workers_are_refused_by_the_run_and_by_the_optimizer() -> None:
+    sync, model = SyncConfig(H, asynchronous=True), net()
+    with pytest.raises(ConfigError, match="what asynchronous workers always do"):
+        RunConfig(sync=sync, faults=FAULTS)
+    with pytest.raises(ConfigError, match="what asynchronous workers always do"):
+        diloco.DiLoCo(model, torch.optim.AdamW(model.parameters()), alone(), sync=sync, faults=FAULTS)
 
 
 def test_growth_without_the_learning_rates_is_refused_with_the_remedy() -> None:

@@ -251,6 +251,7 @@ class SyncConfig:
             "fragments_by_hand": "all of the model travels with each arrival, and its momentum counts whole arrivals",
             "warm_start": "its steps are synchronous; begin with the model that a run with a warm start gives",
             "growth": "rounds of different lengths would arrive with different weights",
+            "second_moment_every": "there is no round of all workers that could average their moments",
             "offload": "the anchor is in worker 0's CPU memory already",
             "feedback_decay": "an error that is sent later would arrive at an anchor that others have moved",
         }
@@ -309,3 +310,11 @@ class SyncConfig:
         """β of the error feedback; None: without it."""
         wanted = self.codec in COARSE_CODECS if self.error_feedback is None else self.error_feedback
         return (0.95 if self.error_decay is None else self.error_decay) if wanted else None
+
+
+def check_faults(faults: FaultsConfig, sync: SyncConfig) -> None:
+    if faults.drop and sync.asynchronous:
+        raise ConfigError(
+            f"faults.drop = {faults.drop} and sync.asynchronous = true: a worker that goes on without the others' mean "
+            "is what asynchronous workers always do; leave out one of the two"
+        )

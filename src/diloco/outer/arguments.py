@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from diloco.codecs.registry import codec
-from diloco.core.config import SyncConfig
+from diloco.core.config import FaultsConfig, SyncConfig, check_faults
 from diloco.core.delayed_nesterov import DelayedNesterov
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
 from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
@@ -83,6 +83,14 @@ def growing_rounds(sync: SyncConfig, rates: LearningRateCurve | None) -> Growing
             "know in advance: give DiLoCo learning_rates=diloco.LearningRateCurve(peak=..., total_steps=...)"
         )
     return GrowingRounds(sync.growth, rates)
+
+
+def chosen_faults(faults: FaultsConfig | None, sync: SyncConfig) -> FaultsConfig | None:
+    """Faults on purpose; None if there are none."""
+    if faults is None or not faults.drop:
+        return None
+    check_faults(faults, sync)
+    return faults
 
 
 def chosen_outer(outer: object) -> OuterOptimizer:

@@ -191,11 +191,11 @@ class OuterLoop:
         report = self.report if self.pace is None else self.pace.report(self.report)
         started, turn = time.monotonic(), self.sequence // self.state.num_fragments
         self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
-        dropped = self._drops is not None and not self.report.done and self._drops.hit(self.sequence)
+        moments, done = self.replica.groups[index].moments, self.report.done
+        resting = moments is not None and (done or not moments.due(turn))  # only a header travels
+        dropped = self._drops is not None and not done and not resting and self._drops.hit(self.sequence)
         norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
-        if (moments := self.replica.groups[index].moments) and (self.report.done or not moments.due(turn)):
-            self.state.merged_at[index] = self.state.steps_taken  # this time only a header travels
-        steps = 0 if dropped else self.inner_steps - self.state.jumped - self.state.merged_at[index]
+        steps = 0 if dropped or resting else self.state.steps_taken - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         encoded = time.monotonic()
         self._start(index, vectors, steps, norm, self.replica.digests[index])
