@@ -242,9 +242,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.loop.merge()
         state = self.loop.state
-        groups = zip(self.loop.replica.groups, state.merged_at, strict=True)
-        merged_at = min(steps for group, steps in groups if group.moments is None)
-        self.unfinished.steps = state.inner_steps - state.jumped - merged_at
+        merged_at = state.merged_at if self.loop.replica.groups[-1].moments is None else state.merged_at[:-1]
+        self.unfinished.steps = state.inner_steps - state.jumped - min(merged_at)
 
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.

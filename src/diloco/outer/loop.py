@@ -102,9 +102,8 @@ class OuterLoop:
         self.restoring, self._inner = restoring, inner
         self._has_feedback = sync.feedback_decay is not None
         late = sync.outer_overlap != "none"
-        self._merge_after = math.inf if late else sync.overlap_steps  # inf: when the fragment is posted again
-        self.mixing = 1.0 if late else sync.mixing
-        """The share of its own parameters that a worker keeps at a merge: all, where it has moved on when it posted."""
+        self._merge_after, self.mixing = (math.inf, 1.0) if late else (sync.overlap_steps, sync.mixing)
+        """Inner steps until a merge (inf: until the next post), and the share of its own parameters that it keeps."""
         self._drops = None if faults is None else Drops(faults, engine.worker)
         self._lay_out(tensors, outer, (identity, *([faults] if faults else [])), growth)
         self.policy = policy(self)
@@ -195,7 +194,7 @@ class OuterLoop:
         resting = moments is not None and (done or not moments.due(turn))  # only a header travels
         dropped = self._drops is not None and not done and not resting and self._drops.hit(self.sequence)
         norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
-        steps = 0 if dropped or resting else self.state.steps_taken - self.state.merged_at[index]
+        steps = 0 if dropped or resting else self.inner_steps - self.state.jumped - self.state.merged_at[index]
         vectors = [lane.sending[index].vector for lane in self.replica.lanes]
         encoded = time.monotonic()
         self._start(index, vectors, steps, norm, self.replica.digests[index])
@@ -268,10 +267,10 @@ class OuterLoop:
     def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
         result, key = outcome.result, posted.key
+        self.others_done |= any(one.report.done for one in result.members if one.worker != self.engine.worker)
         self.policy.heard(posted, result)
         if self._has_feedback:
             self.state.end_feedback(key.fragment, outcome.means_with(self.engine.worker))
-        self.others_done |= any(one.report.done for one in result.members if one.worker != self.engine.worker)
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
