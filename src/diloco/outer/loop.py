@@ -102,7 +102,7 @@ class OuterLoop:
         self.restoring, self._inner = restoring, inner
         self._has_feedback = sync.feedback_decay is not None
         late = sync.outer_overlap != "none"
-        self._merge_after, self.mixing = (math.inf, 1.0) if late else (sync.overlap_steps, sync.mixing)
+        self._merge_after, self.mixing = (math.inf, 1.0) if late else (float(sync.overlap_steps), sync.mixing)
         """Inner steps until a merge (inf: until the next post), and the share of its own parameters that it keeps."""
         self._drops = None if faults is None else Drops(faults, engine.worker)
         self._lay_out(tensors, outer, (identity, *([faults] if faults else [])), growth)
