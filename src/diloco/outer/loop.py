@@ -297,8 +297,6 @@ class OuterLoop:
         self.bytes_sent += result.bytes_sent
         self.confirmed = result.members
 
-    # Evaluation
-
     def refuse_while_evaluating(self) -> None:
         if self.evaluation.active:
             self.evaluation.refuse_training()
