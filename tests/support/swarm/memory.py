@@ -148,7 +148,7 @@ class MemorySwarm:
         if again is None:
             write_private(folder / INVITATION_FILE, invitation.text())
         options: dict[str, Any] = {"lost_seconds": 1.0, "beat_seconds": 0.2, **self.settings, **more}
-        settings = Settings(str(folder), "worker-0", founder=index == 0, **options)
+        settings = Settings(str(folder), "worker-0", **{"founder": index == 0, **options})
         mine = invitation if credential_of is None else invite(credential_of, [], 3600.0, date())
         trainer = ScriptedTrainer()
         credential = mine.credential(name)

@@ -27,7 +27,7 @@ def test_a_laptop_that_slept_until_it_was_forgotten_says_hello_catches_up_and_go
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader, or another worker."""
-    monkeypatch.setattr("diloco.engines.swarm.node.heartbeats._FORGET_SECONDS", 20.0)
+    monkeypatch.setattr("diloco.engines.swarm.node.heartbeats._MAX_SILENT", 0)
 
     async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], tuple[int, ...]]:
         workers = await founded(swarm, 3)
@@ -239,3 +239,44 @@ def test_with_any_quorum_each_side_goes_on() -> None:
 
     ended = told(story, quorum="any")
     assert (ended.failure, ended.contributors) == (None, (0,))
+
+
+def test_two_sides_that_both_went_on_find_each_other_after_any_time_and_one_says_what_is_lost() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], list[dict[str, Any]]]:
+        workers = await founded(swarm, 2)
+        await rounds(workers, 1)
+        swarm.network.sides = [{workers[0].name}, {workers[1].name}]
+        await asyncio.sleep(10.0)
+        for worker in workers:
+            worker.node.progress(tokens=100)
+            await rounds([worker], 3)
+        await asyncio.sleep(700.0)
+        swarm.network.sides = []
+        async with asyncio.timeout(400.0):
+            while not all(worker.node.members.live() for worker in workers):
+                await asyncio.sleep(1.0)
+            await asyncio.gather(*(train(worker, 8) for worker in workers))
+        events = [fields for worker in workers for type_, fields in worker.trainer.events if type_ == "diverged"]
+        return [worker.trainer.means for worker in workers], events
+
+    means, events = told(story, beat_seconds=1.0, lost_seconds=5.0)
+    assert means[0] == means[1] and len(events) == 1
+    assert events[0]["rounds"] == 3 and events[0]["tokens"] == 100
+
+
+def test_two_that_began_alone_find_each_other_by_the_invitation() -> None:
+    async def story(swarm: MemorySwarm) -> list[int]:
+        first = await swarm.start()
+        await first.catch_up()
+        swarm.network.cut.add(first.name)
+        second = await swarm.start(founder=True)  # its invitation names the first one
+        await second.catch_up()
+        swarm.network.cut.clear()
+        async with asyncio.timeout(400.0):
+            while not (first.node.members.live() and second.node.members.live()):
+                await asyncio.sleep(1.0)
+            while first.node.number == second.node.number:
+                await asyncio.sleep(0.5)
+        return sorted([first.node.number, second.node.number])
+
+    assert told(story) == [0, 1]

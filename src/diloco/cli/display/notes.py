@@ -98,6 +98,8 @@ class RunNotes:
 
     def _on_diverged(self, event: Event) -> None:
         self._note(f"worker {event['worker']} has diverged: it went on without the others, and fetches their state")
+        if "rounds" in event:
+            self._note(f"{event['rounds']} rounds and {event['tokens']:,} tokens of worker {event['worker']} are lost")
 
     def _on_waiting(self, event: Event) -> None:
         self._note(

@@ -1,8 +1,8 @@
 """Heartbeats: every node exchanges them with every other, and a peer that is silent is left out of rounds.
 
 A peer is lost when it is known to be dead (its machine refuses the connection) or has been silent for `lost_seconds`.
-It is called again now and then, so that a cut network heals by itself. A heartbeat carries the sender's status, new
-addresses, and the members and revocations that the receiver does not know.
+It is called again for ever, less and less often, so that a cut network heals by itself. A heartbeat carries the
+sender's status, new addresses, and the members and revocations that the receiver does not know.
 """
 
 import asyncio
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.2
 _FROZEN_SECONDS = 2.0
 _FORGET_SECONDS = 600.0
+"""A peer that has left is forgotten then; one that is silent is named to joiners no longer."""
+_MAX_SILENT = 256
+"""Silent peers that are called for ever."""
+_LONGEST_PAUSE_SECONDS = 300.0
 
 
 class Heartbeats:
@@ -70,7 +74,12 @@ class Heartbeats:
         self.members.add_roster(hello.roster)
 
     def _known(self) -> list[Peer]:
-        return [peer for peer in self.members.peers.values() if not peer.left]
+        now = clock.now()
+        return [
+            peer
+            for peer in self.members.peers.values()
+            if not peer.left and (peer.live or not peer.lost_at or now - peer.lost_at < _FORGET_SECONDS)
+        ]
 
     # Beats
 
@@ -85,10 +94,17 @@ class Heartbeats:
             last = now
             for peer in list(self.members.peers.values()):
                 self._look_after(peer, now)
+            self._forget_some()
             await asyncio.sleep(_TICK_SECONDS)
 
+    def _forget_some(self) -> None:
+        """Those that have been silent for longest, if there are too many."""
+        silent = [peer for peer in self.members.peers.values() if not peer.live and peer.lost_at]
+        for peer in sorted(silent, key=lambda peer: peer.lost_at)[: max(0, len(silent) - _MAX_SILENT)]:
+            del self.members.peers[peer.name]
+
     def _look_after(self, peer: Peer, now: float) -> None:
-        if peer.left or (not peer.live and peer.lost_at and now - peer.lost_at > _FORGET_SECONDS):
+        if peer.left:
             if now - max(peer.heard_at, peer.lost_at) > _FORGET_SECONDS:
                 self.members.peers.pop(peer.name, None)
             return
@@ -97,7 +113,8 @@ class Heartbeats:
         if peer.live and now - peer.heard_at > self.settings.lost_seconds:
             self.members.record_lost(peer, f"silent for {self.settings.lost_seconds:g} s")
         if not peer.live:
-            due = self.settings.lost_seconds if peer.lost_at else 0.0
+            often = min(_LONGEST_PAUSE_SECONDS, (now - peer.lost_at) / 10)
+            due = max(self.settings.lost_seconds, often) if peer.lost_at else 0.0
         if now - max(peer.heard_at, peer.asked_at) >= due:
             self.beat_soon(peer.name)
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SEARCH_SECONDS = 60.0
 _FOUNDER_SEARCH_SECONDS = 6.0
 _PAUSE_SECONDS = 0.5
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 20.0, 300.0
 
 
 async def join(heartbeats: Heartbeats) -> None:
@@ -117,6 +118,21 @@ async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str]) -> Excep
         logger.info("%s: %s", peer, problem)
         return problem
     return None
+
+
+async def look_for_others(heartbeats: Heartbeats) -> None:
+    """For ever, less and less often: the peers of the invitation and of peers.json that are not known as members.
+
+    A worker that began alone, or a side of a split that has forgotten the other, finds the rest so.
+    """
+    members, pause = heartbeats.members, _LOOK_SECONDS
+    while True:
+        await asyncio.sleep(pause)
+        known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}
+        members.permissions.vouch_for(known)
+        problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
+        found = any(problem is None for problem in problems)
+        pause = _LOOK_SECONDS if found else min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
 
 
 async def settle_number(heartbeats: Heartbeats) -> bool:

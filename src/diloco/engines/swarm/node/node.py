@@ -35,7 +35,7 @@ from diloco.engines.swarm.node import clock, messages
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.engines.swarm.node.heartbeats import Heartbeats
-from diloco.engines.swarm.node.joining import join, save, settle_number
+from diloco.engines.swarm.node.joining import join, look_for_others, save, settle_number
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
@@ -94,6 +94,7 @@ class Node:
         await join(self.heartbeats)
         self._start_task(self.heartbeats.run())
         self._start_task(self._check_regularly())
+        self._start_task(look_for_others(self.heartbeats))
         await self._peers_file.save(self._known_peers(), self.settings.lost_seconds)
 
     async def post(self, posted: PostedRound) -> RoundOutcome:

@@ -51,9 +51,8 @@ class OwnChecks:
             return
         self._diverged_since = self._diverged_since or clock.now()
         if clock.now() - self._diverged_since > self._members.settings.lost_seconds:
-            self._own.has_state, self._own.ended_round = False, others[0].status.ended_round
-            self._recent.next_to_merge = None
-            self._emit("diverged", {"number": self._own.number})
+            self._participant.outcomes.record_divergence([peer.name for peer in others])
+            self._own.ended_round = others[0].status.ended_round
             self._trainer.post_now(self._own.next_round)
 
     def _check_alone(self) -> None:

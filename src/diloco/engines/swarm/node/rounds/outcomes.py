@@ -9,7 +9,7 @@ failed for this worker (I6) and it must fetch their state. A single worker that 
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -38,6 +38,10 @@ class Outcomes:
         self.recent = RecentRounds()
         self.quorum = Quorum(self.members)
         self.on_end: Callable[[Plan], None] = lambda _: None
+        self._rounds = 0
+        """Rounds whose mean this worker has counted."""
+        self._shared: dict[str, tuple[int, int]] = {}
+        """Peer -> `_rounds` and this worker's tokens when both were in a round for the last time."""
         self._stall_seconds = self.members.settings.stall_seconds
 
     def has_ended(self, sequence: int) -> bool:
@@ -58,12 +62,24 @@ class Outcomes:
         if round_.number in decision.contributors:
             status.contributed_round = round_.sequence
         if decision.resync and round_.number in decision.refused:  # this worker's anchor differs
-            status.has_state, self.recent.next_to_merge = False, None
-        elif status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
+            self.record_divergence([entry.peer for entry in plan.contributors])
+        else:
+            self._rounds += plan.has_mean
+            self._shared |= {entry.peer: (self._rounds, status.tokens) for entry in plan.entries}
+        if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
             self.recent.next_to_merge = round_.sequence + 1
         self.on_end(plan)
         round_.succeed(plan)
         self.members.changed()
+
+    def record_divergence(self, others: Iterable[str]) -> None:
+        """This worker takes over the others' state. What it counted since it was in a round with them is lost."""
+        status = self.members.status
+        shared = max((self._shared.get(peer, (0, 0)) for peer in others), default=(0, 0))
+        status.has_state, self.recent.next_to_merge = False, None
+        lost = {"rounds": max(0, self._rounds - shared[0]), "tokens": max(0, status.tokens - shared[1])}
+        if lost["rounds"]:  # else it has only missed some
+            self.members.on_event("diverged", {"number": status.number, **lost})
 
     def record_missed(self, sequence: int) -> None:
         """A round has ended that this worker has not posted: it no longer has the state."""
