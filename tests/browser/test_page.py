@@ -52,7 +52,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
     problems: list[str] = []
     one.on("pageerror", lambda error: problems.append(str(error)))
     one.on("console", lambda told: problems.append(told.text) if told.type == "error" else None)
-    one.goto(f"{served.address}#first")
+    one.goto(f"{served.address}#run=first")
     one.wait_for_selector("body[data-drawn]")
     yield one
     assert [text for text in problems if "Applying inline style" not in text] == []

@@ -24,7 +24,7 @@ async function start() {
     const { runs, root } = await api.runs();
     view.runs = runs;
     document.title = `${root} · diloco`;
-    const asked = decodeURIComponent(location.hash.slice(1));
+    const asked = new URLSearchParams(location.hash.slice(1)).get("run");
     focusOn(runs.some((run) => run.run === asked) ? asked : runs[0]?.run);
   } catch (error) { complain(error); }
   setInterval(async () => { try { view.runs = (await api.runs()).runs; showRuns(); } catch { /* the stream says so */ } }, 15000);
@@ -35,7 +35,7 @@ function focusOn(name) {
   view.focus = name;
   view.overlaid = view.overlaid.filter((one) => one !== name);
   view.before = view.config = null;
-  if (view.runs.length > 1) history.replaceState(null, "", `#${encodeURIComponent(name)}`);
+  if (view.runs.length > 1) history.replaceState(null, "", `#${new URLSearchParams({ run: name })}`);
   say("title", name);
   $("title").title = name;
   scrubber.until = null;

@@ -27,7 +27,7 @@ export function drawFigures(state) {
     ["tokens/s", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
     ["utilisation", share(state.utilization), `${state.workers.length} worker${state.workers.length === 1 ? "" : "s"}`],
     ["rounds", whole(rounds.merged), rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed", rounds.failed ? "bad" : ""],
-    ["fewer bytes", communication.reduction ? `${plain(communication.reduction, 3)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
+    ["fewer bytes", communication.reduction ? `${communication.reduction < 1000 ? plain(communication.reduction, 3) : short(communication.reduction)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
   ];
   fill($("figures"), ...figures.map(([label, value, more, kind]) => make("div", { class: "figure" },
     make("div", { class: "label" }, label), make("div", { class: "value" }, value), make("div", { class: `more ${kind ?? ""}` }, more || "\u00a0"))),
