@@ -21,10 +21,9 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import num_products
 from diloco.engines.process_groups import new_group
-from diloco.engines.reduction import Decision, Wave, reduce_parts, waves
+from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, reduce_parts, waves
 from diloco.errors import EngineError
 
-_WAVES_AHEAD = 8  # of at most 32; with 50 ms each way, 2 take 2.5 times as long
 _CONTRIBUTIONS, _MEANS, _PRODUCTS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
 
 
@@ -76,7 +75,7 @@ class WaveExchange:
             return (0.0,)
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)
-        ahead = deque(self._scatter(memory, number) for number in range(min(_WAVES_AHEAD, len(plan))))
+        ahead = deque(self._scatter(memory, number) for number in range(min(WAVES_AHEAD, len(plan))))
         gathers: list[dist.Work] = []
         products = [0.0] * num_products(len(decision.contributors))
         reducing = 0.0
@@ -87,8 +86,8 @@ class WaveExchange:
             more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
             reducing += time.monotonic() - started
             products = [a + b for a, b in zip(products, more, strict=True)]
-            if number + _WAVES_AHEAD < len(plan):  # into the inbox that is free now
-                ahead.append(self._scatter(memory, number + _WAVES_AHEAD))
+            if number + WAVES_AHEAD < len(plan):  # into the inbox that is free now
+                ahead.append(self._scatter(memory, number + WAVES_AHEAD))
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
         sums = [torch.tensor(products, dtype=torch.float64) for _ in range(self._workers)]
         gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _PRODUCTS)
@@ -98,7 +97,7 @@ class WaveExchange:
         return tuple(torch.stack(sums).sum(0).tolist())
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":
-        shape = (min(_WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
+        shape = (min(WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
         if self._backend != "gloo" or not vector.data.is_cuda:
             if self._backend == "nccl" and not vector.data.is_cuda:
                 raise EngineError("backend nccl sends from a GPU, but the model is on the CPU: use gloo")

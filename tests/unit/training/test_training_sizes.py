@@ -14,6 +14,7 @@ from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
+from diloco.outer.background import BackgroundReplica
 from diloco.outer.loop import OuterLoop
 from diloco.training.checkpoints.manifests import worker_folder
 from diloco.training.checkpoints.tensor_files import saved_tensors
@@ -52,6 +53,7 @@ CASES = {
     "int8, sgd": {"sync": SyncConfig(3, codec="int8"), "outer": OuterConfig("sgd")},
     "2bit with error feedback": {"sync": SyncConfig(3, codec="2bit")},
     "fragments, adam": {"sync": SyncConfig(3, fragments=2), "outer": OuterConfig("adam")},
+    "overlap": {"sync": SyncConfig(3, fragments=2, overlap_steps=1)},
     "eager": {"sync": SyncConfig(3, outer_overlap="eager")},
     "muon": {"inner": InnerConfig(optimizer="muon", lr=1e-3, warmup_steps=1)},
     "warm start, int4": {"sync": SyncConfig(3, codec="int4", warm_start=2)},
@@ -70,7 +72,8 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
     assert sizes.parameters == sum(p.numel() for p in worker.model.parameters())
     _check_tensors(sizes.memory, worker)
     saved = saved_tensors(worker_folder(tmp_path / "run", 6, 0))
-    model_tensors = [one for name, one in saved.items() if not name.startswith(("rng.", "also.", "inner.step."))]
+    left_out = ("rng.", "also.", "inner.step.", *(("in_flight.",) if case == "overlap" else ()))
+    model_tensors = [one for name, one in saved.items() if not name.startswith(left_out)]
     written = sum(4 * torch.Size(one.shape).numel() for one in model_tensors) * config.workers
     assert written <= sizes.disk.checkpoint_bytes
     assert case == "muon" or written == sizes.disk.checkpoint_bytes
@@ -100,6 +103,9 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
     sending = outer.replica.lanes[0].sending
     vectors = {id(vector): vector for one in sending for vector in (one.vector, one.vector.mean)}
     assert memory["encoded outer gradient"] == sum(vector.num_bytes for vector in vectors.values())
+    spare = outer.replica._spare if isinstance(outer.replica, BackgroundReplica) else []
+    assert memory.get("parameters and anchor of the round in flight", 0) >= sum(block.nbytes for block in spare)
+    assert bool(spare) == ("parameters and anchor of the round in flight" in memory)
     errors = sum(one.feedback.error.nbytes for one in sending if one.feedback is not None)
     assert memory.get("error feedback", 0) == errors
 

@@ -11,7 +11,7 @@ from diloco.core.fragment_names import assign
 from diloco.core.fragments import PartLayout
 from diloco.core.lanes import Shape, shard_bounds
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
-from diloco.engines.reduction import waves
+from diloco.engines.reduction import WAVES_AHEAD, waves
 from diloco.models.base import LanguageModel
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
@@ -137,6 +137,8 @@ def _averaging(
     travelling = {"encoded outer gradient": encoded}
     if config.sync.feedback_decay is not None:
         travelling["error feedback of the round in flight"] = _FP32 * own
+    if config.sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
+        travelling["parameters and anchor of the round in flight"] = 2 * _FP32 * max(v.layout.numel for v in vectors)
     if swarm:
         travelling["shared with the network process"] = 2 * encoded
     elif not place.alone:
@@ -149,9 +151,9 @@ def _averaging(
 
 
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Two waves of the others' contributions to what this worker reduces (engines/wave_exchange.py)."""
-    first = next(iter(waves(vector, workers)), None)
-    return 0 if first is None else 2 * (workers - 1) * max(first.counts) * vector.data.shape[1]
+    """Some waves of the others' contributions to what this worker reduces (engines/wave_exchange.py)."""
+    plan = list(waves(vector, workers))
+    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.data.shape[1] if plan else 0
 
 
 def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
