@@ -67,15 +67,20 @@ class ResultFolder:
         path = self.folder / SETTING
         if path.is_file():
             found = self.setting()
-            for name in ("scale", "texts"):
-                if getattr(found, name) != getattr(setting, name):
-                    raise ConfigError(
-                        f"{self.folder} holds results with another {name.rstrip('s')} ({getattr(found, name)}, not "
-                        f"{getattr(setting, name)}): choose another folder with --out"
-                    )
-            return
+            if found.scale != setting.scale:
+                raise ConfigError(self._other("scale", found.scale, setting.scale))
+            for role in found.texts.keys() & setting.texts.keys():
+                if found.texts[role] != setting.texts[role]:
+                    raise ConfigError(self._other(role, found.described[role], setting.described[role]))
+            texts, described = found.texts | setting.texts, found.described | setting.described
+            setting = Setting(setting.scale, texts, described)
         (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
         write_file(path, (json.dumps(asdict(setting), indent=1) + "\n").encode())
+
+    def _other(self, name: str, found: str, asked: str) -> str:
+        return (
+            f"{self.folder} holds results with another {name} ({found}, not {asked}): choose another folder with --out"
+        )
 
     def setting(self) -> Setting:
         path = self.folder / SETTING

@@ -89,6 +89,12 @@ def test_a_folder_of_another_text_is_refused(simulated: list[tuple[str, int]]) -
         _run(T2, seeds=1, text="other.txt")
 
 
+def test_a_folder_takes_experiments_on_another_text_one_after_the_other(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, EXPERIMENTS["f5"], seeds=1)
+    assert "all finished" in _run(T2, seeds=1)[-1]
+    assert set(ResultFolder(Path("out")).setting().texts) == {"text", "domains"}
+
+
 def test_the_report_gives_means_published_values_and_verdicts(simulated: list[tuple[str, int]]) -> None:
     _run(T2, F8)
     report = write_report(Path("out"), [T2, F8])

@@ -4,42 +4,40 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
-PARTS = {"1/3": 1 / 3, "0": 0.0, "1/6": 1 / 6, "1/2": 0.5}
-"""Of all steps. The paper's 0, 12k, 24k and 48k of 88k are 0, 0.14, 0.27 and 0.55."""
+PARTS = (None, 0.0, 1 / 6, 0.5)
+"""Of all steps; None: the scale's usual number. The paper's 0, 12k, 24k and 48k of 88k are 0, 0.14, 0.27 and 0.55."""
 
 
-def _steps(scale: Scale, part: float) -> int:
-    """A whole number of rounds remains."""
+def _steps(scale: Scale, part: float | None) -> int:
+    """Pre-training steps; a whole number of rounds remains."""
+    if part is None:
+        return scale.pretraining_steps
     total = scale.pretraining_steps + scale.steps
     return total - round(total * (1 - part) / scale.H) * scale.H
 
 
-def _name(part: str) -> str:
-    return "no pre-training" if part == "0" else f"{part} pre-training"
+def _name(steps: int) -> str:
+    return f"{steps} pre-training steps" if steps else "no pre-training"
 
 
 def arms(scale: Scale) -> Arms:
-    total, made = scale.pretraining_steps + scale.steps, {}
-    for name, part in PARTS.items():
-        first = scale.pretraining_steps if name == "1/3" else _steps(scale, part)
-        made[_name(name)] = scale.diloco(pretraining_steps=first, steps=total - first)
-    return made
+    total, counts = scale.pretraining_steps + scale.steps, [_steps(scale, part) for part in PARTS]
+    return {_name(first): scale.diloco(pretraining_steps=first, steps=total - first) for first in counts}
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
-    del scale
-    usual = _name("1/3")
+    usual, fewer = _name(scale.pretraining_steps), _steps(scale, 1 / 6)
     return (
         Claim(
             "DiLoCo from scratch is within 2 % of DiLoCo after pre-training",
             "about +0.7 % (0.1 of perplexity)",
-            lambda m: m.change(_name("0"), usual),
+            lambda m: m.change(_name(0), usual),
             at_most=0.02,
         ),
         Claim(
-            "Half as much pre-training is within 1 %",
+            f"{fewer} pre-training steps are within 1 % of the usual {scale.pretraining_steps}",
             "about 0",
-            lambda m: m.change(_name("1/6"), usual),
+            lambda m: m.change(_name(fewer), usual),
             at_least=-0.01,
             at_most=0.01,
         ),
@@ -47,7 +45,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
-    places = {_name(name): float(arm.pretraining_steps) for name, arm in zip(PARTS, arms(scale).values(), strict=True)}
+    places = {name: float(arm.pretraining_steps) for name, arm in arms(scale).items()}
     title = "Figure 3: pre-training steps"
     return (Curves(title), Sweep(title, "pre-training steps", {"DiLoCo": places}))
 
