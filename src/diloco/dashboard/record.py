@@ -80,6 +80,13 @@ class RunRecord:
             worker = self.workers[number] = Worker()
         return worker
 
+    def usual_workers(self, contributors: list[int]) -> int:
+        """As many workers a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
+        count = sum(contributors) / len(contributors) if contributors else 1.0
+        if self.resolved.get("engine") != "swarm":
+            count = max((int(one.started.get("workers") or 0) for one in self.workers.values()), default=0) or count
+        return max(1, round(count))
+
     def _on_worker_started(self, event: Event) -> None:
         worker = self.worker(event)
         worker.local, worker.ended = True, None
@@ -163,6 +170,8 @@ class RunRecord:
     def _on_resumed(self, event: Event) -> None:
         """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
         step = event["step"]
+        if event["workers"]:
+            self.workers = {number: one for number, one in self.workers.items() if number < event["workers"]}
         for number, worker in self.workers.items():
             if number == event["worker"] or number >= event["workers"]:
                 worker.columns.drop("step", step)

@@ -155,8 +155,7 @@ def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:
 
 def _communication(record: RunRecord, rows: dict[int, dict[str, Numbers]], axes: _Axes, rounds: list[Round]) -> Json:
     """Bytes that a worker has sent, and what it would have sent with a gradient average at every step."""
-    counts = [len(one.contributors) for one in rounds if one.merged]
-    workers = max(1, round(sum(counts) / len(counts))) if counts else 1
+    workers = record.usual_workers([len(one.contributors) for one in rounds if one.merged])
     if not rows or not record.tokens_per_step:
         return axes.at(np.zeros(0)) | {"sent": [], "data_parallel": []}
     row = max(rows.values(), key=lambda one: float(np.nan_to_num(one["tokens"][-1])))

@@ -162,8 +162,7 @@ def _communication(record: RunRecord, rounds: list[Round], workers: list[Json], 
     """Bytes of a worker, against averaging fp32 gradients at every step, and against what its link carried."""
     del until
     sent = max((int(one["bytes_sent"] or 0) for one in workers), default=0)
-    counts = [len(one.contributors) for one in rounds if one.merged]
-    peers = max(1, round(statistics.fmean(counts))) if counts else 1
+    peers = record.usual_workers([len(one.contributors) for one in rounds if one.merged])
     first = max(workers, key=lambda one: one["tokens"] or 0, default=None)
     taken = 0 if first is None or not record.tokens_per_step else int(first["tokens"] or 0) // record.tokens_per_step
     baseline = data_parallel_bytes(record.parameters, taken, peers)

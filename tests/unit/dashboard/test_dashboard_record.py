@@ -250,3 +250,20 @@ def test_cosines_are_kept_of_the_latest_rounds_and_their_range_of_all(tmp_path: 
     assert run.state(until=START + 200)["rounds"]["cosines"] == []
     series = run.series(None, 100, None)["rounds"]
     assert set(series["cosine_low"]) == {-0.2} and set(series["cosine_high"]) == {0.9} and len(series["step"]) == 40
+
+
+def test_a_data_parallel_run_without_rounds_is_compared_as_in_the_summary(tmp_path: Path) -> None:
+    events = [started(worker, 3) for worker in range(3)]
+    events += [step(worker, number) for number in (10, 20) for worker in range(3)]
+    state = Run(write_run(tmp_path, events), "run").state()
+    summary = summarize(RunConfig(workers=3, mode="data-parallel"), events)
+    assert state["communication"]["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"] > 0
+    assert state["rounds"]["merged"] == summary["rounds"] == 2
+
+
+def test_workers_that_a_resume_has_left_out_no_longer_hold_the_step_back(tmp_path: Path) -> None:
+    run = write_run(tmp_path, calm_events(workers=3, steps=40))
+    append(run, event("resumed", 200.0, step=40, rounds=2, workers=2, new=False, notes=[]))
+    append(run, *(step(worker, 60) | {"time": START + 260} for worker in range(2)))
+    state = Run(run, "run").state()
+    assert (state["step"], len(state["workers"])) == (60, 2)
