@@ -9,9 +9,11 @@ from support.swarm import schedules
 from support.swarm.schedules import Fault
 
 
-@pytest.mark.parametrize("seed", [7, 24, 28])
+@pytest.mark.parametrize("seed", [24, 28, 213])
 def test_whatever_happens_all_workers_have_one_mean_and_come_back(seed: int) -> None:
-    """24: a worker returned on the smaller side of a split; 28: workers waited in rounds of different numbers."""
+    """24: a worker returned on the smaller side of a split; 28: workers waited in rounds of different numbers.
+    213: two were cut apart while the third fetched the state.
+    """
     assert schedules.run(seed).problems() == []
 
 

@@ -92,6 +92,7 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
     last = clock.now() + max(_SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
     while True:
         known = _known_addresses(members)
+        known |= {peer.name: list(peer.addresses) for peer in members.peers.values()}  # they have called this one
         members.permissions.vouch_for(known)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
         if any(problem is None for problem in problems):

@@ -32,7 +32,7 @@ class Quorum:
         names = {entry.peer for entry in last.entries}
         names |= {name for name, number in members.numbers.items() if number in last.roster}
         there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
-        known = {members.me} | {peer.name for peer in there if peer.name in names or peer.status.has_state}
+        known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
         return names & known if len(known) >= _FEWEST else set()
 
     def _may_be_there(self, peer: Peer) -> bool:
@@ -58,3 +58,8 @@ class Quorum:
     def is_here(self) -> bool:
         """Whether a majority is live, as this node sees it."""
         return self.is_majority([self._members.me, *(peer.name for peer in self._members.live())])
+
+
+def _has_been_in_rounds(peer: Peer) -> bool:
+    """Also a member that has missed rounds and fetches the state at the moment."""
+    return peer.status.has_state or peer.status.contributed_round >= 0
