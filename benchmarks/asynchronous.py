@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--momentum", type=float, default=0.9, help="of the outer optimizer")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results, by momentum")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, found = text(), {}
@@ -204,7 +204,8 @@ def main() -> None:
             "virtual_seconds": options.seconds,
         }
         write_results(
-            "asynchronous", {**setting, "momentum": options.momentum, "bytes_of_text": len(data), "ways": found}
+            f"asynchronous-{options.momentum:g}",
+            {**setting, "momentum": options.momentum, "bytes_of_text": len(data), "ways": found},
         )
 
 
