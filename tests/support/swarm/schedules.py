@@ -111,10 +111,11 @@ class Schedule:
 
         def record(round_: Round, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
-                digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
-                self._log[round_.sequence][digest].add(life)
                 if {entry.peer for entry in plan.contributors} == {one.name for one in self._lives.values()}:
                     self._full.append(round_.sequence)
+                if self._full:  # before, there are no members that have agreed on anything
+                    digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
+                    self._log[round_.sequence][digest].add(life)
             succeed(round_, plan)
 
         outcomes.succeed = record  # type: ignore[method-assign]
