@@ -186,6 +186,7 @@ def one_worker(engine: TorchDistributedEngine, steps: list[int], dies: int | Non
     return flat(model).tolist(), optimizer.rounds, optimizer.bytes_sent
 
 
+@pytest.mark.slow
 def test_over_gloo_no_worker_waits_for_one_that_dies_and_the_others_end_with_the_same_parameters() -> None:
     with ProcessWorld(3, one_worker, [5 * H, 3 * H + 1, 100 * H], 2) as world:
         first, second = world.result(0), world.result(1)
