@@ -3,6 +3,7 @@
 from diloco.errors import ConfigError
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import (
+    eager,
     equal_tokens,
     error_feedback,
     f3,
@@ -27,7 +28,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
         *(t2, f4, f8, t6, f6, f9, t3, f3, streaming),
-        *(f5, fp16, f7, f10, equal_tokens, muon, error_feedback, workers_and_h, t4),
+        *(f5, fp16, f7, f10, equal_tokens, muon, error_feedback, eager, workers_and_h, t4),
     )
 }
 
