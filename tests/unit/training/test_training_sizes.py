@@ -18,6 +18,7 @@ from diloco.outer.background import BackgroundReplica
 from diloco.outer.loop import OuterLoop
 from diloco.training.checkpoints.manifests import worker_folder
 from diloco.training.checkpoints.tensor_files import saved_tensors
+from diloco.training.config.rounds import num_rounds, turns
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import CheckpointConfig, ComputeConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
@@ -298,3 +299,18 @@ def test_sizes_are_readable() -> None:
     assert [size_text(n) for n in (7, 1500, 2.03e6, 99.7e6, 4.304e9, 1.2e12)] == [
         "7 bytes", "1.5 kB", "2.03 MB", "100 MB", "4.3 GB", "1.2 TB"
     ]  # fmt: skip
+
+
+def test_rounds_that_grow_and_second_moments_are_in_the_bytes_of_a_day(
+    text: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    rates = InnerConfig(lr=0.01, warmup_steps=0, final_lr_ratio=0.1)
+    config = replace(text[0], steps=100, inner=rates, sync=SyncConfig(5, growth=0.03, second_moment_every=2))
+    sizes = told(config, text[1], tmp_path)
+    posts = [step for step in range(1, 101) if turns(config).posts_at(step)]
+    assert posts[0] == sizes.round_steps == 9 and len(posts) < 9, "(0.03 / 0.01)² steps at first"
+    assert sizes.mean_round_steps == 100 / num_rounds(config) and num_rounds(config) - len(posts) in (0, 1)
+    a_day = replace(sizes, step_seconds=1.0).bytes_per_day
+    assert a_day is not None
+    each = (sizes.round_bytes + sizes.second_moment_bytes / 2) / sizes.mean_round_steps
+    assert a_day == pytest.approx(86_400 * each)

@@ -142,6 +142,11 @@ class RunConfig:
                 f"training.sample_interval = {self.training.sample_interval} is for workers of one rank, and ranks = "
                 f"{self.ranks}: leave it out; the sample at the end is written all the same"
             )
+        if several and self.sync.second_moment_every is not None:
+            raise ConfigError(
+                f"sync.second_moment_every = {self.sync.second_moment_every} is for workers of one rank, and ranks = "
+                f"{self.ranks}: leave out one of the two"
+            )
         if several and self.mode == "data-parallel":
             raise ConfigError(
                 f"ranks = {self.ranks}, but in mode data-parallel every rank averages with every other: give that many "

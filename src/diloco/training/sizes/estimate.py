@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.data.tokenizer import Tokenizer
 from diloco.models.registry import model_outline
-from diloco.training.config.rounds import num_rounds
+from diloco.training.config.rounds import num_rounds, turns
 from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
@@ -132,7 +132,7 @@ def estimate(
         disk_free=free_disk(folder),
         workers=place.workers,
         round_bytes=sent,
-        round_steps=config.sync.num_inner_steps if config.mode == "diloco" else 1,
+        round_steps=turns(config).turn_steps(0) if config.mode == "diloco" else 1,
         mean_round_steps=_mean_round_steps(config),
         second_moment_bytes=second_moment_bytes(config, shapes, place.workers),
         second_moment_every=config.sync.second_moment_every or 0,
