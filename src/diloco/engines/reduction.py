@@ -22,7 +22,7 @@ from diloco.engines.row_threads import for_each
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
 WAVES_AHEAD = 8
-"""So many travel at a time (wave_exchange.py): at 200 Mbit/s and 50 ms each way, two take 2.5 times as long."""
+"""So many travel at a time (wave_exchange.py): at 200 Mbit/s and 50 ms each way, two take twice as long."""
 _PRODUCTS_OF_FOUR = 10
 
 
