@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from codec_variants import READINGS, DenseMean, ForgottenMean, RememberedTopK, RememberingMean
-from diloco.core import fragments, pruning
+from diloco.core import fragments
+from diloco.core.methods import pruning
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare

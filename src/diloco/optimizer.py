@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import OuterOptimizer
-from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.arguments import (
@@ -36,9 +36,9 @@ from diloco.outer.fixed import FixedMembership
 from diloco.outer.loop import OuterLoop
 from diloco.outer.methods.asynchronous import AsynchronousWorkers
 from diloco.outer.methods.warm_start import WarmStart
-from diloco.outer.model_tensors import model_tensors
 from diloco.outer.rounds import RoundEvent, mean_cosine
-from diloco.outer.tensor_pieces import as_tensors, copy_into
+from diloco.outer.tensors.model_tensors import model_tensors
+from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
 from diloco.outer.unfinished import UnfinishedSteps
 
 logger = logging.getLogger(__name__)

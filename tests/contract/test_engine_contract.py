@@ -28,9 +28,9 @@ from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import cosines
+from diloco.core.methods.course import Course
+from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import Nesterov
-from diloco.core.varying.course import Course
-from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES

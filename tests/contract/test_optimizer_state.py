@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.methods.course import Course
+from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import Adam, Nesterov
-from diloco.core.varying.course import Course
-from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from support.alone import made, made_digest, steps

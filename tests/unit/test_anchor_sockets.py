@@ -11,8 +11,8 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.delayed_nesterov import DelayedNesterov
 from diloco.core.fragments import Fragment, build_fragments
+from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.engines.asynchronous.server import AnchorServer, Kind, Request
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.header import pack

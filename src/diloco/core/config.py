@@ -4,8 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from diloco.core.methods.course import Course
 from diloco.core.options import option
-from diloco.core.varying.course import Course
 from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0

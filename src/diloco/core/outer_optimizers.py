@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diloco.core.config import OuterConfig, check_course, check_outer_number
-from diloco.core.varying.course import Course
+from diloco.core.methods.course import Course
 
 
 @dataclass(frozen=True)

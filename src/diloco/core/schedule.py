@@ -16,7 +16,7 @@ rounds in it. The posts of all fragments together are numbered from 0: the seque
 from dataclasses import dataclass
 from functools import cached_property
 
-from diloco.core.varying.round_lengths import GrowingRounds, Turns
+from diloco.core.methods.round_lengths import GrowingRounds, Turns
 from diloco.errors import ConfigError
 
 

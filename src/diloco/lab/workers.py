@@ -5,9 +5,9 @@ from statistics import fmean, pstdev
 
 from diloco.core.config import FaultsConfig
 from diloco.core.merging import cosines
+from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.core.schedule import Schedule
-from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
 from diloco.lab.batches import Text

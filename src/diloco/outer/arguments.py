@@ -7,9 +7,9 @@ from torch import nn
 
 from diloco.codecs.registry import codec
 from diloco.core.config import FaultsConfig, SyncConfig, check_faults
-from diloco.core.delayed_nesterov import DelayedNesterov
+from diloco.core.methods.delayed_nesterov import DelayedNesterov
+from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
-from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.engines.asynchronous.engine import AsynchronousEngine, Fixed
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError

@@ -29,9 +29,9 @@ from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.engines.base import PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
-from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.replica import Replica
 from diloco.outer.rounds import Outcome, PendingOutcome
+from diloco.outer.tensors.model_tensors import ModelTensors
 
 _LONGEST_SECONDS = 600.0  # for some copies and arithmetic in memory
 _TRY_SECONDS = 1.0

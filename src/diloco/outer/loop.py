@@ -24,27 +24,27 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
+from diloco.core.methods.round_lengths import GrowingRounds
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import OuterOptimizer
-from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import RoundFailed
 from diloco.outer.background import kind_of_replica
 from diloco.outer.evaluation import Evaluation
-from diloco.outer.groups import lay_groups
 from diloco.outer.methods.dropped import Drops
 from diloco.outer.methods.eager_starts import take_back
 from diloco.outer.methods.pace import Pace
 from diloco.outer.methods.second_moments import second_moments
-from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.policy import Policy
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Replica
 from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle
 from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
-from diloco.outer.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors.groups import lay_groups
+from diloco.outer.tensors.model_tensors import ModelTensors
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 logger = logging.getLogger(__name__)
 

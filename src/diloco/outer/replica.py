@@ -18,21 +18,21 @@ from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
-from diloco.core.eager import Eager
 from diloco.core.fragments import Fragment, PartLayout, Span, layout_digest
 from diloco.core.lanes import Piece
+from diloco.core.methods.eager import Eager
+from diloco.core.methods.pruning import pruned_gradient
 from diloco.core.outer_step import next_anchor, outer_gradient, outer_step
-from diloco.core.pruning import pruned_gradient
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
-from diloco.outer.groups import Group, cut_fragments
-from diloco.outer.local_tensors import local_tensors
 from diloco.outer.methods.second_moments import SecondMoments
-from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.rounds import Outcome, PendingOutcome
-from diloco.outer.tensor_pieces import Piece as TensorPiece
-from diloco.outer.tensor_pieces import TensorPieces
+from diloco.outer.tensors.groups import Group, cut_fragments
+from diloco.outer.tensors.local_tensors import local_tensors
+from diloco.outer.tensors.model_tensors import ModelTensors
+from diloco.outer.tensors.tensor_pieces import Piece as TensorPiece
+from diloco.outer.tensors.tensor_pieces import TensorPieces
 
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 _ERROR_EVERY, _ERROR_ELEMENTS = 16, 1 << 22  # what a codec loses is measured on these spans, at most so much of each

@@ -18,7 +18,7 @@ from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.rounds import Outcome, Posted, Settled, settled_outcome, settled_result
 from diloco.outer.state import OuterState
-from diloco.outer.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 
 def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:

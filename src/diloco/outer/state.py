@@ -19,7 +19,7 @@ from diloco.errors import ConfigError
 from diloco.outer.methods.eager_starts import eagers, moving_starts
 from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Lane, Replica
-from diloco.outer.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 Means = Sequence[EncodedVector] | None
 """One encoded mean for each lane; None: none that has this worker's contribution in it."""

@@ -22,8 +22,8 @@ from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.methods.gradient_mean import GradientMean
-from diloco.outer.model_tensors import model_tensors
-from diloco.outer.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors.model_tensors import model_tensors
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 _COUNTERS = (
     "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"

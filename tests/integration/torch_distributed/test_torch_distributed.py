@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.methods.course import Course
+from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov
-from diloco.core.varying.course import Course
-from diloco.core.varying.round_lengths import LearningRateCurve
 from diloco.engines.base import Engine
 from diloco.engines.rounds import GlobalState
 from diloco.engines.torch_distributed import TorchDistributedEngine

@@ -12,7 +12,7 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
 from diloco.models.choice import ModelChoice
-from diloco.outer.tensor_pieces import pieces_of
+from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import RunConfig

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diloco.core.eager import Eager
 from diloco.core.fragments import Fragment
+from diloco.core.methods.eager import Eager
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, SGDMomentum
 from diloco.core.outer_step import outer_step
 from diloco.errors import ConfigError

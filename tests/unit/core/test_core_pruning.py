@@ -8,8 +8,8 @@ from torch import nn
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.core.lanes import Piece
+from diloco.core.methods.pruning import prune_, pruned_gradient
 from diloco.core.outer_optimizers import SGD
-from diloco.core.pruning import prune_, pruned_gradient
 from support.in_turn import InTurn
 from support.problem import anchors
 

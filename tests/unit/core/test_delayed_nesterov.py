@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diloco.core.delayed_nesterov import DelayedNesterov
+from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.core.outer_optimizers import Nesterov
 from diloco.errors import ConfigError
 

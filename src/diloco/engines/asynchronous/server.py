@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.delayed_nesterov import DelayedNesterov
 from diloco.core.fragments import Fragment
+from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.engines.header import Header, unpack
 from diloco.errors import EngineError
 

@@ -1,9 +1,9 @@
 """The policy of asynchronous workers: no worker waits for another, but at the end.
 
 After its H inner steps a worker sends its outer gradient, taken from where it began them, to the anchor in worker 0's
-process (engines/asynchronous/server.py), which moves at once (core/delayed_nesterov.py). The worker goes on from the
-answer, the anchor as it is then, with all that others have sent meanwhile. A worker's own anchor, which evaluation and
-checkpoints see, is the one that it was last given.
+process (engines/asynchronous/server.py), which moves at once (core/methods/delayed_nesterov.py). The worker goes on
+from the answer, the anchor as it is then, with all that others have sent meanwhile. A worker's own anchor, which
+evaluation and checkpoints see, is the one that it was last given.
 
 All start together, as with a fixed membership, and end together: a worker that has taken all its steps waits in
 `finish` until every other has, or is lost. A stop ends all at their next arrival.

@@ -1,9 +1,9 @@
-"""The starts of eager updates (core/eager.py), when a round fails or another anchor replaces the worker's."""
+"""The starts of eager updates (core/methods/eager.py), when a round fails or another anchor replaces the worker's."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from diloco.core.eager import Eager
+from diloco.core.methods.eager import Eager
 from diloco.outer.replica import Lane
 
 

@@ -1,6 +1,6 @@
 """How far one worker's position moves with each inner step, so that fast and slow workers arrive at a round together.
 
-Only with `sync.dynamic_steps` (core/dynamic_steps.py). A *turn* is the H positions from one multiple of H to the next.
+Only with `sync.dynamic_steps` (core/methods/dynamic_steps.py). A *turn* is the H positions between two multiples of H.
 At the beginning of a turn a worker takes its number of steps from the speeds that the latest round's headers told, and
 keeps it: the same headers give the same numbers, and a resumed run goes on with them. Every worker stands at the end of
 every turn exactly, whatever its speed.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from diloco.core.dynamic_steps import num_steps, speed_share
+from diloco.core.methods.dynamic_steps import num_steps, speed_share
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Member, Report

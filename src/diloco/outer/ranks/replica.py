@@ -21,12 +21,12 @@ from diloco.core.lanes import LaneLayout, Piece, lay_lanes
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import EngineError
-from diloco.outer.groups import Group, cut_fragments
-from diloco.outer.local_tensors import local_tensors, share, take_first
-from diloco.outer.model_tensors import ModelTensors
 from diloco.outer.ranks.worker_round import WorkerRound
 from diloco.outer.replica import NO_DIGEST, Lane, Sending, refuse_new_parameters
 from diloco.outer.rounds import PendingOutcome
+from diloco.outer.tensors.groups import Group, cut_fragments
+from diloco.outer.tensors.local_tensors import local_tensors, share, take_first
+from diloco.outer.tensors.model_tensors import ModelTensors
 
 
 class RankedReplica:

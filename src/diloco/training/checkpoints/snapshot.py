@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diloco.outer.tensor_pieces import TensorPieces
+from diloco.outer.tensors.tensor_pieces import TensorPieces
 
 logger = logging.getLogger(__name__)
 

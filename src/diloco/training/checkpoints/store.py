@@ -22,7 +22,7 @@ from typing import Any
 from diloco.atomic_files import replace_file, sync_folder, write_file
 from diloco.engines.rounds import Member
 from diloco.errors import DiLoCoError
-from diloco.outer.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 from diloco.training.checkpoints.manifests import (
     Checkpoint,
     Manifest,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import CheckpointError
-from diloco.outer.model_tensors import bare_name
-from diloco.outer.tensor_pieces import Numbers, TensorPieces, pieces_of
+from diloco.outer.tensors.model_tensors import bare_name
+from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces, pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint
 from diloco.training.checkpoints.tensor_files import SavedTensor, read_tensors, saved_tensors
 from diloco.training.inner import set_position

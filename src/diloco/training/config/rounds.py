@@ -1,7 +1,7 @@
 """The rounds of a run, from its options alone: when they are, and how many. Torch-free."""
 
+from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.schedule import Schedule
-from diloco.core.varying.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import InnerConfig
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from diloco.core.config import SyncConfig
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, build_fragments
+from diloco.core.methods.round_lengths import GrowingRounds
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import Schedule
-from diloco.core.varying.round_lengths import GrowingRounds
 from diloco.outer.methods.second_moments import SecondMoments
-from diloco.outer.model_tensors import ModelTensors
+from diloco.outer.tensors.model_tensors import ModelTensors
 
 
 @dataclass(frozen=True)
