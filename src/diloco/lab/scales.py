@@ -7,7 +7,7 @@ there the baselines are a factor of 2.5 apart, and what counts is signal per ste
 are (`regime.py`), and says so if it is more than 15 %.
 
     smoke   seconds an arm on a CPU: whether everything runs; its numbers mean nothing
-    cpu     minutes an arm on a few cores
+    cpu     a minute an arm on one core: a first look, in a steeper part of the training than the gpu scale's
     gpu     ten seconds an arm on one large GPU
 
 The rates were found with `diloco lab tune`, for the data-parallel side as for DiLoCo.
@@ -145,18 +145,18 @@ SCALES: dict[str, Scale] = {
     ),
     "cpu": Scale(
         name="cpu",
-        model=_shape(64, 3, 4, 2, 160),
-        vocab_size=2048,
+        model=_shape(48, 2, 3, 1, 128),
+        vocab_size=1024,
         text_bytes=None,
         workers=8,
-        steps=500,
-        pretraining_steps=250,
-        H=10,
-        batch_size=16,
+        steps=300,
+        pretraining_steps=100,
+        H=6,
+        batch_size=8,
         sequence_length=64,
         replicas=(1, 4, 8, 16),
         eval_windows=256,
-        warmup_steps=25,
+        warmup_steps=20,
         pretraining_lr=6e-3,
         data_parallel_lr=6e-3,
         one_worker_lr=4e-3,
