@@ -1,6 +1,8 @@
 """Overlapped rounds on a CPU: the arithmetic runs in threads beside training, and no bit depends on that."""
 
+import gc
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -103,3 +105,18 @@ def test_a_post_that_fails_is_told_when_the_round_is_merged(monkeypatch: pytest.
     monkeypatch.setattr(world.optimizers[0].loop.replica.lanes[0].engine, "start_round", refuse)
     with pytest.raises(OSError, match="no memory to send from"):
         world.step(8)
+
+
+def test_the_threads_of_a_worker_end_with_it() -> None:
+    before = set(threading.enumerate())
+    world = InTurn(2, SYNCS["whole"], Nesterov(lr=0.4))
+    for _ in range(9):
+        world.step()
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} == {"diloco-posting", "diloco-waiting"}
+    del world
+    deadline = time.monotonic() + 60.0
+    while any(thread.is_alive() for thread in threads):
+        assert time.monotonic() < deadline
+        gc.collect()  # which does nothing while another thread collects
+        time.sleep(0.01)

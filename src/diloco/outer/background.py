@@ -35,6 +35,7 @@ from diloco.outer.tensors.model_tensors import ModelTensors
 
 _LONGEST_SECONDS = 600.0  # for some copies and arithmetic in memory
 _TRY_SECONDS = 1.0
+_END_SECONDS = 5.0  # for a job at the end; one that waits for a lost peer is left behind
 
 
 def kind_of_replica(sync: SyncConfig, tensors: ModelTensors) -> type[Replica]:
@@ -245,7 +246,10 @@ class _IdleLock:
 
 
 class _Jobs:
-    """One thread that does jobs in order. It ends when this object is gone."""
+    """One thread that does jobs in order. It ends when this object is gone, and before the interpreter does.
+
+    A thread that comes out of torch's C++ code while the interpreter ends would abort the process.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -258,7 +262,7 @@ class _Jobs:
             arguments = (self._queue, self._error)
             self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
+            weakref.finalize(self, _end, self._thread, self._queue)
         self._queue.put(job)
 
     def finish(self) -> None:
@@ -270,6 +274,12 @@ class _Jobs:
                 raise RuntimeError(f"{self._name} did not end its jobs within {_LONGEST_SECONDS:g} s")
         if self._error:
             raise self._error[0]
+
+
+def _end(thread: threading.Thread, jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():  # a job may have held the last reference
+        thread.join(_END_SECONDS)
 
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]", errors: list[BaseException]) -> None:
