@@ -36,7 +36,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.lab.arm import Arm
-from diloco.lab.simulator import simulate
+from diloco.lab.simulation.simulator import simulate
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import preset
 from measuring import write_results

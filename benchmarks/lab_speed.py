@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from diloco.data.corpus import Corpus
-from diloco.lab import stacked_head
 from diloco.lab.arm import Arm
-from diloco.lab.simulator import simulate
-from diloco.lab.synthetic import synthetic_corpus
+from diloco.lab.simulation import stacked_head
+from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.synthetic import synthetic_corpus
 from measuring import write_results
 
 SHAPES: dict[str, tuple[tuple[int, int, int, int], int, int, int]] = {

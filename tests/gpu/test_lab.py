@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from diloco.lab.arm import Arm, ArmResult
-from diloco.lab.simulator import simulate
-from diloco.lab.synthetic import synthetic_corpus
+from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.synthetic import synthetic_corpus
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

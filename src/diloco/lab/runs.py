@@ -24,11 +24,11 @@ from diloco.data.corpus import META, Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm
-from diloco.lab.domains import DOMAINS, library_domains
 from diloco.lab.experiment import Experiment
 from diloco.lab.results import ResultFolder, Setting, key_of
 from diloco.lab.scales import Scale
-from diloco.lab.simulator import simulate
+from diloco.lab.simulation.domains import DOMAINS, library_domains
+from diloco.lab.simulation.simulator import simulate
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from diloco.core.outer_optimizers import outer_optimizer
 from diloco.data.corpus import Corpus
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.lab.arm import Arm
-from diloco.lab.batches import Text
-from diloco.lab.replicas import fresh, learning_rates
-from diloco.lab.simulator import simulate
-from diloco.lab.synthetic import synthetic_corpus
+from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.replicas import fresh, learning_rates
+from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.synthetic import synthetic_corpus
 from diloco.models.native.model import NativeModel
 from diloco.optimizer import DiLoCo
 from diloco.training.inner import inner_optimizer

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from diloco.data.corpus import Corpus
-from diloco.lab import pretraining, ways
 from diloco.lab.arm import Arm, ArmResult
-from diloco.lab.batches import Text
-from diloco.lab.replicas import Sequential, Task, fresh, learning_rates
-from diloco.lab.simulator import simulate
-from diloco.lab.stacked import Stacked
-from diloco.lab.synthetic import synthetic_corpus
+from diloco.lab.simulation import pretraining, ways
+from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.replicas import Sequential, Task, fresh, learning_rates
+from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.stacked import Stacked
+from diloco.lab.simulation.synthetic import synthetic_corpus
 from diloco.training.config.tables import InnerConfig
 
 MODEL = {
@@ -163,7 +163,7 @@ def test_a_worker_of_its_own_shards_weighs_what_they_have(corpus: Corpus) -> Non
 
 
 def test_bytes_are_those_that_the_engine_counts(corpus: Corpus, monkeypatch: Any) -> None:
-    from diloco.lab import simulator
+    from diloco.lab.simulation import simulator
 
     made = []
 

@@ -9,9 +9,9 @@ import pytest
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.numbers import give_number
+from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, RendezvousError
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values

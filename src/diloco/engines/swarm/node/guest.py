@@ -18,7 +18,6 @@ from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node.file_transfer import fetch_file
 from diloco.engines.swarm.node.messages import (
     AskFiles,
     AskStatus,
@@ -31,6 +30,7 @@ from diloco.engines.swarm.node.messages import (
 )
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.status import RunStatus, Status
+from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.invitation import Invitation
 from diloco.errors import EngineError, Excluded, RendezvousError

@@ -33,7 +33,6 @@ from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock, messages
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.joining import join, look_for_others, save, settle_number
 from diloco.engines.swarm.node.members import Members
@@ -43,9 +42,10 @@ from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.participant import Participant
-from diloco.engines.swarm.node.state_transfer import StateTransfer
 from diloco.engines.swarm.node.status import MemberStatus, RunStatus, Status
 from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Trainer
+from diloco.engines.swarm.node.transfers.file_transfer import SharedFiles, fetch_file
+from diloco.engines.swarm.node.transfers.state_transfer import StateTransfer
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode, read_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engines.worker_ranks import ALONE
-from diloco.lab.batches import Text
+from diloco.lab.simulation.batches import Text
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.training.compute import prepare

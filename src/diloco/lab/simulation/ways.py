@@ -13,8 +13,8 @@ import torch
 
 from diloco.atomic_files import replace_file
 from diloco.errors import ConfigError
-from diloco.lab.replicas import Beginning, Replicas, Sequential, Task
-from diloco.lab.stacked import Stacked
+from diloco.lab.simulation.replicas import Beginning, Replicas, Sequential, Task
+from diloco.lab.simulation.stacked import Stacked
 
 _TIMED_STEPS = 3
 _SHARE_OF_MEMORY = 0.4

@@ -10,10 +10,10 @@ from diloco.core.outer_optimizers import outer_optimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
-from diloco.lab.batches import Text
-from diloco.lab.clock import Clock, round_bytes
-from diloco.lab.presence import presence, working
-from diloco.lab.replicas import Replicas
+from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.clock import Clock, round_bytes
+from diloco.lab.simulation.presence import presence, working
+from diloco.lab.simulation.replicas import Replicas
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diloco.lab.inner import StackedInner
 from diloco.lab.layout import Layout
-from diloco.lab.replicas import Beginning, Replicas, Task
-from diloco.lab.stacked_head import stacked_losses
+from diloco.lab.simulation.inner import StackedInner
+from diloco.lab.simulation.replicas import Beginning, Replicas, Task
+from diloco.lab.simulation.stacked_head import stacked_losses
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.native.transformer import rotary_tables, rotate

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from diloco.atomic_files import replace_file
 from diloco.lab.arm import Arm
-from diloco.lab.batches import PRETRAINING, Text
-from diloco.lab.replicas import Beginning, Replicas, Task, fresh, learning_rates
+from diloco.lab.simulation.batches import PRETRAINING, Text
+from diloco.lab.simulation.replicas import Beginning, Replicas, Task, fresh, learning_rates
 from diloco.models.native.config import ModelConfig
 from diloco.safetensors_files import file_chunks
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.lab.layout import Layout
-from diloco.lab.replicas import Beginning
+from diloco.lab.simulation.replicas import Beginning
 from diloco.training.config.tables import InnerConfig
 from diloco.training.inner import MUON_MOMENTUM
 

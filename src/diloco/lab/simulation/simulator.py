@@ -21,13 +21,13 @@ from diloco.core.fragments import PartLayout
 from diloco.data.corpus import Corpus
 from diloco.engines.worker_ranks import ALONE
 from diloco.lab.arm import Arm, ArmResult, Progress
-from diloco.lab.batches import Text
-from diloco.lab.clock import Clock, round_bytes
-from diloco.lab.presence import presence, working
-from diloco.lab.pretraining import beginning
-from diloco.lab.replicas import Beginning, Replicas, Task, learning_rates
-from diloco.lab.ways import build
-from diloco.lab.workers import Workers
+from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.clock import Clock, round_bytes
+from diloco.lab.simulation.presence import presence, working
+from diloco.lab.simulation.pretraining import beginning
+from diloco.lab.simulation.replicas import Beginning, Replicas, Task, learning_rates
+from diloco.lab.simulation.ways import build
+from diloco.lab.simulation.workers import Workers
 from diloco.models.native.model import NativeModel
 from diloco.training.precision import Precision
 from diloco.version import __version__
