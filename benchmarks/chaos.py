@@ -5,8 +5,8 @@
 Workers are real ones, each a trainer, a sidecar and a p2pd on this machine. One is three times slower than the others,
 one sends NaN, one sends 1e30 and claims a small norm, one was not invited, one has the identity of a live one; the
 first worker dies for good; others die, freeze (some thaw later), come back, and new ones join, at moments that the seed
-decides. What must be true of it is in chaos_story.py. The final loss is held against that of a calm run of as many
-rounds with the usual number of workers.
+decides. What must be true of it is in tests/support/chaos/story.py. The final loss is held against that of a calm run
+of as many rounds with the usual number of workers.
 """
 
 import argparse
@@ -58,18 +58,8 @@ class Plan:
     def deeds(self) -> dict[int, list[str]]:
         """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
         chance = random.Random(self.seed)
-        certain = [
-            "nan",
-            "huge",
-            "join",
-            "stranger",
-            "copy",
-            "kill the first",
-            "freeze and thaw",
-            "kill",
-            "return",
-            "sidecar",
-        ]
+        certain = ["nan", "huge", "join", "stranger", "copy", "kill the first"]
+        certain += ["freeze and thaw", "kill", "return", "sidecar"]
         more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "liar returns"]
         quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
         slots = list(range(0, self.rounds - quiet, self.every))
@@ -91,6 +81,8 @@ class Life:
     doomed: bool = False
     """It was killed, or frozen for good."""
     thaws_at: float | None = None
+    copy_of: str = ""
+    """The machine whose run folder it has a copy of."""
 
 
 @dataclass
@@ -155,7 +147,7 @@ class Chaos:
         machine = f"copy-{len(self.lives)}"
         shutil.copytree(self.workers.folder / original.machine / "swarm", self.workers.folder / machine / "swarm")
         life = self.start(machine)
-        life.honest = False
+        life.honest, life.copy_of = False, original.machine
         life.worker.say("go")
         return f"{life.name} has the identity of {original.name}"
 
@@ -183,7 +175,9 @@ class Chaos:
 
     def do(self, kind: str, ended: int) -> None:
         at_peace = self.at_peace()
-        victims = [life for life in at_peace if life.machine != "founder"] if len(at_peace) > _FEWEST else []
+        copied = {life.copy_of for life in self.lives if life.worker.alive} | {"founder"}  # they must stay
+        originals = [life for life in at_peace if life.machine not in copied]
+        victims = originals if len(at_peace) > _FEWEST else []
         running = {life.machine for life in self.lives if life.worker.alive}
         doomed = [life.machine for life in self.lives if life.honest and life.doomed]
         gone = [machine for machine in dict.fromkeys(doomed) if machine not in running]
@@ -193,8 +187,8 @@ class Chaos:
                 what = f"{self.join(kind, lie=kind)} joins, and sends {'NaN' if kind == 'nan' else '1e30'}"
             case "stranger":
                 what = f"{self.intrude()} comes without an invitation"
-            case "copy" if at_peace:
-                what = self.copy(self.chance.choice(at_peace))
+            case "copy" if originals:
+                what = self.copy(self.chance.choice(originals))
             case "liar returns" if not any(life.worker.alive for life in self.lives if life.machine == "nan"):
                 what = f"{self.join('nan', lie='nan')} wants to come back"
             case "join" if len(at_peace) < _MOST:
