@@ -14,7 +14,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = os.environ.get("DILOCO_REQUIRE_BROWSER") == "1"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright's event loop runs until its end, and no other one meanwhile
 def browser() -> Iterator[Browser]:
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if path is None:
