@@ -117,7 +117,7 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(config=run_configs())
 def test_the_file_of_any_valid_configuration_gives_that_configuration_again(
     config: RunConfig, tmp_path_factory: pytest.TempPathFactory
