@@ -62,5 +62,6 @@ def test_a_round_that_is_later_than_the_bound_has_failed_and_its_work_comes_with
     assert failures == ["round 0: nothing from workers [1] before the deadline"]
     assert optimizer.anchor_digest() == before
     assert all(torch.equal(kept, now) for kept, now in zip(own, model.parameters(), strict=True))
+    optimizer.loop.replica.finish_posts()
     weights = [swarm.rounds[sequence].headers[0].claim.weight for sequence in (0, 1)]
     assert weights[1] == 2 * weights[0]
