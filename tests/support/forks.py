@@ -21,6 +21,7 @@ context.set_forkserver_preload(
         *("diloco.optimizer", "diloco.engines.connect", "diloco.engines.swarm.engine"),
         *("diloco.cli.main", "diloco.cli.train", "diloco.training.processes.worker", "diloco.models.native.saving"),
         *("diloco.training.processes.launcher", "diloco.training.processes.swarm_worker"),
+        "support.frozen_heap",
     ]
 )
 
