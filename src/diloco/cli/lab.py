@@ -19,7 +19,7 @@ def list_experiments(*, scale: ScaleName = "cpu") -> None:
     Parameters
     ----------
     scale
-        smoke: does it run; cpu: a minute an arm; gpu: ten seconds an arm on a large GPU.
+        smoke: does it run; cpu: small runs, rates not tuned; gpu: ten seconds an arm on a large GPU.
     """
     commands.list_experiments(scale, print_line)
 
@@ -46,7 +46,7 @@ def run(
     everything
         All experiments, the most important first.
     scale
-        smoke: does it run; cpu: a minute an arm; gpu: ten seconds an arm on a large GPU.
+        smoke: does it run; cpu: small runs, rates not tuned; gpu: ten seconds an arm on a large GPU.
     seeds
         Seeds 0 to N − 1; a verdict needs three.
     out

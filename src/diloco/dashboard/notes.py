@@ -15,6 +15,10 @@ def _name(event: Event) -> str:
     return f"worker {event['member']}{where}"
 
 
+def _lost(event: Event) -> str:
+    return f"; {event['rounds']} rounds and {event['tokens']:,} tokens are lost" if "rounds" in event else ""
+
+
 _NOTES: dict[str, tuple[Kind, _Note]] = {
     "resumed": ("info", lambda e: f"continued from step {e['step']}"),
     "checkpoint": ("info", lambda e: f"checkpoint of step {e['step']}"),
@@ -36,7 +40,12 @@ _NOTES: dict[str, tuple[Kind, _Note]] = {
     "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {e['reason']}"),
     "alone": ("warning", lambda _: "training alone at the moment: no other member answers"),
     "called": ("warning", lambda e: f"worker {e['worker']} was slow in round {e['sequence']} and posted what it had"),
-    "diverged": ("warning", lambda e: f"worker {e['worker']} has diverged and fetches the others' state"),
+    "minority": ("warning", lambda e: f"{e['here']} of {e['members']} members are here: no round ends until most are"),
+    "warm_start": (
+        "info",
+        lambda e: f"worker {e['worker']} waits for the warm start: step {e['step']} of {e['steps']}",
+    ),
+    "diverged": ("warning", lambda e: f"worker {e['worker']} has diverged and fetches the others' state{_lost(e)}"),
     "resync": ("warning", lambda e: f"worker {e['worker']} has fetched the others' state: {e['reason']}"),
     "sidecar_lost": ("bad", lambda e: f"the network process of worker {e['worker']} died: {e['reason']}"),
     "sidecar_restarted": ("warning", lambda e: f"the network process of worker {e['worker']} was restarted"),
