@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from diloco.cli.display.live import PipeSafeConsole
-from diloco.cli.display.notes import printable
 from diloco.errors import ConfigError
+from diloco.training.records.notes import printable
 from diloco.training.records.run_folder import model_folder_of
 
 _TEMPERATURE, _TOP_K = 0.8, 50

@@ -15,13 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.notes import printable
 from diloco.cli.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.training.processes.run_lock import is_training
 from diloco.training.records.events import EVENTS_FILE
+from diloco.training.records.notes import printable
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary

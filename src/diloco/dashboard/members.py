@@ -5,6 +5,7 @@ from typing import Any
 
 from diloco.dashboard.columns import Columns
 from diloco.training.records.events import Event
+from diloco.training.records.notes import reason_of
 
 _CHANGES = {
     "member_joined": "joined",
@@ -50,7 +51,7 @@ class Members:
             if (member := self._member(event["member"])) is None:
                 return
             member.peer, member.label = str(event.get("peer") or ""), str(event.get("label") or member.label)
-            member.change(event["time"], _CHANGES[event["type"]], str(event.get("reason") or ""))
+            member.change(event["time"], _CHANGES[event["type"]], reason_of(event))
         elif event["type"] == "members":
             for one in event["present"]:
                 if (member := self._member(one["member"])) is not None:

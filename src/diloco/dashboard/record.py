@@ -11,14 +11,12 @@ from typing import Any
 
 from diloco.dashboard.columns import Columns
 from diloco.dashboard.members import Members
-from diloco.dashboard.notes import note_of
 from diloco.dashboard.rounds import Rounds
 from diloco.training.records.events import Event
+from diloco.training.records.notes import RunNotes
 
 logger = logging.getLogger(__name__)
-_MOST_NOTES = 2000
 _MOST_SAMPLES = 200
-_REPEAT_SECONDS = 60.0
 _COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 
 
@@ -47,7 +45,8 @@ class RunRecord:
         self.validations = Columns("time", "step", "loss", "perplexity")
         self.rounds = Rounds()
         self.members = Members()
-        self.notes: list[dict[str, Any]] = []
+        self.notes = RunNotes()
+        self._here: set[int] = set()
         self.samples: list[dict[str, Any]] = []
         self.resolved: dict[str, Any] = {}
         self.parameters = 0
@@ -66,13 +65,17 @@ class RunRecord:
             if handler is not None:
                 handler(event)
             self.members.update(event)
-            self._note(event)
+            self.notes.update(event, self._here)
         except (KeyError, TypeError, AttributeError, ValueError):  # an event of another version, or made up
             self.refused_events += 1
             logger.debug("an event was left out: %.200r", event, exc_info=True)
 
     def worker(self, event: Event) -> Worker:
-        return self._numbered(event["worker"])
+        """The worker that wrote the event: one of this machine."""
+        worker = self._numbered(event["worker"])
+        worker.local = True
+        self._here.add(event["worker"])
+        return worker
 
     def _numbered(self, number: int) -> Worker:
         worker = self.workers.get(number)
@@ -89,7 +92,7 @@ class RunRecord:
 
     def _on_worker_started(self, event: Event) -> None:
         worker = self.worker(event)
-        worker.local, worker.ended = True, None
+        worker.ended = None
         worker.started = {key: event.get(key) for key in ("device", "precision", "threads", "ranks", "workers")}
         worker.states.append((event["time"], "starting"))
         self.parameters = int(event.get("parameters") or 0)
@@ -107,7 +110,6 @@ class RunRecord:
 
     def _on_step(self, event: Event) -> None:
         worker = self.worker(event)
-        worker.local = True
         worker.columns.append(event)
         _set_state(worker, event["time"], "training")
 
@@ -155,7 +157,6 @@ class RunRecord:
 
     def _on_swarm(self, event: Event) -> None:
         worker = self.worker(event)
-        worker.local = True
         worker.states.append((event["time"], "starting" if event.get("founded") else "joining"))
 
     def _on_state_arriving(self, event: Event) -> None:
@@ -164,7 +165,7 @@ class RunRecord:
 
     def _on_joined(self, event: Event) -> None:
         worker = self.worker(event)
-        worker.local, worker.ended = True, None
+        worker.ended = None
         worker.states.append((event["time"], "joined"))
 
     def _on_resumed(self, event: Event) -> None:
@@ -180,17 +181,6 @@ class RunRecord:
             self.validations.drop("step", step)
             self.rounds.forget(step)
         self.rounds.began(event["worker"], event["time"])
-
-    def _note(self, event: Event) -> None:
-        note = note_of(event)
-        if note is None:
-            return
-        kind, text = note
-        for earlier in reversed(self.notes[-32:]):  # several workers of this machine tell the same
-            if earlier["text"] == text and event["time"] - earlier["time"] < _REPEAT_SECONDS:
-                return
-        self.notes.append({"time": event["time"], "kind": kind, "text": text})
-        del self.notes[:-_MOST_NOTES]
 
 
 def _set_state(worker: Worker, time: float, state: str) -> None:

@@ -52,7 +52,11 @@ def snapshot(
         "members": record.members.until(until),
         "members_left_out": record.members.left_out,
         "last_digests": record.members.last_digests if live else {},
-        "notes": [note for note in record.notes if live or note["time"] <= (until or 0)][-200:],
+        "notes": [
+            {"time": note.time, "kind": note.kind, "text": note.text}
+            for note in record.notes.notes
+            if live or note.time <= (until or 0)
+        ][-200:],
         "samples": [one for one in record.samples if live or one["time"] <= (until or 0)][-20:],
         "parameters": record.parameters,
         "unigram_perplexity": record.unigram_perplexity,

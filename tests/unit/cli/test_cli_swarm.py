@@ -93,13 +93,13 @@ def test_what_happens_to_members_is_noted_once_and_without_control_characters() 
 
 
 def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_loss_once() -> None:
-    at = {"member": 5, "label": "a", "peer": "x"}
+    at = {"member": 5, "label": "a", "peer": "12D3KooWx"}
     lost = [
         event("member_lost", 3, **at, reason="12D3KooWx could not be reached a moment ago"),
         event("member_lost", 4, **at, reason="silent for 5 s"),
     ]
     view = view_of(event("member_joined", **at, already=True), *lost)
-    assert view.notes == ["worker 5 (a) is lost (it cannot be reached); training continues without it"]
+    assert view.notes == ["worker 5 (a) is lost (it could not be reached a moment ago); training continues without it"]
     for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
         view.update(one | {"time": 100.0})
     assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.cli.display.notes import RunNotes
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
@@ -21,6 +20,7 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.run_setup import check_data
+from diloco.training.records.notes import RunNotes
 from support.saved_runs import quick_runs, small_config, train
 
 SIZES = {"law": 90, "sea": 60, "code": 30, "art": 20, "war": 10}
@@ -132,8 +132,11 @@ def test_workers_weigh_as_much_as_their_labels_have_text_and_the_run_says_which_
     tokens = corpus.meta.shard_tokens
     weights = [worker.mode.averager.weight for worker in workers]  # type: ignore[union-attr]
     assert weights == [float(tokens[0] + tokens[2]), float(tokens[1])]
-    notes = RunNotes(run)
-    notes.update({"type": "corpus", "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}}, [0, 1])
+    notes = RunNotes()
+    notes.update({"type": "worker_started", "worker": 0, "workers": 2}, [0, 1])
+    notes.update(
+        {"type": "corpus", "time": 0.0, "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}}, [0, 1]
+    )
     assert "3 unreadable rows" in notes.lines[0]
     assert notes.lines[1].startswith("worker 0 reads law") and notes.lines[2].startswith("worker 1 reads sea")
 

@@ -12,7 +12,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.notes import printable
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
 from diloco.models.pretrained import short_name
@@ -20,6 +19,7 @@ from diloco.training.config.rounds import turns
 from diloco.training.config.run import RunConfig
 from diloco.training.records.counts import MemberView, WorkerView
 from diloco.training.records.events import EventReader
+from diloco.training.records.notes import printable
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0

@@ -7,12 +7,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.notes import printable
 from diloco.cli.display.terminal_plot import loss_plot
 from diloco.cli.display.view import duration
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records import history
 from diloco.training.records.events import read_events
+from diloco.training.records.notes import printable
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
 from diloco.training.sizes.disk import size_text

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from diloco.cli.display.notes import RunNotes
 from diloco.training.config.run import RunConfig
 from diloco.training.records.counts import RunCounts, WorkerView
 from diloco.training.records.events import Event
+from diloco.training.records.notes import RunNotes
 
 _DOING = {  # by a worker's state before its first step is over
     "validation": "measuring the validation loss before the first step",
@@ -27,7 +27,7 @@ class RunView(RunCounts):
         self.folder: Path | None = None
         self.stopping = False
         self.expected_workers = config.workers
-        self._notes = RunNotes(config)
+        self._notes = RunNotes()
 
     def update(self, event: Event) -> None:
         super().update(event)

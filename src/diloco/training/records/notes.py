@@ -1,0 +1,207 @@
+"""What happened in a run besides steps and rounds: the sentence that terminal and page say of an event. Torch-free."""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.training.records.events import Event
+
+Kind = Literal["good", "info", "warning", "bad"]
+_LONGEST = 500
+_MOST_NOTES = 2000
+_COMPARED = 32
+_REPEAT_SECONDS = 60.0
+_CORES = "cores: "
+_PEER = re.compile(r"\b(?:12D3Koo|Qm)[1-9A-HJ-NP-Za-km-z]{30,60}\b")
+_COUNTED = frozenset(
+    ("checkpoint", "worker_finished", "worker_failed", "swarm", "called", "round", "sidecar_lost")
+)  # fmt: skip
+"""Events that the terminal shows in its table, as a count or as an error: they have no line of their own there."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line about a run."""
+
+    time: float
+    worker: int
+    kind: Kind
+    text: str
+    subject: tuple[object, ...]
+    """Two workers that tell of the same subject tell the same."""
+    counted: bool
+
+
+class RunNotes:
+    """The notes of a run in the order of its events; what several workers of this machine tell is there once."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.lines: list[str] = []
+        """The texts for the terminal."""
+        self._workers = 1
+
+    def update(self, event: Event, local_workers: Collection[int]) -> None:
+        """`local_workers`: workers of this machine, whose coming and going is known without a note."""
+        if event["type"] == "worker_started":
+            self._workers = int(event.get("workers") or 1)
+        if event["type"] in ("member_joined", "member_left") and event["member"] in local_workers:
+            return
+        if event["type"] == "threads" and event["workers"] < 2 and not self._have(_CORES):
+            return  # a worker that has the machine to itself, as before
+        for kind, text in _sentences(event, self._workers):
+            self._add(event, kind, printable(text)[:_LONGEST])
+
+    def _have(self, beginning: str) -> bool:
+        return any(note.text.startswith(beginning) for note in self.notes)
+
+    def _add(self, event: Event, kind: Kind, text: str) -> None:
+        member = (event["type"], event["member"], event["peer"]) if "peer" in event and "member" in event else None
+        note = Note(event["time"], event["worker"], kind, text, member or (text,), event["type"] in _COUNTED)
+        if self._is_repeated(note):
+            return
+        self.notes.append(note)
+        del self.notes[:-_MOST_NOTES]
+        if not note.counted:
+            self.lines.append(text)
+
+    def _is_repeated(self, note: Note) -> bool:
+        """The same within a minute: by another worker, or with nothing in between."""
+        for earlier in reversed(self.notes[-_COMPARED:]):
+            if earlier.subject == note.subject:
+                late = note.time - earlier.time >= _REPEAT_SECONDS
+                return not late and (earlier.worker != note.worker or earlier is self.notes[-1])
+        return False
+
+
+def reason_of(event: Event) -> str:
+    """Why, without the ids of peers, which are 52 characters long: the member itself is `it`."""
+    reason = str(event.get("reason") or "")
+    if peer := str(event.get("peer") or ""):
+        reason = reason.replace(peer, "it")
+    return _PEER.sub(lambda found: f"peer …{found[0][-6:]}", reason)
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def _sentences(event: Event, workers: int) -> Iterator[tuple[Kind, str]]:
+    if event["type"] == "corpus":
+        yield from _corpus(event, workers)
+    elif event["type"] == "resumed":
+        yield from _resumed(event)
+    elif event["type"] == "round":
+        yield from _round(event)
+    elif event["type"] == "diverged":
+        yield from _diverged(event)
+    elif event["type"] in _SENTENCES and not event.get("already"):  # a member that was there before has not joined
+        kind, sentence = _SENTENCES[event["type"]]
+        yield kind, sentence(event)
+
+
+def _corpus(event: Event, workers: int) -> Iterator[tuple[Kind, str]]:
+    unreadable = [f"{count:,} {what}" for what, count in event.get("skipped", {}).items() if "unreadable" in what]
+    if unreadable:
+        yield "warning", f"left out of the text: {', '.join(unreadable)} (data.on_bad_row = skip)"
+    for worker in range(workers if "label_shards" in event else 0):
+        tokens: list[int] = event["shard_tokens"]
+        labels = [label for label, shard in event["label_shards"].items() if shard % workers == worker]
+        named = ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+        read = sum(tokens[worker::workers]) / max(1, sum(tokens))
+        yield "info", f"worker {worker} reads {named}: {read:.0%} of the text"
+
+
+def _resumed(event: Event) -> Iterator[tuple[Kind, str]]:
+    if event.get("workers_before") is not None:  # otherwise one of its notes says that the run starts again
+        yield "info", f"continuing from step {event['step']}"
+    for note in event.get("notes") or ():
+        yield "warning", str(note)
+
+
+def _round(event: Event) -> Iterator[tuple[Kind, str]]:
+    if event.get("failure") is not None:
+        yield "bad", f"round {event['sequence']} failed: {event['failure']}"
+    elif refused := event.get("refused"):
+        reasons = "; ".join(f"worker {worker}: {reason}" for worker, reason in refused.items())
+        yield "warning", f"round {event['sequence']} refused {reasons}"
+
+
+def _diverged(event: Event) -> Iterator[tuple[Kind, str]]:
+    worker = f"worker {event['worker']}"
+    yield "warning", f"{worker} has diverged: it went on without the others, and fetches their state"
+    if "rounds" in event:
+        yield "bad", f"{event['rounds']} rounds and {event['tokens']:,} tokens of {worker} are lost"
+
+
+def _name(event: Event) -> str:
+    where = f" ({event['label']})" if event.get("label") else ""
+    return f"worker {event['member']}{where}"
+
+
+def _shards(event: Event) -> str:
+    shards = ", ".join(map(str, event["shards"][:8])) + (", …" if len(event["shards"]) > 8 else "")
+    return f"shards {shards} could not be fetched ({reason_of(event)}); trying again later"
+
+
+def _threads(event: Event) -> str:
+    threads = "1 thread" if event["threads"] == 1 else f"{event['threads']} threads"
+    others = "1 worker has" if event["workers"] == 1 else f"{event['workers']} workers share"
+    return f"{_CORES}{others} this machine's {event['cores']} cores, {threads} each (--threads)"
+
+
+_SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
+    "checkpoint": ("info", lambda e: f"checkpoint of step {e['step']}"),
+    "checkpoint_failed": (
+        "bad",
+        lambda e: f"worker {e['worker']} could not write the checkpoint of step {e['step']}: {e['reason']}",
+    ),
+    "checkpoint_skipped": ("warning", lambda e: f"the checkpoint of step {e['step']} was left out: {e['reason']}"),
+    "sample_skipped": ("warning", lambda e: f"no sample: {e['reason']}"),
+    "worker_finished": ("good", lambda e: f"worker {e['worker']} has ended after step {e['inner_steps']}"),
+    "worker_failed": ("bad", lambda e: f"worker {e['worker']} failed: {e.get('error')}"),
+    "threads": ("info", _threads),
+    "swarm": ("info", lambda e: f"worker {e['worker']} {'founded' if e.get('founded') else 'is in'} the swarm"),
+    "waiting": (
+        "info",
+        lambda e: f"{e['present']} of {e['wanted']} workers are present (swarm.min_workers): waiting for the rest",
+    ),
+    "warm_start": (
+        "info",
+        lambda e: (
+            f"worker {e['worker']} waits for the end of the warm start, which one worker trains alone: it is at "
+            f"step {e['step']} of {e['steps']}"
+        ),
+    ),
+    "joined": ("good", lambda e: f"worker {e['worker']} starts at step {e['step']}, the position of the swarm"),
+    "member_joined": ("good", lambda e: f"{_name(e)} has joined"),
+    "member_left": ("info", lambda e: f"{_name(e)} has left"),
+    "member_lost": ("bad", lambda e: f"{_name(e)} is lost ({reason_of(e)}); training continues without it"),
+    "member_banned": ("bad", lambda e: f"{_name(e)} is banned: {reason_of(e)}"),
+    "member_expelled": ("bad", lambda e: f"{_name(e)} is excluded: {reason_of(e)}"),
+    "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {reason_of(e)}"),
+    "renumbered": (
+        "info",
+        lambda e: f"worker {e['before']} is worker {e['member']} from now on: after a split two had the same number",
+    ),
+    "alone": ("warning", lambda _: "training alone at the moment: no other member answers"),
+    "called": ("warning", lambda e: f"worker {e['worker']} was slow in round {e['sequence']} and posted what it had"),
+    "minority": (
+        "warning",
+        lambda e: (
+            f"{e['here']} of {e['members']} members are here: training goes on, and no round ends until more than "
+            "half are"
+        ),
+    ),
+    "resync": ("warning", lambda e: f"worker {e['worker']} has fetched the others' state: {reason_of(e)}"),
+    "sidecar_lost": ("bad", lambda e: f"the network process of worker {e['worker']} died: {e['reason']}"),
+    "sidecar_restarted": (
+        "warning",
+        lambda e: f"the network process of worker {e['worker']} died and was restarted",
+    ),
+    "shards_not_fetched": ("warning", _shards),
+}

@@ -1,0 +1,114 @@
+"""What the terminal and the page say of an event."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import diloco
+from diloco.cli.display.view import RunView
+from diloco.dashboard.record import RunRecord
+from diloco.training.config.run import RunConfig
+from diloco.training.records.notes import _SENTENCES, RunNotes, reason_of
+
+PEER = "12D3KooWMHtALwWx5z884D4WSWdRG6CqdcdrFJCRy6rstou8Rdwk"
+OTHER = "12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"
+
+
+def event(type_: str, worker: int = 0, time: float = 10.0, **fields: Any) -> dict[str, Any]:
+    return {"v": 1, "time": time, "worker": worker, "type": type_, **fields}
+
+
+HAPPENED = [
+    event("worker_started", workers=2, parameters=1, unigram_perplexity=None),
+    event("corpus", skipped={"unreadable rows": 3}, label_shards={"law": 0, "sea": 1}, shard_tokens=[30, 10]),
+    event("resumed", step=20, rounds=2, workers=2, workers_before=2, notes=["a damaged file is left out"]),
+    event("checkpoint_failed", step=15, reason="full"),
+    event("checkpoint_skipped", step=15, reason="a round is in flight"),
+    event("sample_skipped", step=3, reason="no tokenizer"),
+    event("threads", threads=1, cores=2, workers=2),
+    event("waiting", present=1, wanted=2),
+    event("warm_start", step=30, steps=200),
+    event("joined", step=40, rounds=2),
+    event("member_joined", member=7, peer=PEER, label="far"),
+    event("member_left", member=7, peer=PEER, label="far"),
+    event("member_lost", member=7, peer=PEER, label="far", reason=f"{PEER} could not be reached a moment ago"),
+    event("member_banned", member=8, peer=OTHER, label="", reason="its norm is 900"),
+    event("member_expelled", member=9, peer=OTHER, label="", reason=f"revoked by {PEER}"),
+    event("excluded", member=0, reason="revoked"),
+    event("renumbered", before=0, member=4),
+    event("alone", member=0),
+    event("minority", member=0, here=1, members=4),
+    event("diverged", member=0, rounds=3, tokens=4096),
+    event("resync", reason="it missed round 8", sequence=9, step=90),
+    event("sidecar_restarted", restarts=1),
+    event("shards_not_fetched", shards=[1, 2], reason="no member has them"),
+]
+
+
+def test_terminal_and_page_say_the_same_sentences() -> None:
+    view, record = RunView(RunConfig(engine="swarm")), RunRecord()
+    for one in HAPPENED:
+        view.update(one)
+        record.update(one)
+    assert record.refused_events == 0
+    assert view.notes == [note.text for note in record.notes.notes]
+    assert len(view.notes) == len(HAPPENED) - 1 + 4  # two labels, a note of the resume, a second line of `diverged`
+
+
+def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None:
+    notes = RunNotes()
+    notes.update(event("round", sequence=3, failure="worker 1 did not answer", refused={}), ())
+    notes.update(event("worker_failed", error="out of memory"), ())
+    assert [note.text for note in notes.notes] == [
+        "round 3 failed: worker 1 did not answer",
+        "worker 0 failed: out of memory",
+    ]
+    assert notes.lines == []
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (event("renumbered", before=2, member=5), "worker 2 is worker 5 from now on"),
+        (event("minority", here=1, members=4), "1 of 4 members are here"),
+        (event("diverged", worker=1, rounds=3, tokens=4096), "3 rounds and 4,096 tokens of worker 1 are lost"),
+    ],
+)
+def test_a_split_is_told(told: dict[str, Any], words: str) -> None:
+    notes = RunNotes()
+    notes.update(told, ())
+    assert any(words in line for line in notes.lines)
+
+
+def test_no_line_has_the_id_of_a_peer() -> None:
+    notes = RunNotes()
+    for one in HAPPENED:
+        notes.update(one, ())
+    assert not any("12D3Koo" in note.text for note in notes.notes)
+    assert reason_of(HAPPENED[12]) == "it could not be reached a moment ago"
+    assert reason_of(event("x", reason=f"revoked by {PEER}")) == "revoked by peer …u8Rdwk"
+
+
+def test_a_member_that_comes_and_goes_is_told_every_time_and_by_one_worker() -> None:
+    notes = RunNotes()
+    for time in (10.0, 20.0):
+        for type_ in ("member_joined", "member_lost"):
+            for worker in (0, 1):
+                notes.update(event(type_, worker, time, member=5, peer=PEER, label="", reason=f"told by {worker}"), ())
+    assert [line.split()[3] for line in notes.lines] == ["joined", "lost", "joined", "lost"]
+    notes.update(event("member_left", member=5, peer=PEER), local_workers=[5])
+    assert len(notes.lines) == 4, "a worker of this machine is in the table"
+
+
+def test_every_event_of_the_documentation_has_a_sentence_or_is_shown_elsewhere() -> None:
+    """A new type of event is not forgotten."""
+    text = (Path(diloco.__file__).parents[2] / "docs" / "events.md").read_text()
+    rows = re.findall(r"^\| (`[a-z_`, ]+) \|", text, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    elsewhere = {
+        "sizes", "worker_started", "starting", "first_step", "step", "round_posted", "evaluation", "validation",
+        "sample", "state_arriving", "members", "shards", "shard_fetched",
+    }  # fmt: skip
+    assert documented - elsewhere == set(_SENTENCES) | {"corpus", "resumed", "round", "diverged"}
