@@ -3,10 +3,11 @@
     python benchmarks/chaos.py --rounds 60 --seed 0
 
 Workers are real ones, each a trainer, a sidecar and a p2pd on this machine. One is three times slower than the others,
-one sends NaN, one sends 1e30 and claims a small norm, one was not invited, one has the identity of a live one; the
-first worker dies for good; others die, freeze (some thaw later), come back, and new ones join, at moments that the seed
-decides. What must be true of it is in tests/support/chaos/story.py. The final loss is held against that of a calm run
-of as many rounds with the usual number of workers.
+one sends NaN, one sends 1e30 and claims a small norm, one was not invited, one has the identity of a live one, one that
+of a frozen one, and keeps its place when that one thaws; the first worker dies for good; others die, freeze (some thaw
+later), come back, and new ones join, at moments that the seed decides. What must be true of it is in
+tests/support/chaos/story.py. The final loss is held against that of a calm run of as many rounds with the usual number
+of workers.
 """
 
 import argparse
@@ -59,8 +60,9 @@ class Plan:
         """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
         chance = random.Random(self.seed)
         certain = ["nan", "huge", "join", "stranger", "copy", "kill the first"]
-        certain += ["freeze and thaw", "kill", "return", "sidecar"]
-        more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "liar returns"]
+        certain += ["freeze and copy", "freeze and thaw", "kill", "return", "sidecar"]
+        more = ["kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "freeze and copy"]
+        more.append("liar returns")
         quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
         slots = list(range(0, self.rounds - quiet, self.every))
         kinds = certain + chance.choices(more, k=max(0, len(slots) - len(certain)))
@@ -83,6 +85,8 @@ class Life:
     thaws_at: float | None = None
     copy_of: str = ""
     """The machine whose run folder it has a copy of."""
+    replaced: bool = False
+    """It was frozen until a copy had its place: it must end when it thaws."""
 
 
 @dataclass
@@ -94,6 +98,8 @@ class Chaos:
     lives: list[Life] = field(default_factory=list)
     done: list[tuple[float, int, str]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    waiting_copies: dict[str, Life] = field(default_factory=dict)
+    """Copies that have not begun yet -> the frozen originals, which thaw then."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.plan.seed + 1)
@@ -109,9 +115,10 @@ class Chaos:
         liars = [life.name for life in self.lives if life.machine in ("nan", "huge")]
         return Lives(
             frozenset(name for name in liars if name.endswith(".0")),
-            frozenset(life.name for life in self.lives if life.machine == "stranger" or life.machine.startswith("copy"))
+            frozenset(life.name for life in self.lives if life.machine == "stranger" or life.copy_of)
             | frozenset(name for name in liars if not name.endswith(".0")),
             frozenset(life.name for life in self.lives if life.honest and not life.doomed and life.name in begun),
+            frozenset(life.name for life in self.lives if life.replaced),
         )
 
     def _story(self, name: str) -> Path:
@@ -142,14 +149,27 @@ class Chaos:
         self.lives.append(Life(task.life, "stranger", worker, honest=False))
         return task.life
 
-    def copy(self, original: Life) -> str:
-        """A second process with the identity of a live worker, as from a copied run folder."""
+    def copy(self, original: Life) -> Life:
+        """A second process with the identity of a worker, as from a copied run folder."""
         machine = f"copy-{len(self.lives)}"
         shutil.copytree(self.workers.folder / original.machine / "swarm", self.workers.folder / machine / "swarm")
         life = self.start(machine)
-        life.honest, life.copy_of = False, original.machine
         life.worker.say("go")
+        return life
+
+    def copy_live(self, original: Life) -> str:
+        """It must be refused."""
+        life = self.copy(original)
+        life.honest, life.copy_of = False, original.machine
         return f"{life.name} has the identity of {original.name}"
+
+    def freeze_and_copy(self, original: Life) -> str:
+        """The copy must take the place of a worker that is frozen until the copy trains, and keep it then."""
+        original.worker.freeze()
+        original.doomed = original.replaced = True
+        life = self.copy(original)
+        self.waiting_copies[life.name] = original
+        return f"SIGSTOP for {original.name}; {life.name} has its identity"
 
     def begin(self) -> None:
         """The first workers; the first of all founds the run, the second is the slow one."""
@@ -179,7 +199,7 @@ class Chaos:
         originals = [life for life in at_peace if life.machine not in copied]
         victims = originals if len(at_peace) > _FEWEST else []
         running = {life.machine for life in self.lives if life.worker.alive}
-        doomed = [life.machine for life in self.lives if life.honest and life.doomed]
+        doomed = [life.machine for life in self.lives if life.honest and life.doomed and not life.replaced]
         gone = [machine for machine in dict.fromkeys(doomed) if machine not in running]
         what = ""
         match kind:
@@ -188,7 +208,9 @@ class Chaos:
             case "stranger":
                 what = f"{self.intrude()} comes without an invitation"
             case "copy" if originals:
-                what = self.copy(self.chance.choice(originals))
+                what = self.copy_live(self.chance.choice(originals))
+            case "freeze and copy" if victims:
+                what = self.freeze_and_copy(self.chance.choice(victims))
             case "liar returns" if not any(life.worker.alive for life in self.lives if life.machine == "nan"):
                 what = f"{self.join('nan', lie='nan')} wants to come back"
             case "join" if len(at_peace) < _MOST:
@@ -246,6 +268,9 @@ class Chaos:
             if life.thaws_at is not None and time.monotonic() > life.thaws_at:
                 life.worker.thaw()
                 life.thaws_at = None
+        trained = {line["life"] for line in self.chronicle.of("round") if line["failure"] is None}
+        for name in trained & self.waiting_copies.keys():
+            self.waiting_copies.pop(name).worker.thaw()
 
     def _over(self) -> bool:
         return not self._waiting()
@@ -254,7 +279,7 @@ class Chaos:
         """Workers that must come to the end and have not, and strangers without an answer yet."""
         sorts = self.sorts
         answered = {line["life"] for line in self.chronicle.of("error")}
-        expected = sorts.finishing | (sorts.strangers - answered)
+        expected = sorts.finishing | (sorts.strangers - answered) | sorts.replaced
         return [life.name for life in self.lives if life.name in expected and life.worker.alive]
 
 

@@ -12,7 +12,8 @@ strangers   no worker without a valid invitation is let in
 At the end of a run of so many rounds (`unfinished`):
 
 progress    every round has ended, with a contribution in it, and every honest worker that was left alive with it
-answers     each liar is banned, each stranger was told that it is not invited
+answers     each liar is banned, each stranger was told that it is not invited, each worker whose place a copy has
+            taken that it was replaced
 """
 
 import itertools
@@ -36,6 +37,8 @@ class Lives:
     strangers: frozenset[str]
     finishing: frozenset[str] = frozenset()
     """Honest ones that were not killed: they must come to the end."""
+    replaced: frozenset[str] = frozenset()
+    """Those whose place a copy has taken while they were frozen: they must end, and say why."""
 
 
 class Chronicle:
@@ -77,6 +80,7 @@ class Chronicle:
             *(f"{life} did not come to the end: {errors.get(life, 'it left no reason')}" for life in left),
             *(f"{life} was never banned" for number, life in numbers.items() if number not in banned),
             *(f"{life} was not told that it is not invited" for life in sorted(lives.strangers - errors.keys())),
+            *(f"{life} was not told that it was replaced" for life in sorted(lives.replaced - errors.keys())),
         ]
 
     def _different_digests(self) -> list[str]:

@@ -7,10 +7,18 @@ from typing import Literal
 
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import Addressed, decode
+from diloco.engines.swarm.node.wire import PeerMessage
 
 Fate = Literal["arrives", "lost", "answer lost", "twice"]
 LATENCY_SECONDS = 0.001
 """One way. Not 0: two peers that ask each other again and again must not stop the virtual clock."""
+
+
+def request_in(data: bytes) -> PeerMessage:
+    """What is asked in a call, without the processes that are named around it."""
+    message = decode(data)
+    return decode(message.request) if isinstance(message, Addressed) else message
 
 
 class MemoryNetwork:
@@ -126,7 +134,11 @@ class MemoryTransport(Transport):
         self.on_call: OnCall | None = None
         self.on_stream: OnStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.frozen = False
         self.twin = network.peers.get(name) if name not in network.dead else None
+        """Another process with this name."""
+        if self.twin is not None:
+            self.twin.twin = self
         if self.twin is None or not network.first_answers:
             network.peers[name] = self
         network.dead.discard(name)
@@ -148,11 +160,17 @@ class MemoryTransport(Transport):
         if other is None or other.on_call is None:
             raise Unreachable("connection refused", gone=True)
         end = clock.now() + seconds
-        while self.network.silent(self.peer, peer):
+        while self.network.silent(self.peer, peer) or self.frozen or other.frozen:
             if clock.now() > end:
                 raise Unreachable("no answer")
             await asyncio.sleep(0.02)
         return other
+
+    async def disconnect(self, peer: str) -> None:
+        """Of two processes that have one name, the next connection is to the other one."""
+        reached = self.network.peers.get(peer)
+        if reached is not None and reached.twin is not None:
+            self.network.peers[peer] = reached.twin
 
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         other = await self._reach(peer, seconds)
@@ -201,6 +219,6 @@ class MemoryTransport(Transport):
         if self.twin is None:
             self.network.kill(self.peer)
             return
-        self.network.peers[self.peer] = self.twin
+        self.network.peers[self.peer], self.twin.twin = self.twin, None
         for pipe in self.pipes:
             pipe.break_()

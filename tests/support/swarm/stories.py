@@ -58,6 +58,19 @@ async def sleep(swarm: MemorySwarm, worker: MemoryWorker, seconds: float) -> Non
     node._start_task(node._check_regularly())
 
 
+def freeze(worker: MemoryWorker) -> None:
+    """This process of the worker stands still; another one may have its name."""
+    worker.node.transport.frozen = True  # type: ignore[attr-defined]
+    for task in worker.node._tasks:
+        task.cancel()
+
+
+def thaw(worker: MemoryWorker) -> None:
+    worker.node.transport.frozen = False  # type: ignore[attr-defined]
+    worker.node._start_task(worker.node.heartbeats.run())
+    worker.node._start_task(worker.node._check_regularly())
+
+
 async def train(worker: MemoryWorker, until: int, step_seconds: float = 0.3) -> None:
     """As a trainer: posts a round now and then, or when the others wait for it, and fetches the state when told to."""
     trainer = worker.trainer

@@ -8,11 +8,12 @@ import pytest
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.node.processes import check_process
 from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.errors import Excluded
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, sleep, stop, told, train
+from support.swarm.stories import founded, freeze, rounds, sleep, stop, thaw, told, train
 
 
 async def missed(worker: MemoryWorker) -> None:
@@ -131,24 +132,80 @@ def test_a_worker_that_is_restarted_before_the_others_have_noticed_is_let_in() -
     assert told(story, lost_seconds=2.0, beat_seconds=0.2) == (1, (0, 1, 2))
 
 
-def test_after_a_cut_the_older_of_two_processes_with_one_identity_stays() -> None:
-    """Each side of the cut has one of them."""
+@pytest.mark.parametrize("first_answers", [True, False])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_frozen_worker_whose_copy_has_taken_its_place_ends_when_it_thaws_and_rounds_go_on(
+    number: int, first_answers: bool
+) -> None:
+    """The leader, or another worker, frozen in the middle of a round. Calls to the identity reach the one or the other.
 
-    async def story(swarm: MemorySwarm) -> tuple[str, str]:
+    The thawed one posts, and leads if it led before, as long as it has not heard that it was replaced."""
+
+    async def story(swarm: MemorySwarm) -> tuple[RoundOutcome, list[list[bytes]], list[str]]:
+        workers = list(await founded(swarm, 4))
+        await rounds(workers, 1)
+        frozen, others = workers[number], [worker for worker in workers if worker.node.number != number]
+        frozen.node.progress(tokens=5000)
+        post = asyncio.create_task(frozen.post(values(number, 1), seconds=3000.0))
+        await asyncio.sleep(0.01)
+        freeze(frozen)
+        swarm.network.first_answers = first_answers
+        copied = shutil.copytree(frozen.node.settings.folder, swarm.folder / f"copy-{number}-{first_answers}")
+        write_private(copied / INVITATION_FILE, swarm.invitation().text())  # the founder's own names no other worker
+        copy = await swarm.start(name=frozen.name, folder=copied, founder=False)
+        await copy.catch_up()
+        await asyncio.sleep(2.0)
+        assert copy.node.number == number
+        everyone = [*others, copy]
+        until = copy.trainer.sequence + 4
+        training = [asyncio.create_task(train(worker, until)) for worker in everyone]
+        await asyncio.sleep(0.5)
+        thaw(frozen)
+        ended, _ = await post
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*training)
+        last = copy.node.outcomes.recent.get(until - 1)
+        assert last is not None and len(last.plan.decision.contributors) == 4
+        left = [type_ for worker in others for type_, _ in worker.trainer.events]
+        return ended, [worker.trainer.means for worker in everyone], left
+
+    ended, means, events = told(story, patience=0.5)
+    assert ended.fatal and "has taken its place" in str(ended.failure) and "work on 5,000 tokens" in str(ended.failure)
+    assert all(one == means[0] for one in means)
+    assert "member_left" not in events, "the goodbye of the one that was replaced is not that of the other"
+
+
+def test_members_hold_the_process_that_they_admitted_last() -> None:
+    async def story(swarm: MemorySwarm) -> list[str]:
         here, peer = (await founded(swarm, 2))[:2]
-        known = here.node.members.peers[peer.name]
-        first, middle, last = "0" * 20, known.status.process, "9" * 20
-        known.check_process(Status(process=first), 0.1)
-        known.check_process(Status(process=middle), 0.1)
-        codes = []
-        for _ in range(2):
-            with pytest.raises(CallRefused) as refused:
-                known.check_process(Status(process=last), 0.1)
-            codes.append(refused.value.code)
+        known, codes = here.node.members.peers[peer.name], list[str]()
+        for process in ("0" * 20, known.status.process, "9" * 20, "9" * 20):
+            try:
+                check_process(known, process, 0.1)
+                codes.append("held")
+            except CallRefused as refused:
+                codes.append(refused.code)
             await asyncio.sleep(1.0)
-        return codes[0], codes[1]
+        return codes
 
-    assert told(story) == ("again", "twice")
+    assert told(story) == ["replaced", "held", "again", "twice"]
+
+
+def test_a_restarted_worker_is_the_later_process_although_its_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(swarm: MemorySwarm) -> tuple[str, str]:
+        workers = await founded(swarm, 2)
+        before = workers[1].node.own.process
+        stop(swarm, workers[1])
+        await asyncio.sleep(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time_ns", lambda: 5)
+            again = await swarm.start(name=workers[1].name, folder=workers[1].node.settings.folder)
+        return before, again.node.own.process
+
+    before, after = told(story)
+    assert before < after
 
 
 def test_two_that_joined_on_the_two_sides_of_a_cut_have_two_numbers_after_it_and_are_in_the_rounds() -> None:

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from diloco.engines.swarm.node.messages import Commit, Complete, Ready, decode
-from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.messages import Commit, Complete, Inquire, LedBy, Ready, Superseded, decode
+from diloco.engines.swarm.node.plan import Authority, Plan
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.memory_network import Fate
+from diloco.engines.swarm.node.wire import PeerMessage
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
+from support.swarm.memory_network import Fate, request_in
 from support.swarm.stories import founded, rounds, stop, told
 
 
@@ -25,8 +26,8 @@ def test_a_message_of_a_round_that_is_lost_is_sent_again(kind: type, fate: Fate)
 
         def lose_two(caller: str, peer: str, request: bytes) -> Fate:
             nonlocal lost
-            lost += isinstance(decode(request), kind)
-            return fate if isinstance(decode(request), kind) and lost <= 2 else "arrives"
+            lost += isinstance(request_in(request), kind)
+            return fate if isinstance(request_in(request), kind) and lost <= 2 else "arrives"
 
         swarm.network.fate = lose_two
         return await all_post(workers)
@@ -45,7 +46,7 @@ def test_a_round_ends_without_the_word_of_a_worker_that_takes_too_long() -> None
         await rounds(workers, 1)
         mute = workers[3].name
         swarm.network.fate = lambda caller, _, request: (
-            "lost" if caller == mute and isinstance(decode(request), Complete) else "arrives"
+            "lost" if caller == mute and isinstance(request_in(request), Complete) else "arrives"
         )
         return await all_post(workers)
 
@@ -65,7 +66,7 @@ def test_a_new_leader_commits_the_plan_of_the_one_before_it(heard: int) -> None:
 
         def fate(caller: str, _: str, request: bytes) -> Fate:
             nonlocal commits
-            if caller != workers[0].name or not isinstance(decode(request), Commit):
+            if caller != workers[0].name or not isinstance(request_in(request), Commit):
                 return "arrives"
             commits += 1
             if commits == 1 + heard:
@@ -76,7 +77,7 @@ def test_a_new_leader_commits_the_plan_of_the_one_before_it(heard: int) -> None:
 
             async def told_so(peer: str, data: bytes, worker: MemoryWorker = worker, answer=worker.node._on_call):  # type: ignore[no-untyped-def]
                 said = await answer(peer, data)
-                if isinstance(decode(data), Commit) and peer != workers[0].name:
+                if isinstance(request_in(data), Commit) and peer != workers[0].name:
                     answers.append(type(decode(said)).__name__)
                 return said
 
@@ -92,3 +93,20 @@ def test_a_new_leader_commits_the_plan_of_the_one_before_it(heard: int) -> None:
     for ended, _ in results:
         assert ended.failure is None and ended.contributors == (0, 1, 2, 3) and ended.seconds < 10.0
     assert set(answers) <= {"Done"} and (heard or answers)
+
+
+def test_a_leader_that_begins_again_is_not_told_that_it_leads_but_which_authority_to_exceed() -> None:
+    """Else it steps down for itself, for ever."""
+
+    async def story(swarm: MemorySwarm) -> list[PeerMessage]:
+        workers = await founded(swarm, 3)
+        post = asyncio.create_task(workers[1].post(values(1)))
+        await asyncio.sleep(0.1)
+        asked, leader = workers[1].node.participant, workers[0].name
+        asked.rounds[0].authority, asked.rounds[0].leader = Authority(4, 0, 2), leader
+        said = [asked.answer_inquiry(leader, Inquire(0, Authority(1, 0)))]
+        said.append(asked.answer_inquiry(workers[2].name, Inquire(0, Authority(1, -2))))
+        post.cancel()
+        return said
+
+    assert told(story) == [Superseded(Authority(4, 0, 2)), LedBy(NAMES[0])]

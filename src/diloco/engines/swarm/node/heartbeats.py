@@ -14,6 +14,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import MAX_ADDRESSES, Members, Peer
 from diloco.engines.swarm.node.messages import Beat, Goodbye, Hello, expect
+from diloco.engines.swarm.node.processes import addressed, check_process
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.credential import PeerRefused
@@ -50,8 +51,9 @@ class Heartbeats:
         answer = expect(await self._call(name, self.hello(), self.settings.lost_seconds), Hello)
         try:
             self._add(name, answer)
-        except CallRefused as later:
-            raise Unreachable(f"a later process with the identity of a live worker: {later}") from None
+        except CallRefused as another:
+            await self.transport.disconnect(name)  # the next connection may reach the one that is held
+            raise Unreachable(f"another process with its identity answers: {another}") from None
 
     def answer_hello(self, name: str, hello: Hello) -> Hello:
         """Raises PeerRefused before anything else is looked at, and CallRefused."""
@@ -66,7 +68,7 @@ class Heartbeats:
 
     def _add(self, name: str, hello: Hello) -> None:
         if name in self.members.peers:
-            self.members.peers[name].check_process(hello.status, self.settings.beat_seconds)
+            check_process(self.members.peers[name], hello.status.process, self.settings.beat_seconds)
         self.members.add_revocations(hello.revocations)
         peer = self.members.add(name, hello.credential, hello.addresses)
         peer.left = False
@@ -149,6 +151,7 @@ class Heartbeats:
             peer.latency_seconds = clock.now() - peer.asked_at
             answer = expect(data, Beat)
             if answer.status.process != peer.status.process:
+                await self.transport.disconnect(peer.name)
                 raise Unreachable("another process with its identity answers")
             news = self.answer_beat(peer.name, answer)
             if news.roster or news.revocations:
@@ -160,7 +163,7 @@ class Heartbeats:
 
     async def _no_answer(self, peer: Peer, problem: Exception) -> None:
         if isinstance(problem, CallRefused) and problem.code in OUT_OF_THE_RUN:
-            self.members.record_rejected(peer, str(problem))
+            self.members.record_rejected(peer, str(problem), problem.code)
         elif not peer.live:
             peer.lost_at = peer.lost_at or clock.now()
             peer.gone = peer.gone or (isinstance(problem, Unreachable) and problem.gone)  # silent first, and dead now
@@ -190,9 +193,6 @@ class Heartbeats:
         """Take in a beat, or the answer to one; returns this node's beat with what the sender does not know."""
         members = self.members
         peer = members.peers[name]
-        if beat.status.process != peer.status.process:
-            peer.check_process(beat.status, self.settings.beat_seconds)
-            raise CallRefused("say hello first", "hello")
         members.record_heard(peer, beat.status)
         members.add_roster(beat.roster)
         members.add_revocations(beat.revocations)
@@ -213,4 +213,5 @@ class Heartbeats:
         await asyncio.gather(*(to(peer) for peer in self.members.peers.values() if peer.live))
 
     async def _call(self, name: str, request: PeerMessage, seconds: float) -> bytes:
-        return await self.transport.call(name, encode(request), seconds)
+        data = encode(request) if isinstance(request, Hello) else addressed(self.members, name, request)
+        return await self.transport.call(name, data, seconds)

@@ -16,8 +16,9 @@ from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.messages import AskNumber, Number, expect
 from diloco.engines.swarm.node.numbers import clashes
+from diloco.engines.swarm.node.processes import addressed
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
-from diloco.engines.swarm.node.wire import Malformed, encode
+from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
@@ -40,6 +41,8 @@ async def join(heartbeats: Heartbeats) -> None:
     for peer, reason in saved.get("banned", {}).items():
         members.permissions.ban(str(peer), str(reason))
     wished = int(saved.get("number", -1))
+    if saved.get("process", "") >= members.status.process:  # the clock of this machine was set back
+        members.status.process = f"{int(saved['process'][:20]) + 1:020d}{members.status.process[20:]}"
     if await _find_member(heartbeats):
         members.status.number = await _ask_for_number(heartbeats, wished)
     elif members.settings.founder:
@@ -59,15 +62,17 @@ async def join(heartbeats: Heartbeats) -> None:
 
 
 def save(members: Members) -> None:
-    """For this worker's next start: its number, and the peers that it has banned."""
-    values = {"number": members.status.number, "banned": members.permissions.bans()}
+    """For this worker's next start: its number, the peers that it has banned, and the process that this one was."""
+    status = members.status
+    values = {"number": status.number, "banned": members.permissions.bans(), "process": status.process}
     write_private(members.settings.path(f"{members.settings.name}.json"), json.dumps(values) + "\n")
 
 
 def _read_saved(settings: Settings) -> dict[str, Any]:
     try:
         values = json.loads(settings.path(f"{settings.name}.json").read_text())
-        return {"number": int(values["number"]), "banned": dict(values["banned"])}
+        process = str(values.get("process", ""))
+        return {"number": int(values["number"]), "banned": dict(values["banned"]), "process": process}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -143,7 +148,9 @@ async def settle_number(heartbeats: Heartbeats) -> bool:
     if not clashes(members, members.me) or leader in (None, members.me):
         return False
     try:
-        answer = await heartbeats.transport.call(leader, encode(AskNumber(-1)), heartbeats.settings.lost_seconds)
+        answer = await heartbeats.transport.call(
+            leader, addressed(members, leader, AskNumber(-1)), heartbeats.settings.lost_seconds
+        )
         number = expect(answer, Number).number
     except (CallRefused, Malformed, Unreachable) as problem:
         logger.info("no other number yet: %s", problem)
@@ -167,7 +174,7 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
         if leader is not None and leader != members.me:
             name = f"worker {members.number_of(leader)} ({leader[-6:]})"
             try:
-                request = encode(AskNumber(wished))
+                request = addressed(members, leader, AskNumber(wished))
                 answer = await heartbeats.transport.call(leader, request, heartbeats.settings.lost_seconds)
                 return expect(answer, Number).number
             except (CallRefused, Malformed) as refused:

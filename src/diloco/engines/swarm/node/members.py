@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from diloco.engines.swarm.network.transport import CallRefused, Transport
+from diloco.engines.swarm.network.transport import Transport
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.status import Status
@@ -19,7 +19,6 @@ from diloco.engines.swarm.run_files import REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.own_command import command
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +51,6 @@ class Peer:
     knows: frozenset[str] | None = None
     """The live members as the peer last reported them, by the ends of their names."""
 
-    def check_process(self, status: Status, beat_seconds: float) -> None:
-        """Refuse the later of two processes that have one identity, as when a run folder was copied.
-
-        A worker that was restarted is told to ask again, until the process before it is lost. If that one says
-        something meanwhile, it is live, and the later one is refused for good.
-        """
-        if not self.live or not self.status.process or status.process <= self.status.process:
-            return
-        if self.rival[0] != status.process:
-            self.rival = (status.process, clock.now())
-        if self.heard_at > self.rival[1] + beat_seconds:
-            raise CallRefused(
-                "another process with the identity of this worker takes part in the run: stop one of them. A copy of "
-                f"a run folder must not be used twice; a new worker joins with {command('join', 'INVITATION')}",
-                "twice",
-            )
-        raise CallRefused("this worker's identity was in use a moment ago; asking again", "again")
-
     def roster_entry(self) -> RosterEntry:
         return RosterEntry(self.name, self.credential, self.addresses[:MAX_ADDRESSES], self.status.number)
 
@@ -84,7 +65,9 @@ class Members:
         self.addresses: tuple[str, ...] = ()
         """This node's own."""
         self.excluded: str | None = None
-        """Why this node is no longer a member: revoked or banned."""
+        """Why this node is no longer a member: revoked, banned or replaced."""
+        self.counted_tokens = 0
+        """This worker's, when a round had its contribution for the last time."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
         self._waiters: set[asyncio.Event] = set()
 
@@ -223,9 +206,11 @@ class Members:
             self.exclude_self(str(reason))
 
     def exclude_self(self, reason: str) -> None:
-        """This node is revoked or banned, and takes no part in rounds any more."""
+        """This node is revoked, banned or replaced, and takes no part in rounds any more."""
         if self.excluded is None:
-            self.excluded = reason
+            lost = max(0, self.status.tokens - self.counted_tokens)
+            self.excluded = f"{reason}. Its work on {lost:,} tokens since its last round is not in the run"
+            reason = self.excluded
             self.on_event("excluded", {"number": self.status.number, "reason": reason})
         self.status.has_state = False
 
@@ -262,14 +247,15 @@ class Members:
             self._emit("member_left", peer)
             self.changed()
 
-    def record_rejected(self, peer: Peer, reason: str) -> None:
-        """The peer has banned this node, or knows that it was revoked.
+    def record_rejected(self, peer: Peer, reason: str, code: str) -> None:
+        """The peer has banned this node, knows that it was revoked, or holds another process of its identity.
 
-        One peer alone cannot exclude a node. If more reject it than are live, it is excluded.
+        One peer alone cannot exclude a node. If more reject it than are live, it is excluded; of two processes with
+        one identity the later one also if as many do, so that the earlier one stays.
         """
         peer.rejects, peer.live, peer.lost_at = True, False, clock.now()
         rejecting = sum(other.rejects for other in self.peers.values())
-        if rejecting > sum(other.live for other in self.peers.values()):
+        if rejecting + (code == "twice") > sum(other.live for other in self.peers.values()):
             self.exclude_self(reason)
         self.changed()
 

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.status import Addresses, PeerName, RunStatus, Status
+from diloco.engines.swarm.node.status import Addresses, PeerName, Process, RunStatus, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -73,6 +73,15 @@ class Beat(PeerMessage, frozen=True):
     roster: Roster = ()
     """Members that the receiver does not know."""
     revocations: Revocations = ()
+
+
+class Addressed(PeerMessage, frozen=True):
+    """A request between two members, with the processes that are meant (processes.py)."""
+
+    sender: Process
+    receiver: Process
+    """As the sender holds it; "" where it knows none."""
+    request: Annotated[bytes, Meta(max_length=MAX_CALL_BYTES)]
 
 
 class AskNumber(PeerMessage, frozen=True):
@@ -288,7 +297,7 @@ class NotHere(PeerMessage, frozen=True):
 
 
 Message = (
-    Hello | Beat | AskNumber | Number | Goodbye | Done
+    Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
     | AskOutcome | AskLastPlan | Outcome | AskStatus | StatusAnswer | AskFiles | FileNames | AskTime | Time

@@ -39,6 +39,7 @@ from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.processes import addressed, open_addressed
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.participant import Participant
@@ -68,7 +69,7 @@ class Node:
         self.members = Members(transport, permissions, settings, self.own)
         self.members.on_event = self._emit
         self.heartbeats = Heartbeats(self.members)
-        calls = Calls(transport, settings.lost_seconds)
+        calls = Calls(self.members)
         calls.answer_own = self._answer
         self.outcomes = Outcomes(self.heartbeats, calls)
         self.outcomes.on_end = self._on_round_end
@@ -134,6 +135,12 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _withdraw(self) -> None:
+        """This node is out of the run: calls to its identity must reach a process that has taken its place."""
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+        await self.transport.close()
+
     async def _check_regularly(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
@@ -196,6 +203,8 @@ class Node:
     def _emit(self, type_: str, fields: dict[str, object]) -> None:
         logger.info("%s %s", type_, fields)
         self._trainer.emit(type_, fields)
+        if type_ == "excluded":
+            self._start_task(self._withdraw())
 
     def _hurry(self, peer: str, sequence: int) -> None:
         """Have a slow worker post the work that it has."""
@@ -205,7 +214,7 @@ class Node:
 
         async def call() -> None:
             try:
-                request = encode(messages.PostNow(sequence))
+                request = addressed(self.members, peer, messages.PostNow(sequence))
                 await self.transport.call(peer, request, self.settings.lost_seconds)
             except (Unreachable, CallRefused) as problem:
                 logger.info("%s was not told to post round %d: %s", peer, sequence, problem)
@@ -247,7 +256,9 @@ class Node:
             request = messages.decode(data)
             if isinstance(request, messages.Hello):
                 return encode(self.heartbeats.answer_hello(peer, request))
-            return encode(await self._answer(peer, request))
+            if isinstance(request, messages.Addressed):
+                return encode(await self._answer(peer, open_addressed(self.members, peer, request)))
+            return encode(self._answer_guest(request))
         except PeerRefused as reason:
             raise CallRefused.read(str(reason)) from None
         except Malformed as problem:
@@ -255,8 +266,8 @@ class Node:
                 self.members.expel()
             raise CallRefused(str(problem), "malformed") from None
 
-    async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
-        """To a peer with a credential; only members take part in rounds."""
+    def _answer_guest(self, request: PeerMessage) -> PeerMessage:
+        """To a peer with a credential, which need not be a member."""
         match request:
             case messages.AskStatus():
                 return messages.StatusAnswer(self.status())
@@ -266,8 +277,10 @@ class Node:
                 return messages.Time(time.time())
             case messages.Measure():
                 return messages.Measured(bytes(request.size))
-        if peer != self.transport.peer and peer not in self.members.peers:
-            raise CallRefused("say hello first", "hello")
+        raise CallRefused("say hello first", "hello")
+
+    async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
+        """To a member: the process of it that is held, or this node itself."""
         match request:
             case messages.Beat():
                 return self.heartbeats.answer_beat(peer, request)

@@ -6,13 +6,13 @@ number              another worker has this one's number: ask the leader for ano
 forged, expired     the credential is no good
 banned, revoked     this peer is out of the run
 again, twice        another process has this peer's identity, and may be dead; and is known to be live
+replaced, process   another process has taken this one's place; and the place of the one that is asked
 version, model      another version of diloco; another model, data, codec or schedule
 plan                the plan is not one that this worker can follow
 malformed           the asked peer cannot read the message
 """
 
-NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "twice", "version"})
+NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "twice", "replaced", "version"})
 """A peer that says hello is not let in, however often it asks."""
-OUT_OF_THE_RUN = frozenset({"banned", "revoked", "twice"})
-NO_ROUND = OUT_OF_THE_RUN | {"model"}
-"""No later round of this worker can succeed either."""
+OUT_OF_THE_RUN = frozenset({"banned", "revoked", "twice", "replaced"})
+"""No later round of this worker can succeed, once most members say so; nor with the code `model`."""

@@ -9,6 +9,8 @@ from diloco.engines.swarm.network.multiaddr import CIRCUIT
 
 Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
 PeerName = Annotated[str, Meta(max_length=128)]
+Process = Annotated[str, Meta(max_length=64)]
+"""Names a process: when it started, and a random number."""
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=16)]
 """Multiaddrs of one peer."""
 
@@ -31,8 +33,8 @@ class Status(Struct, forbid_unknown_fields=True):
     step_seconds: float = 0.0
     contributed_round: Count = -1
     """The last round that has its contribution in the mean."""
-    process: Annotated[str, Meta(max_length=64)] = ""
-    """Names the process: when it started, and a random number. The older of two is the lower."""
+    process: Process = ""
+    """Of two processes with one identity the earlier is the lower (processes.py)."""
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from diloco.engines.swarm.network.transport import Stream
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised when peers of two versions would misunderstand each other."""
 
 _LENGTH = struct.Struct("<I")

@@ -60,7 +60,7 @@ class Outcomes:
         self.quorum.record(plan)
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
-            status.contributed_round = round_.sequence
+            status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
         if decision.resync and round_.number in decision.refused:  # this worker's anchor differs
             self.record_divergence([entry.peer for entry in plan.contributors])
         else:

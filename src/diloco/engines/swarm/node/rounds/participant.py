@@ -31,7 +31,7 @@ from diloco.engines.swarm.node.messages import (
     Waiting,
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.refusals import NO_ROUND
+from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
@@ -102,7 +102,9 @@ class Participant:
         except Unreachable as problem:
             self.heartbeats.suspect(leader, problem)
         except CallRefused as reason:
-            if reason.code in NO_ROUND:
+            if reason.code in OUT_OF_THE_RUN and leader in self.members.peers:  # it counts when most say so
+                self.members.record_rejected(self.members.peers[leader], str(reason), reason.code)
+            elif reason.code == "model":
                 round_.fail(str(reason), fatal=True)
             elif reason.code == "number" and await settle_number(self.heartbeats):
                 round_.number = self.members.status.number
@@ -199,8 +201,9 @@ class Participant:
         refusal = self._refusal(sender, inquire.sequence, inquire.authority)
         round_ = self.rounds.get(inquire.sequence)
         if round_ is None or refusal is not None:
-            if isinstance(refusal, Superseded) and round_ is not None and round_.leader is not None:
-                return LedBy(round_.leader) if self.members.is_live(round_.leader) else refusal
+            leader = round_.leader if isinstance(refusal, Superseded) and round_ is not None else None
+            if leader not in (None, sender) and self.members.is_live(leader):  # a leader that begins again is told how
+                return LedBy(leader)
             return refusal or NotPosted()
         seen, round_.authority = round_.authority, inquire.authority
         return Posted(round_.contribution, round_.plan if round_.complete is not None else None, seen)
