@@ -13,6 +13,7 @@ from diloco.core.merging import Claim, admit
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.base import Engine
 from diloco.engines.local import LocalEngine, LocalSwarm
+from diloco.engines.reduction import decide
 from diloco.engines.rounds import Contribution
 from diloco.errors import EngineError
 from support.problem import Story, build, flat, loss_of, train
@@ -257,17 +258,15 @@ def test_a_worker_that_is_done_says_so_when_the_others_have_died() -> None:
 
 def test_a_contribution_without_work_is_not_refused_for_its_norm_and_moves_no_limit() -> None:
     claims = [Claim(6.0, 1.0), Claim(0.0, 1e6), Claim(6.0, 1.2), Claim(0.0, 0.0)]
-    assert admit(claims, 5.0) == [None] * 4
-    outlier = [*claims, Claim(6.0, 7.0)]
-    assert [reason is None for reason in admit(outlier, 5.0)] == [True, True, True, True, False]
+    assert admit(claims) == [None] * 4 and not decide(range(4), claims, 5.0).clipped
+    assert set(decide(range(5), [*claims, Claim(6.0, 7.0)], 5.0).clipped) == {4}
 
 
 @pytest.mark.parametrize("shards", [(1.0, 1.0), (1000.0, 1.0)], ids=["equal weights", "weights that are shard sizes"])
-def test_many_steps_beside_a_few_are_not_refused_for_their_norm_but_an_outlier_is(shards: tuple[float, float]) -> None:
+def test_many_steps_beside_a_few_are_not_clipped_but_an_outlier_is(shards: tuple[float, float]) -> None:
     few, many = Claim(shards[0] * 1, 0.1, work=1 / 30), Claim(shards[1] * 30, 2.0, work=1.0)
-    assert admit([few, many], 5.0) == [None, None]
-    assert admit([replace(few, norm=11.0), many], 5.0)[0] is not None
-    assert admit([few, replace(many, norm=16.0)], 5.0)[1] is not None
+    cases = ([few, many], [replace(few, norm=11.0), many], [few, replace(many, norm=16.0)])
+    assert [set(decide(range(2), claims, 5.0).clipped) for claims in cases] == [set(), {0}, {1}]
 
 
 # Real processes (workers of several ranks: torch_distributed/test_ranks.py)

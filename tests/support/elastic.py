@@ -141,9 +141,8 @@ class Round:
         if self.decision.total_weight > 0:
             self.mean = torch.empty_like(first.vector.mean.data)
             encoded = [self.posted[w].vector.data for w in self.decision.contributors]
-            reduce_parts(
-                first.vector.codec, encoded, self.decision.weights, first.vector.layout.part_elements, self.mean
-            )
+            part, scales = first.vector.layout.part_elements, self.decision.scales
+            reduce_parts(first.vector.codec, encoded, self.decision.weights, part, self.mean, scales=scales)
 
 
 class ElasticEngine(Engine):
@@ -223,6 +222,7 @@ class _Pending(PendingRound):
             mean=self.vector.mean,
             contributors=decision.contributors,
             refused=decision.refused,
+            clipped=decision.clipped,
             total_weight=decision.total_weight,
             bytes_sent=others,
             bytes_received=others,

@@ -147,8 +147,8 @@ class SyncConfig:
     """Set this share of each neuron's outer gradient, its smallest values, to zero before it is encoded."""
     offload: bool = option(False, may_change=True, may_differ="always")
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
-    max_norm_ratio: float | None = 5.0
-    """Refuse a contribution whose norm is above this many times the round's median; none: accept any finite norm."""
+    max_norm_ratio: float | None = 3.0
+    """A contribution counts with at most this many times the round's median norm; none: with any finite norm."""
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
     warm_start: int = option(0, unused_with=_DATA_PARALLEL)

@@ -1,8 +1,9 @@
 """Which contributions are in the mean, and the weighted mean itself (line 12 of Algorithm 1).
 
 `admit` is a pure decision: from the claims of all workers it tells which contributions are in the mean and why the
-others are not. All workers decide on the same claims and so get the same answer. The divisor is the total weight of the
-contributions that are in, never the number of workers that were expected.
+others are not; `norm_bounds` tells the largest norm with which each of them counts. All workers decide on the same
+claims and so get the same answer. The divisor is the total weight of the contributions that are in, never the number
+of workers that were expected.
 
 How alike the contributions are is told by the cosine of every pair (Figures 10 and 11 of arXiv 2311.08105). Where a
 part is reduced, all contributions to it are there in fp32, and their `inner_products` are taken; the sums over all
@@ -36,32 +37,36 @@ class Claim:
     """The inner steps behind the contribution as a share of H, at most 1."""
 
 
-def admit(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[str | None]:
+def admit(claims: Sequence[Claim]) -> list[str | None]:
     """For each claim: None if the contribution is in the mean, else the reason why it is not.
-
-    A norm is refused above `max_norm_ratio` times the round's (lower) median; None accepts any finite norm. A worker
-    with more work than the median, up to one full round, is measured against the median norm per work times its own
-    work: a fast worker among slow ones is no outlier, nor one that trains on when others have few steps left. Work is
-    told by the weight, but where weights have no bound (they are shard sizes there) by the steps.
 
     A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
     majority = _majority([claim.anchor_digest for claim in claims])
-    reasons = [_own_fault(claim, majority) for claim in claims]
-    sound = [claim for claim, reason in zip(claims, reasons, strict=True) if reason is None and claim.weight > 0]
-    if max_norm_ratio is None or not sound:
-        return reasons
-    norm = _lower_median([claim.norm for claim in sound])
-    norm_per_weight = _lower_median([claim.norm / claim.weight for claim in sound])
-    norm_per_work = _lower_median([claim.norm / claim.work for claim in sound])
-    round_weight = _lower_median([claim.round_weight for claim in sound])
-    for index, claim in enumerate(claims):
+    return [_own_fault(claim, majority) for claim in claims]
+
+
+def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[float]:
+    """For each admitted claim with work: the norm with which it counts at most. A longer contribution is scaled down.
+
+    The bound is `max_norm_ratio` times the round's (lower) median; None: there is none. A worker with more work than
+    the median, up to one full round, is measured against the median norm per work times its own work: a fast worker
+    among slow ones is no outlier, nor one that trains on when others have few steps left. Work is told by the weight,
+    but where weights have no bound (they are shard sizes there) by the steps.
+    """
+    if max_norm_ratio is None or not claims:
+        return [math.inf] * len(claims)
+    norm = _lower_median([claim.norm for claim in claims])
+    norm_per_weight = _lower_median([claim.norm / claim.weight for claim in claims])
+    norm_per_work = _lower_median([claim.norm / claim.work for claim in claims])
+    round_weight = _lower_median([claim.round_weight for claim in claims])
+    bounds = []
+    for claim in claims:
         by_steps = math.isinf(round_weight)
         expected = norm_per_work * claim.work if by_steps else norm_per_weight * min(claim.weight, round_weight)
         usual = max(norm, expected)
-        if reasons[index] is None and claim.weight > 0 and usual > 0 and claim.norm > max_norm_ratio * usual:
-            reasons[index] = f"norm {claim.norm:.3g} is above {max_norm_ratio:g} x the median {usual:.3g}"
-    return reasons
+        bounds.append(max_norm_ratio * usual if usual > 0 else math.inf)
+    return bounds
 
 
 def bounded_weights(claims: Sequence[Claim]) -> list[float]:
@@ -108,20 +113,25 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / largest for weight in weights] if largest > 0 else [0.0] * len(weights)
 
 
-def weighted_mean(values: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> Tensor:
-    """Σ w_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
+def weighted_mean(
+    values: Iterable[Tensor], weights: Sequence[float], out: Tensor, scales: Sequence[float] = ()
+) -> Tensor:
+    """Σ w_i s_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
 
+    `scales` are those of contributions that are too long; none: 1 each.
     The first of `values` may be `out` itself, and all others the same scratch memory, filled anew each time.
     The total weight must be positive.
     """
     factors = shares(weights)
-    assert sum(factors) > 0
+    total = sum(factors)
+    assert total > 0
+    if scales:
+        factors = [factor * scale for factor, scale in zip(factors, scales, strict=True)]
     for index, (value, factor) in enumerate(zip(values, factors, strict=True)):
         if index:
             out.add_(value, alpha=factor)
         elif value is not out or factor != 1:
             torch.mul(value, factor, out=out)
-    total = sum(factors)
     if total == 1:
         return out
     # On a GPU, division by a number is multiplication by its reciprocal, which is exact for powers of two alone.

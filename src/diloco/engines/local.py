@@ -205,6 +205,7 @@ class _Round:
                 self.decision.weights,
                 vector.layout.part_elements,
                 self.mean.data,
+                scales=self.decision.scales,
             )
             self.products = tuple(products)
 
@@ -263,6 +264,7 @@ class _LocalPending(PendingRound):
             mean=mean,
             contributors=decision.contributors,
             refused=decision.refused,
+            clipped=decision.clipped,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

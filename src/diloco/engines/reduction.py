@@ -6,7 +6,7 @@ and its mean is accumulated in worker order wherever that is done.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,7 +15,15 @@ from torch import Tensor
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
 from diloco.core.fragments import span_elements
-from diloco.core.merging import Claim, admit, bounded_weights, diverged, inner_products, weighted_mean
+from diloco.core.merging import (
+    Claim,
+    admit,
+    bounded_weights,
+    diverged,
+    inner_products,
+    norm_bounds,
+    weighted_mean,
+)
 from diloco.engines.rounds import Member
 from diloco.engines.row_threads import for_each
 
@@ -34,6 +42,10 @@ class Decision:
     weights: tuple[float, ...]
     refused: dict[int, str]
     resync: bool
+    scales: tuple[float, ...] = ()
+    """By what each contribution is multiplied before it is averaged; none: all by 1."""
+    clipped: dict[int, str] = field(default_factory=dict)
+    """Worker -> why its contribution is scaled down."""
 
     @cached_property
     def total_weight(self) -> float:
@@ -42,13 +54,22 @@ class Decision:
 
 def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None) -> Decision:
     """The same claims give the same decision on every worker."""
-    reasons = admit(claims, max_norm_ratio)
+    reasons = admit(claims)
     admitted = [index for index, reason in enumerate(reasons) if reason is None]
     weights = bounded_weights([claims[index] for index in admitted])
-    accepted = [(workers[index], weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
+    accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
+    bounds = norm_bounds([claims[index] for index, _ in accepted], max_norm_ratio)
+    norms = [claims[index].norm for index, _ in accepted]
+    clipped = {
+        workers[index]: f"norm {norm:.3g} is above the bound {bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
+        for (index, _), norm, bound in zip(accepted, norms, bounds, strict=True)
+        if norm > bound
+    }
     return Decision(
-        contributors=tuple(worker for worker, _ in accepted),
+        contributors=tuple(workers[index] for index, _ in accepted),
         weights=tuple(weight for _, weight in accepted),
+        scales=tuple(min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)) if clipped else (),
+        clipped=clipped,
         refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
         resync=bool(diverged([claim.anchor_digest for claim in claims])),
     )
@@ -67,6 +88,7 @@ def reduce_parts(
     part: int,
     out: Tensor,
     *,
+    scales: Sequence[float] = (),
     on_decoded: Callable[[int, Tensor], None] | None = None,
     first_part: int = 0,
     batch_elements: int | None = None,
@@ -75,6 +97,7 @@ def reduce_parts(
 
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
+    `scales` as in Decision.
     `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
     Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
     from `first_part`, are in them: it costs no more than with four.
@@ -108,7 +131,7 @@ def reduce_parts(
             values = terms
         else:
             values = decode_one_by_one(some, mean)
-        codec.for_means.encode(weighted_mean(values, weights, mean), out[some])
+        codec.for_means.encode(weighted_mean(values, weights, mean, scales), out[some])
 
     if len(rows) > 1 and out.device.type == "cpu":
         for_each(reduce, rows)

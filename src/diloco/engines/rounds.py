@@ -102,6 +102,7 @@ class RoundResult:
     mean: "EncodedVector"
     contributors: tuple[int, ...]
     refused: Mapping[int, str]
+    """Worker -> why its contribution is not in the mean."""
     total_weight: float
     bytes_sent: int
     bytes_received: int
@@ -114,6 +115,8 @@ class RoundResult:
     products: tuple[float, ...] = ()
     """The inner products of the contributions, in their order (core/merging.py); empty if they are not known."""
     phases: RoundPhases = RoundPhases()
+    clipped: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> why its contribution was scaled down."""
 
     @property
     def stopping(self) -> bool:

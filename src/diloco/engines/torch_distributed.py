@@ -219,6 +219,7 @@ class TorchDistributedEngine(Fixed):
             mean=contribution.vector.mean,
             contributors=decision.contributors,
             refused=decision.refused,
+            clipped=decision.clipped,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

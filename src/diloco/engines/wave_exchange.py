@@ -83,7 +83,7 @@ class WaveExchange:
             contributions, arriving = ahead.popleft()
             _finish_all(arriving, deadline)
             own, started = wave.rows(self._worker), time.monotonic()
-            more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision.weights)
+            more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
             reducing += time.monotonic() - started
             products = [a + b for a, b in zip(products, more, strict=True)]
             if number + WAVES_AHEAD < len(plan):  # into the inbox that is free now
@@ -158,12 +158,12 @@ class _Memory(ABC):
     def wait_until_sendable(self, wave: int) -> None: ...
 
     @abstractmethod
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
         """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their inner products."""
 
-    def _reduce(self, rows: slice, parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> list[float]:
+    def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> list[float]:
         codec, part = self.vector.codec, self.vector.layout.part_elements
-        return reduce_parts(codec, parts, weights, part, out, first_part=rows.start)
+        return reduce_parts(codec, parts, decision.weights, part, out, scales=decision.scales, first_part=rows.start)
 
     @abstractmethod
     def finish(self) -> None:
@@ -179,9 +179,9 @@ class _OwnMemory(_Memory):
 
     def wait_until_sendable(self, wave: int) -> None: ...
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
         parts = [data for _, data in contributions]
-        return self._reduce(rows, parts, weights, self.means[rows])
+        return self._reduce(rows, parts, decision, self.means[rows])
 
     def finish(self) -> None: ...
 
@@ -207,11 +207,11 @@ class _PinnedMemory(_Memory):
     def wait_until_sendable(self, wave: int) -> None:
         self._copied[wave].synchronize()
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], weights: Sequence[float]) -> list[float]:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
         own, device = self.vector.data[rows], self.vector.data.device
         parts = [own if w == self._worker else data.to(device, non_blocking=True) for w, data in contributions]
         mean = self.vector.mean.data[rows]
-        products = self._reduce(rows, parts, weights, mean)
+        products = self._reduce(rows, parts, decision, mean)
         self._copy_down(mean, self.means[rows]).synchronize()
         return products
 

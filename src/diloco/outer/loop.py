@@ -273,8 +273,9 @@ class OuterLoop:
             self.state.end_feedback(key.fragment, outcome.means_with(self.engine.worker))
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
-        for worker, reason in result.refused.items():
-            logger.warning("round %d: the contribution of worker %d was refused: %s", key.sequence, worker, reason)
+        for worker, reason in (*result.refused.items(), *result.clipped.items()):
+            what = "was refused" if worker in result.refused else "counts less"
+            logger.warning("round %d: the contribution of worker %d %s: %s", key.sequence, worker, what, reason)
         if self.engine.worker in result.refused and has_another_anchor(result, self.engine.worker):
             self.rounds_failed += 1
             self.policy.refused_for_its_anchor(posted)

@@ -85,6 +85,7 @@ def _to_numbers(posted: Posted) -> Numbers:
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
     result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
+    result["clipped"] = {str(worker): reason for worker, reason in ended.clipped.items()}
     result |= {"members": [member.as_json() for member in ended.members], "roster": list(ended.roster)}
     result["products"] = list(ended.products)
     return numbers | {"result": result, "failure": None}
@@ -131,5 +132,6 @@ def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
         members=tuple(Member(**member) for member in members),
         roster=tuple(saved["roster"]),
         products=tuple(saved.get("products", ())),  # an earlier version saved none
+        clipped={int(worker): reason for worker, reason in saved.get("clipped", {}).items()},
         **{name: saved[name] for name in _RESULT_NUMBERS},
     )

@@ -192,19 +192,20 @@ def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_b
 def test_a_norm_out_of_bounds_is_an_offence_among_four_except_of_a_worker_that_missed_rounds(
     missed: int, count: int
 ) -> None:
-    """Of three it is refused, and no offence: the norms of two others do not tell which is wrong."""
+    """Of three it is clipped, and no offence: the norms of two others do not tell which is wrong."""
 
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[set[int]], tuple[int, ...]]:
-        refused = []
+        clipped = []
         for sequence in range(3):
             posts = [workers[i].post(values(i, sequence), sequence=sequence) for i in range(count) if i != 1]
             large = workers[1].post(1e6 * values(1, sequence), weight=1.0 + missed, sequence=sequence)
             outcomes = await asyncio.gather(*posts, large)
-            refused.append(set(outcomes[0][0].refused))
-        return refused, workers[0].node.members.roster()
+            assert len({mean for _, mean in outcomes}) == 1
+            clipped.append(set(outcomes[0][0].clipped))
+        return clipped, workers[0].node.members.roster()
 
-    refused, roster = told(count, story)
-    assert refused == [{1}] * 3 and (1 in roster) == (bool(missed) or count == 3)
+    clipped, roster = told(count, story)
+    assert clipped == [{1}] * 3 and (1 in roster) == (bool(missed) or count == 3)
 
 
 def test_a_worker_that_claims_any_weight_counts_as_five_rounds_of_the_others() -> None:

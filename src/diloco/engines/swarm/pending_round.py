@@ -200,6 +200,7 @@ class SwarmRound(PendingRound):
             mean=vector.mean,
             contributors=outcome.contributors,
             refused=outcome.refused,
+            clipped=outcome.clipped,
             total_weight=outcome.total_weight,
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,

@@ -224,14 +224,16 @@ class Node:
     def _on_round_end(self, plan: Plan) -> None:
         """Every member counts offences from the same plans, and so bans the same peers."""
         self.leader.record_end_elsewhere(plan.key.sequence)
-        for offence in plan.offences():
+        offences = plan.offences()
+        for offence in offences:
             name = offence.peer
             if name in self.members.peers and self.permissions.record_offence(name, offence.reason):
                 self._emit("member_banned", {"peer": name, "number": offence.number, "reason": offence.reason})
                 self.members.expel()
                 save(self.members)
         for entry in plan.contributors:
-            self.permissions.record_accepted(entry.peer)
+            if entry.peer not in {offence.peer for offence in offences}:
+                self.permissions.record_accepted(entry.peer)
 
     # For the peers
 

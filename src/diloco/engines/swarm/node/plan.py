@@ -5,12 +5,13 @@ The leader makes the plan and every worker in it checks it. From the same header
 leader does decide whose headers are in the plan, and which workers have sent other parts than they claimed.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from diloco.core.merging import admit, diverged
+from diloco.core.merging import diverged
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
@@ -105,7 +106,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def decision(self) -> Decision:
         entries, excluded = self.entries, {offence.number: offence.reason for offence in self.excluded}
         decided = decide([e.number for e in entries], [e.parsed.claim for e in entries], self.max_norm_ratio)
-        return Decision(decided.contributors, decided.weights, {**decided.refused, **excluded}, resync=decided.resync)
+        return replace(decided, refused={**decided.refused, **excluded})
 
     @cached_property
     def contributors(self) -> tuple[Entry, ...]:
@@ -123,14 +124,18 @@ class Plan(PeerMessage, frozen=True, dict=True):
         elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
         found = list(self.excluded)
         for entry in self.entries:
-            reason, claim = self.decision.refused.get(entry.number), entry.parsed.claim
-            if reason is None or entry.number in elsewhere:
-                continue
-            by_norms_alone = admit([claim], None) == [None]
-            told = len(self.entries) >= _FEWEST_FOR_NORMS and claim.weight <= claim.round_weight
-            if told or not by_norms_alone:
+            claim, reason = entry.parsed.claim, self.decision.refused.get(entry.number)
+            if len(self.contributors) >= _FEWEST_FOR_NORMS and claim.weight <= claim.round_weight:
+                reason = reason or self.decision.clipped.get(entry.number)
+            if reason is not None and entry.number not in elsewhere:
                 found.append(Offence(entry.peer, entry.number, reason))
         return found
+
+    @property
+    def longest(self) -> float:
+        """The norm of the mean is at most this: a mean is never longer than the longest contribution in it."""
+        scales = self.decision.scales or (1.0,) * len(self.contributors)
+        return max(e.parsed.claim.norm * scale for e, scale in zip(self.contributors, scales, strict=True))
 
     def entry(self, peer: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.peer == peer), None)

@@ -63,6 +63,8 @@ class RoundOutcome(Struct, frozen=True):
     products: tuple[float, ...] = ()
     """As RoundResult.products."""
     phases: RoundPhases = RoundPhases()
+    clipped: dict[int, str] = field(default_factory=dict)
+    """Worker number -> why its contribution was scaled down."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):

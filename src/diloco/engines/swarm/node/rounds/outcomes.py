@@ -185,6 +185,6 @@ def check_mean(posted: PostedRound, plan: Plan, data: bytes) -> None:
     for row in range(posted.num_parts):
         means.decode(rows[row : row + 1], values)
         squares += float(torch.linalg.vector_norm(values)) ** 2
-    longest = max(entry.parsed.claim.norm for entry in plan.contributors)
+    longest = plan.longest
     if not (math.isfinite(squares) and math.sqrt(squares) <= longest * own.norm_slack * means.norm_slack):
         raise Malformed(f"a mean of norm {math.sqrt(squares):.3g}; the longest contribution has {longest:.3g}")

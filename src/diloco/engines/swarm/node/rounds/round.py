@@ -75,6 +75,7 @@ class Round:
                 resync=diverged if failure is None else decision.resync,
                 contributors=decision.contributors,
                 refused=decision.refused,
+                clipped=decision.clipped,
                 total_weight=decision.total_weight,
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,

@@ -243,6 +243,7 @@ class Transfer:
             weights,
             part,
             mean,
+            scales=self.plan.decision.scales,
             on_decoded=add_square,
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
@@ -268,7 +269,7 @@ class Transfer:
 
     def _verify_mean(self, reducer: Entry, squares: float) -> None:
         """A mean is finite, and never longer than the longest contribution in it."""
-        longest = max(entry.parsed.claim.norm for entry in self.plan.contributors)
+        longest = self.plan.longest
         slack = self._codec.norm_slack * self._means.norm_slack
         if not (math.isfinite(squares) and math.sqrt(squares) <= longest * slack):
             raise TransferFailed(
