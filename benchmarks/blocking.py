@@ -12,9 +12,9 @@ same machine. All cases of a network run one after another, so that what else th
     thread        processor time of the trainer's thread in it: what remains of `blocked` on an idle machine where
                   every mean is in time
     utilisation   time inside inner steps, of all time
-    peak          the most that left a worker within 0.5 s, the time that an overlapped round has (`open` network: not
-                  limited, so that it is what a method asks for, not what the link gives); read every 20 ms from the
-                  namespace's device
+    peak          the most that left a worker within 0.1 s and within 0.5 s, the time that an overlapped round has
+                  (`open` network: not limited, so that it is what a method asks for, not what the link gives); read
+                  every 20 ms from the namespace's device
     step          an inner step of matrix products on one thread, while a round is in flight and while none is (`busy`)
 
 Targets: streaming + overlap + int4 blocks at most 0.02 s and has a utilisation of at least 99 % where classic fp32 has
@@ -34,14 +34,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from blocking_worker import result_path
 from links import Link, inside, joined
 from measuring import results_path, write_results
 
 NETWORKS = {"200 Mbit/s": Link(200), "200 Mbit/s, 50 ms each way": Link(200, 0.05), "open": Link(None)}
-STREAMING = {"fragments": 4, "overlap_steps": 5, "mixing": 0.5}
+METHODS = {
+    "classic": {"fragments": 1, "overlap_steps": 0, "mixing": 0.0},
+    "streaming": {"fragments": 4, "overlap_steps": 5, "mixing": 0.5},
+    "streaming in 10": {"fragments": 9, "overlap_steps": 2, "mixing": 0.5},
+}
 TORCHFT_OVERLAP = 4  # the most that it takes with five fragments in 25 steps
 CODECS = ("fp32", "fp16", "int4")
-H, STEP_SECONDS, WINDOW_SECONDS = 25, 0.1, 0.5
+H, STEP_SECONDS, WINDOW_SECONDS, SHORT_SECONDS = 25, 0.1, 0.5, 0.1
 MOST_BLOCKED, LEAST_USED, CLASSIC_USED = 0.02, 0.99, 0.70
 LIMIT_SECONDS = 240.0
 
@@ -75,6 +80,7 @@ class Row:
     sent_bytes: float
     """A sync, at the device."""
     peak_bytes: float
+    short_peak_bytes: float
     step_with_transfer: float | None
     step_without: float | None
     load: float
@@ -86,6 +92,7 @@ def cases(network: str, quick: bool, torchft: bool) -> list[Case]:
         return [
             Case("gloo", "classic", "fp16"),
             Case("gloo", "streaming", "fp16"),
+            Case("gloo", "streaming in 10", "fp16"),
             Case("gloo", "streaming", "int4", True),
         ]
     ours = [Case("gloo", "classic", codec) for codec in CODECS]
@@ -98,36 +105,36 @@ def cases(network: str, quick: bool, torchft: bool) -> list[Case]:
 
 def run(network: str, case: Case, syncs: int) -> Row:
     load = os.getloadavg()[0]
-    streaming = STREAMING if case.method == "streaming" else {"fragments": 1, "overlap_steps": 0, "mixing": 0.0}
+    options = METHODS[case.method]
     with joined(NETWORKS[network]), tempfile.TemporaryDirectory() as folder:
         task = {"engine": case.engine, "codec": case.codec, "num_inner_steps": H, "step_seconds": STEP_SECONDS}
         if case.engine == "torchft" and case.method == "streaming":
-            streaming = streaming | {"overlap_steps": TORCHFT_OVERLAP}
+            options = options | {"overlap_steps": TORCHFT_OVERLAP}
         if case.busy:  # so that there are steps without a round in flight
-            streaming = streaming | {"overlap_steps": 2}
-        task |= streaming | {"syncs": syncs, "folder": folder, "busy": case.busy}
+            options = options | {"overlap_steps": 2}
+        task |= options | {"syncs": syncs, "folder": folder, "busy": case.busy}
         workers = [_start(task | {"rank": rank}, rank) for rank in (0, 1)]
-        seen = [_hear(worker, f"{network}, {case.name}") for worker in workers]
+        for worker in workers:
+            _wait(worker, f"{network}, {case.name}")
+        seen = [json.loads(result_path(folder, rank).read_text()) for rank in (0, 1)]
     return _row(network, case, syncs, seen, load)
 
 
 def _start(task: dict[str, Any], rank: int) -> "subprocess.Popen[str]":
     command = [sys.executable, __file__.replace("blocking.py", "blocking_worker.py"), json.dumps(task)]
     return subprocess.Popen(
-        inside(rank, command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        inside(rank, command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
-def _hear(worker: "subprocess.Popen[str]", what: str) -> dict[str, Any]:
+def _wait(worker: "subprocess.Popen[str]", what: str) -> None:
     try:
-        told, errors = worker.communicate(timeout=LIMIT_SECONDS)
+        _, errors = worker.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         worker.kill()
-        told, errors = worker.communicate()
-    lines = [line for line in told.splitlines() if line.startswith("RESULT ")]
-    if not lines:
+        _, errors = worker.communicate()
+    if worker.returncode:
         raise SystemExit(f"{what}: a worker gave no result\n{errors[-3000:]}")
-    return dict(json.loads(lines[0].removeprefix("RESULT ")))
 
 
 def _row(network: str, case: Case, syncs: int, seen: list[dict[str, Any]], load: float) -> Row:
@@ -143,6 +150,7 @@ def _row(network: str, case: Case, syncs: int, seen: list[dict[str, Any]], load:
         max(one["cpu_seconds"] / syncs for one in seen),
         max(sent) / syncs,
         max(_most_within(one["sent"], WINDOW_SECONDS) for one in seen),
+        max(_most_within(one["sent"], SHORT_SECONDS) for one in seen),
         _middle(with_) if case.busy else None,
         _middle(without) if case.busy else None,
         load,
@@ -186,7 +194,7 @@ def print_table(rows: list[Row]) -> None:
     for row in rows:
         step = "" if row.step_without is None else f"{row.step_with_transfer:.4f} / {row.step_without:.4f}"
         numbers = (f"{row.blocked_seconds:.3f}", f"{row.thread_seconds:.3f}", f"{row.utilization:.1%}")
-        bytes_ = (f"{row.sent_bytes / 1e6:.1f}", f"{row.peak_bytes / 1e6:.1f}")
+        bytes_ = (f"{row.sent_bytes / 1e6:.1f}", f"{row.short_peak_bytes / 1e6:.1f} / {row.peak_bytes / 1e6:.1f}")
         table.add_row(row.network, row.case, *numbers, *bytes_, step, f"{row.load:.1f}")
     Console(width=max(130, Console().width)).print(table)
 

@@ -1,9 +1,10 @@
-"""One worker of blocking.py, in a network namespace of its own. Prints what it saw as one line of JSON.
+"""One worker of blocking.py, in a network namespace of its own. Writes what it saw as JSON into the task's folder.
 
     python benchmarks/blocking_worker.py '{"engine": "gloo", "rank": 0, ...}'       started by blocking.py
 
 An inner step is a sleep, as if a GPU computed: that leaves the CPU free, as a GPU does. It also moves some parameters
-a little, so that there are outer gradients. With `busy` it is matrix products on one thread instead.
+a little, so that there are outer gradients. With `busy` it is matrix products on one thread instead. A step is timed
+around the call of the inner optimizer's `step`, as a loop without DiLoCo has it too.
 """
 
 import json
@@ -76,23 +77,29 @@ class EmulatedSteps(torch.optim.SGD):
         self.without: list[float] = []
         self.in_flight: Callable[[], bool] = lambda: False
         self.square = torch.randn(320, 320)
+        self._step, self.step = self.step, self._timed_step  # type: ignore[method-assign,assignment]
+
+    def _timed_step(self) -> None:
+        """With what torch does around a step."""
+        started, thread_started = time.perf_counter(), time.thread_time()
+        self._step()
+        self.seconds.append(time.perf_counter() - started)
+        (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
+        self.thread_seconds += time.thread_time() - thread_started
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
-        started, thread_started = time.perf_counter(), time.thread_time()
+        started = time.perf_counter()
         for number in range(4):
             parameter = self.moved[(4 * self.taken + number) % len(self.moved)]
-            parameter.add_(1e-3 * (1 + self.task.rank))
+            parameter.add_(-1e-3 if self.task.rank else 1e-3)
         self.taken += 1
         if self.task.busy:
             for _ in range(round(self.task.step_seconds * 1000)):
                 torch.mm(self.square, self.square)
         else:
             time.sleep(max(0.0, started + self.task.step_seconds - time.perf_counter()))
-        self.seconds.append(time.perf_counter() - started)
-        (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
-        self.thread_seconds += time.thread_time() - thread_started
 
 
 # The engines
@@ -200,6 +207,11 @@ def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], 
 # Measuring
 
 
+def result_path(folder: str, rank: int) -> Path:
+    """Not the standard output: torchft makes it non-blocking, and a long line is then cut."""
+    return Path(folder) / f"result-{rank}.json"
+
+
 def sample(sent: list[tuple[float, int]], stop: threading.Event) -> None:
     """Bytes that have left this namespace, every 20 ms."""
     counter = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
@@ -234,8 +246,8 @@ def measure(task: Task) -> Seen:
 
 
 def main() -> None:
-    seen = measure(Task(**json.loads(sys.argv[1])))
-    print("RESULT " + json.dumps(seen.__dict__), flush=True)
+    task = Task(**json.loads(sys.argv[1]))
+    result_path(task.folder, task.rank).write_text(json.dumps(measure(task).__dict__))
     os._exit(0)  # torchft's threads outlive its shutdown
 
 

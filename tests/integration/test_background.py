@@ -11,11 +11,13 @@ from torch import Tensor
 
 from diloco.core.config import SyncConfig
 from diloco.core.digest import digest
+from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov
 from diloco.engines.local import alone
+from diloco.outer import background
 from diloco.outer import loop as outer_loop
 from diloco.outer.background import BackgroundReplica
-from diloco.outer.replica import Replica
+from diloco.outer.replica import Lane, Replica
 from support.in_turn import InTurn
 from support.problem import build
 
@@ -94,6 +96,27 @@ def test_an_anchor_that_changed_after_the_mean_came_takes_the_step_anew() -> Non
     followed = torch.cat([tensor.detach().flatten() for tensor in fragment.tensors])
     assert torch.equal(followed, fragment.anchor)
     assert loop.replica.digests == [digest(fragment.anchor)]
+
+
+def test_a_step_that_posts_and_merges_merges_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take the same core otherwise, and it is the merge that training waits for."""
+    monkeypatch.setattr(background, "_MERGE_SECONDS", 60.0)
+    world = InTurn(1, SyncConfig(6, "int4", fragments=2, overlap_steps=2, mixing=0.3))
+    done = []
+    for kind, name in ((Lane, "encode"), (Fragment, "follow_flat")):
+        original = getattr(kind, name)
+
+        def note(*arguments: object, name: str = name, original: Callable[..., object] = original) -> object:
+            done.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(kind, name, note)
+    world.step(3)  # the first of three fragments is posted
+    world.optimizers[0].loop.settle()
+    assert done == ["encode"]
+    world.step()  # posts the second, and merges the first
+    world.optimizers[0].loop.settle()
+    assert done == ["encode", "follow_flat", "encode"]
 
 
 def test_a_post_that_fails_is_told_when_the_round_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,10 +203,29 @@ class Fragment:
             anchor.copy_(self.read(span))
 
     @torch.no_grad()
-    def adopt_anchor(self, mixing: float = 0.0, next_anchor: Tensor | None = None) -> None:
-        """θ_i ← anchor (line 3 of Algorithm 1), or the one that it will be next; `mixing` as in outer_step."""
+    def adopt_anchor(self, mixing: float = 0.0) -> None:
+        """θ_i ← anchor (line 3 of Algorithm 1); `mixing` as in outer_step."""
         for span, anchor, _ in self.visit():
-            self.follow(span, anchor if next_anchor is None else next_anchor[span.slice], mixing)
+            self.follow(span, anchor, mixing)
+
+    # One call for all tensors: it returns to Python, and so to the lock that all threads share, once
+
+    @torch.no_grad()
+    def copy_to(self, flat: Tensor) -> None:
+        """flat ← θ_i, in fp32."""
+        torch._foreach_copy_(list(self.views(flat).values()), list(self.tensors))
+
+    @torch.no_grad()
+    def follow_flat(self, flat: Tensor, mixing: float) -> None:
+        """`follow`, with the whole of an anchor."""
+        own, anchor = list(self.tensors), list(self.views(flat).values())
+        if not mixing:
+            torch._foreach_copy_(own, anchor)
+        elif all(tensor.dtype == torch.float32 for tensor in own):
+            torch._foreach_lerp_(own, anchor, 1.0 - mixing)
+        else:
+            for span in self.spans():
+                self.follow(span, flat[span.slice], mixing)
 
     @torch.no_grad()
     def add_anchor(self, factor: float) -> None:

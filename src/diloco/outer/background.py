@@ -9,6 +9,7 @@ threads of the worker do the arithmetic meanwhile, with the same operations in t
 
 Until the merge nothing but the spare block has changed: a round that is late, refused or saved is as without threads.
 The anchor follows a merge in the posting thread, before the next post; `lock` waits for it.
+A step may post one fragment and merge another: the posting thread lets the trainer merge first, with a core of its own.
 On a GPU this is not needed: its kernels run beside the trainer's thread anyway.
 """
 
@@ -35,6 +36,7 @@ from diloco.outer.tensors.model_tensors import ModelTensors
 
 _LONGEST_SECONDS = 600.0  # for some copies and arithmetic in memory
 _TRY_SECONDS = 1.0
+_MERGE_SECONDS = 0.02  # that a post leaves the cores to a merge which is likely to come in the same step
 _END_SECONDS = 5.0  # for a job at the end; one that waits for a lost peer is left behind
 
 
@@ -66,6 +68,9 @@ class BackgroundReplica(Replica):
         self._anchors = plain
         self.lock = self._idle = _IdleLock(plain)
         self._posting, self._waiting = _Jobs("diloco-posting"), _Jobs("diloco-waiting")
+        self._merged = threading.Event()
+        """Not set while a mean is there that the trainer has not merged since the latest post."""
+        self._merged.set()
         self._copied: dict[int, Tensor] = {}  # parameters of fragments that are being posted
         self._prepared: dict[int, _Prepared] = {}
         self._spare: list[Tensor] = []
@@ -79,16 +84,15 @@ class BackgroundReplica(Replica):
         fragment = self.lane.fragments[index]
         if fragment is not None and not dropped:
             fragment.check_memory()
-            block = self._take_block()
-            with torch.no_grad():
-                for tensor, view in zip(fragment.tensors, fragment.views(block).values(), strict=True):
-                    view.copy_(tensor)
-            self._copied[index] = block
+            self._copied[index] = block = self._take_block()
+            fragment.copy_to(block)
         return 0.0 if dropped else math.nan, report
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
         round_, block = _BackgroundRound(), self._copied.pop(key.fragment, None)
         self._forget(key.fragment)  # a mean that was not merged
+        if self._prepared:
+            self._merged.clear()
         if block is not None:
             self._idle.begin()
         self._posting.do(lambda: self._post(key, contributions[0], seconds, block, round_))
@@ -97,14 +101,16 @@ class BackgroundReplica(Replica):
     def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
         prepared, fragment = self._prepared_for(index, means[0]), self.lane.fragments[index]
         if prepared is None or fragment is None:
+            self._merged.set()
             return super().merge(index, means, mixing, turn)
         if mixing < 1.0:
-            fragment.adopt_anchor(mixing, prepared.block)
+            fragment.follow_flat(prepared.block, mixing)
         self.lane.digests[index] = prepared.digest
         self._forget(index)
         self._idle.begin()
         self._posting.do(lambda: self._step_anchor(index, means[0], turn))
         self.changed(index)
+        self._merged.set()
         return prepared.norm
 
     def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
@@ -148,6 +154,7 @@ class BackgroundReplica(Replica):
         block: Tensor | None,
         round_: "_BackgroundRound",
     ) -> None:
+        self._merged.wait(_MERGE_SECONDS)
         try:
             if block is not None:
                 try:

@@ -202,6 +202,30 @@ def test_mixing_keeps_its_share_of_the_workers_own_parameters() -> None:
     assert torch.equal(own, torch.full((10,), 0.25 * 8 + 0.75 * 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixing", [0.0, 0.3, 0.5])
+def test_following_a_whole_anchor_at_once_gives_the_bits_of_following_it_span_by_span(
+    dtype: torch.dtype, mixing: float
+) -> None:
+    torch.manual_seed(0)
+    parameters = {
+        "odd": nn.Parameter(torch.randn(1031, 3).to(dtype)),
+        "transposed": nn.Parameter(torch.randn(129, 65).to(dtype).t()),
+        "one": nn.Parameter(torch.randn(1).to(dtype)),
+    }
+    [fragment] = build_fragments(parameters, [list(parameters)], Nesterov())
+    anchor, before = torch.randn(fragment.numel), torch.empty(fragment.numel)
+    fragment.copy_to(before)
+    with torch.no_grad():
+        for span in fragment.spans():
+            fragment.follow(span, anchor[span.slice], mixing)
+    followed = [tensor.detach().clone() for tensor in fragment.tensors]
+    fragment.follow_flat(before, 0.0)
+    fragment.follow_flat(anchor, mixing)
+    assert all(torch.equal(one, other) for one, other in zip(fragment.tensors, followed, strict=True))
+    assert not torch.equal(fragment.tensors[0].float().flatten(), before[: 1031 * 3])
+
+
 def test_the_layout_digest_tells_models_apart() -> None:
     def layout(tensors: dict[str, Tensor], *more: object) -> str:
         return layout_digest(build_fragments(tensors, [list(tensors)], SGD()), *more)
