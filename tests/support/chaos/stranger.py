@@ -11,8 +11,9 @@ from pathlib import Path
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node import guest_messages, messages
 from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.proofs.certificate import Certificate
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import PROTOCOL, encode, write_frame
@@ -74,12 +75,12 @@ def _requests(me: str) -> dict[str, bytes]:
     authority = Authority(1 << 40, 0, 0)
     return {
         "hello": encode(hello),
-        "status": encode(messages.AskStatus()),
-        "files": encode(messages.AskFiles()),
+        "status": encode(guest_messages.AskStatus()),
+        "files": encode(guest_messages.AskFiles()),
         "number": encode(messages.AskNumber(0)),
         "ready": encode(messages.Ready(PresentWorker(0, b"", b""), None)),
         "inquire": encode(messages.Inquire(1, authority)),
-        "commit": encode(messages.Commit(1, authority, authority)),
+        "commit": encode(messages.Commit(1, authority, bytes(32), Certificate(0, (), {}))),
         "outcome": encode(messages.AskOutcome(0)),
         "post now": encode(messages.PostNow(1 << 40)),
         "goodbye": encode(messages.Goodbye()),

@@ -13,6 +13,7 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, RoundKey
+from diloco.engines.swarm.network.identity import peer_id, save_seed
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
@@ -23,6 +24,7 @@ from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.engines.swarm.trust.signatures import public_key
 from support.swarm.memory_network import MemoryNetwork, MemoryTransport
 
 
@@ -54,7 +56,9 @@ class ScriptedTrainer:
 
 
 NUMEL = 3000
-NAMES = [f"12D3KooW{'ABCDEFGHJKLMNPQRSTUVWXYZ'[i] * 44}" for i in range(24)]
+SEEDS = {peer_id(public_key(seed)): seed for seed in (bytes([number] * 32) for number in range(24))}
+"""The private keys of the workers, by name."""
+NAMES = sorted(SEEDS)
 
 
 @dataclass
@@ -147,6 +151,7 @@ class MemorySwarm:
         invitation = self.invitation()
         if again is None:
             write_private(folder / INVITATION_FILE, invitation.text())
+            save_seed(folder / "worker-0.key", SEEDS[name])
         options: dict[str, Any] = {"lost_seconds": 1.0, "beat_seconds": 0.2, **self.settings, **more}
         settings = Settings(str(folder), "worker-0", **{"founder": index == 0, **options})
         mine = invitation if credential_of is None else invite(credential_of, [], 3600.0, date())

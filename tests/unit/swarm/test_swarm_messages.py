@@ -106,4 +106,4 @@ def test_the_version_of_a_hello_can_be_read_whatever_else_it_has() -> None:
     data = msgspec.msgpack.encode({"t": "hello", "protocol": 1, "version": "0.1", "seat": "worker-0"})
     version = messages.hello_version(data)
     assert version is not None and (version.protocol, version.version) == (1, "0.1")
-    assert messages.hello_version(encode(messages.Commit(0, Authority(1, 0), Authority(1, 0)))) is None
+    assert messages.hello_version(encode(messages.Inquire(0, Authority(1, 0)))) is None

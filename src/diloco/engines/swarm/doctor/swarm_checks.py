@@ -20,7 +20,8 @@ from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_
 from diloco.engines.swarm.network.reachability import own_addresses
 from diloco.engines.swarm.network.reachability_monitor import answers_libp2p
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node.messages import AskStatus, AskTime, Hello, Measure, StatusAnswer, Time, expect
+from diloco.engines.swarm.node.guest_messages import AskStatus, AskTime, Measure, StatusAnswer, Time
+from diloco.engines.swarm.node.messages import Hello, expect
 from diloco.engines.swarm.node.status import MemberStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, encode
 from diloco.engines.swarm.trust.invitation import Invitation

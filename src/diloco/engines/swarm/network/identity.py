@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.atomic_files import PRIVATE, write_file
-from diloco.engines.swarm.network.multiaddr import peer_id_to_text
+from diloco.engines.swarm.network.multiaddr import peer_id_to_bytes, peer_id_to_text
 from diloco.errors import ConfigError
 
 _PRIVATE = b"\x08\x01\x12\x40"
@@ -21,10 +21,19 @@ def load_or_create(path: Path) -> str:
     """The peer id of the key in this file; a new key is made if the file is missing."""
     if not path.exists():
         _create(path)
+    return peer_id(_read(path)[-32:])
+
+
+def load_seed(path: Path) -> bytes:
+    """The private half of the key in this file, to sign with."""
+    return _read(path)[len(_PRIVATE) : -32]
+
+
+def _read(path: Path) -> bytes:
     data = path.read_bytes()
     if len(data) != len(_PRIVATE) + 64 or not data.startswith(_PRIVATE):
         raise ConfigError(f"{path} is not a worker's key: move it away to start with a new key, as a new worker")
-    return peer_id(data[-32:])
+    return data
 
 
 def peer_id(public: bytes) -> str:
@@ -33,8 +42,20 @@ def peer_id(public: bytes) -> str:
     return peer_id_to_text(b"\0" + bytes([len(key)]) + key)
 
 
+def public_key_of(peer: str) -> bytes:
+    """The public key that a peer id contains; ValueError if it is no id of an Ed25519 key."""
+    data = peer_id_to_bytes(peer)
+    start = b"\0" + bytes([len(_PUBLIC) + 32]) + _PUBLIC
+    if len(data) != len(start) + 32 or not data.startswith(start):
+        raise ValueError(f"{peer} contains no Ed25519 key")
+    return data[len(start) :]
+
+
 def _create(path: Path) -> None:
-    key = Ed25519PrivateKey.generate()
-    seed, public = key.private_bytes_raw(), key.public_key().public_bytes_raw()
+    save_seed(path, Ed25519PrivateKey.generate().private_bytes_raw())
+
+
+def save_seed(path: Path, seed: bytes) -> None:
+    public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, _PRIVATE + seed + public, durable=True, mode=PRIVATE)

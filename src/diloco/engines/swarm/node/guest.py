@@ -18,16 +18,8 @@ from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node.messages import (
-    AskFiles,
-    AskStatus,
-    AskTime,
-    FileNames,
-    Hello,
-    StatusAnswer,
-    Time,
-    expect,
-)
+from diloco.engines.swarm.node.guest_messages import AskFiles, AskStatus, AskTime, FileNames, StatusAnswer, Time
+from diloco.engines.swarm.node.messages import Hello, expect
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.status import RunStatus, Status
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file

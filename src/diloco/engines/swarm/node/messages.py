@@ -7,17 +7,18 @@ with every field of its type and within its bounds.
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
-from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.status import Addresses, PeerName, Process, RunStatus, Status
+from diloco.engines.swarm.node import guest_messages as guests
+from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
+from diloco.engines.swarm.node.proofs.certificate import Certificate, TwoRanges, Vote
+from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 T = TypeVar("T", bound=PeerMessage)
 
-MAX_MEASURED_BYTES = 512 << 10
 _LARGEST_FILE = 1 << 42
 
 Text = Annotated[str, Meta(max_length=512)]
@@ -129,6 +130,7 @@ class Complete(PeerMessage, frozen=True):
 
     sequence: Sequence
     authority: Authority
+    vote: Vote
 
 
 class Trouble(PeerMessage, frozen=True):
@@ -150,8 +152,9 @@ class Commit(PeerMessage, frozen=True):
     sequence: Sequence
     authority: Authority
     """The sender's."""
-    plan: Authority
-    """The plan's: of an earlier leader, where a new one has found its mean complete."""
+    plan: Annotated[bytes, Meta(max_length=32)]
+    """The digest of the plan: an earlier leader's, where a new one has found its mean complete."""
+    certificate: Certificate
 
 
 class Inquire(PeerMessage, frozen=True):
@@ -161,10 +164,16 @@ class Inquire(PeerMessage, frozen=True):
     authority: Authority
 
 
+class Voted(Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan whose whole mean a worker has, and its vote for that mean."""
+
+    plan: Plan
+    vote: Vote
+
+
 class Posted(PeerMessage, frozen=True):
     contribution: PresentWorker
-    complete: Plan | None = None
-    """The plan whose whole mean the worker has."""
+    complete: Voted | None = None
     seen: Authority = NO_AUTHORITY
     """The highest that the worker had seen in this round before."""
 
@@ -205,49 +214,21 @@ class AskLastPlan(PeerMessage, frozen=True):
 
 
 class Outcome(PeerMessage, frozen=True):
-    """None: the round has not ended, or is too old."""
+    """None: the round has not ended, or is too old. It counts for nothing without its certificate."""
 
     plan: Plan | None = None
+    certificate: Certificate | None = None
+    credentials: Annotated[dict[PeerName, Credential], Meta(max_length=MAX_WORKERS)] = field(default_factory=dict)
+    """Of the workers that have signed the certificate: the receiver may not have met them."""
 
 
-# For guests (`diloco join`, `status` and `doctor`)
+# Liars
 
 
-class AskStatus(PeerMessage, frozen=True):
-    pass
+class Proof(PeerMessage, frozen=True):
+    """A member has lied, as every other can check. Answered by Done."""
 
-
-class StatusAnswer(PeerMessage, frozen=True):
-    status: RunStatus
-
-
-class AskFiles(PeerMessage, frozen=True):
-    pass
-
-
-class FileNames(PeerMessage, frozen=True):
-    names: Annotated[tuple[Text, ...], Meta(max_length=8192)]
-
-
-class AskTime(PeerMessage, frozen=True):
-    pass
-
-
-class Time(PeerMessage, frozen=True):
-    """Seconds since 1970."""
-
-    time: float
-
-
-class Measure(PeerMessage, frozen=True):
-    """Answered by Measured with `size` bytes: a test of the bandwidth in both directions."""
-
-    size: Annotated[int, Meta(ge=0, le=MAX_MEASURED_BYTES)]
-    padding: Annotated[bytes, Meta(max_length=MAX_MEASURED_BYTES)] = b""
-
-
-class Measured(PeerMessage, frozen=True):
-    data: bytes
+    lie: TwoRanges
 
 
 # The first message on a stream, and the answer to it
@@ -300,8 +281,8 @@ Message = (
     Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
-    | AskOutcome | AskLastPlan | Outcome | AskStatus | StatusAnswer | AskFiles | FileNames | AskTime | Time
-    | Measure | Measured
+    | AskOutcome | AskLastPlan | Outcome | Proof | guests.AskStatus | guests.StatusAnswer
+    | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured
     | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
 )  # fmt: skip
 

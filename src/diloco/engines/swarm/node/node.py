@@ -29,9 +29,10 @@ from typing import Any
 
 import msgspec
 
+from diloco.engines.swarm.network.identity import load_seed
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
-from diloco.engines.swarm.node import clock, messages
+from diloco.engines.swarm.node import clock, guest_messages, messages
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.joining import join, look_for_others, save, settle_number
@@ -40,6 +41,7 @@ from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.processes import addressed, open_addressed
+from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.participant import Participant
@@ -71,7 +73,10 @@ class Node:
         self.heartbeats = Heartbeats(self.members)
         calls = Calls(self.members)
         calls.answer_own = self._answer
-        self.outcomes = Outcomes(self.heartbeats, calls)
+        notary = Notary(permissions.run_id, transport.peer, load_seed(settings.path(f"{settings.name}.key")))
+        notary.is_invited = lambda peer: permissions.credential_of(peer) is not None
+        self.outcomes = Outcomes(self.heartbeats, calls, notary)
+        self.outcomes.liars.on_ban = lambda: save(self.members)
         self.outcomes.on_end = self._on_round_end
         self.participant = Participant(self.outcomes)
         self.leader = Leader(self.participant, self._hurry)
@@ -271,14 +276,14 @@ class Node:
     def _answer_guest(self, request: PeerMessage) -> PeerMessage:
         """To a peer with a credential, which need not be a member."""
         match request:
-            case messages.AskStatus():
-                return messages.StatusAnswer(self.status())
-            case messages.AskFiles():
-                return messages.FileNames(tuple(self.files.names()))
-            case messages.AskTime():
-                return messages.Time(time.time())
-            case messages.Measure():
-                return messages.Measured(bytes(request.size))
+            case guest_messages.AskStatus():
+                return guest_messages.StatusAnswer(self.status())
+            case guest_messages.AskFiles():
+                return guest_messages.FileNames(tuple(self.files.names()))
+            case guest_messages.AskTime():
+                return guest_messages.Time(time.time())
+            case guest_messages.Measure():
+                return guest_messages.Measured(bytes(request.size))
         raise CallRefused("say hello first", "hello")
 
     async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
@@ -298,7 +303,9 @@ class Node:
             case messages.AskOutcome():
                 return self.outcomes.answer(request)
             case messages.AskLastPlan():
-                return messages.Outcome(self.outcomes.quorum.last)
+                return self.outcomes.answer_last()
+            case messages.Proof():
+                return self.outcomes.liars.answer(request)
             case messages.Ready():
                 return self.leader.answer_ready(peer, request)
             case messages.Complete():

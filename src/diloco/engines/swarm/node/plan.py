@@ -5,6 +5,7 @@ The leader makes the plan and every worker in it checks it. From the same header
 leader does decide whose headers are in the plan, and which workers have sent other parts than they claimed.
 """
 
+import hashlib
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
@@ -17,7 +18,7 @@ from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.status import PeerName
 from diloco.engines.swarm.node.trainer import PresentWorker
-from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage, encode
 from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
@@ -101,6 +102,11 @@ class Plan(PeerMessage, frozen=True, dict=True):
             raise Malformed("the entries of a plan are not in worker order, each once")
         if any(entry.parsed.key != self.key for entry in self.entries):
             raise Malformed("a header of another round")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """What workers sign to name this plan."""
+        return hashlib.sha256(encode(self)).digest()
 
     @cached_property
     def decision(self) -> Decision:

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import Members, Peer
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs.certificate import Agreed
 
 _FEWEST = 3
 
@@ -21,8 +22,12 @@ _FEWEST = 3
 class Quorum:
     def __init__(self, members: Members) -> None:
         self._members, self._settings = members, members.settings
-        self.last: Plan | None = None
+        self.agreed: Agreed | None = None
         """Of the last round that has ended here, or at the worker that gave this one its state."""
+
+    @property
+    def last(self) -> Plan | None:
+        return None if self.agreed is None else self.agreed.plan
 
     def counted(self) -> set[str]:
         """The members of the last round, less the dead; empty if any number is enough: fewer than three are left."""
@@ -40,10 +45,14 @@ class Quorum:
         silent_seconds = clock.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
         return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
 
-    def record(self, plan: Plan | None) -> None:
+    def record(self, agreed: Agreed) -> None:
         """The round of this plan has ended."""
-        if plan is not None and (self.last is None or plan.key.sequence >= self.last.key.sequence):
-            self.last = plan
+        if self.last is None or agreed.plan.key.sequence >= self.last.key.sequence:
+            self.agreed = agreed
+
+    def has_decided(self, agreed: Agreed) -> bool:
+        """Whether most of the members that count here have voted for it: no other plan of its round can count."""
+        return agreed.plan.majority and bool(self.counted()) and self.is_majority(agreed.certificate.signatures)
 
     def is_majority(self, names: Collection[str]) -> bool:
         """Of the members that count; any number is, where they are fewer than three."""

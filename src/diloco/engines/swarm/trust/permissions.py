@@ -50,6 +50,8 @@ class Permissions:
         self._own = credential
         self._refusals_to_ban, self._clock = refusals_to_ban, clock
         self._known: LruCache[Credential] = LruCache(MAX_PEERS)
+        self._passed_on: LruCache[bytes] = LruCache(MAX_PEERS)
+        """Credentials of peers that have not said hello here; good for their signatures only."""
         self._vouched: LruCache[None] = LruCache(MAX_PEERS)
         self._bans: LruCache[str] = LruCache(MAX_PEERS)
         self._offence_points: LruCache[int] = LruCache(MAX_PEERS)
@@ -106,6 +108,20 @@ class Permissions:
         except PeerRefused as error:
             self.refusals[error.kind] += 1
             raise
+
+    def remember(self, peer: str, data: bytes) -> None:
+        """A credential that another member passes on: what `peer` has signed counts from now on, if it is valid."""
+        if self.credential_of(peer) is None:
+            try:
+                Credential.read(data).verify(self.run_public, peer, None)
+            except PeerRefused:
+                return
+            self._passed_on.put(peer, data)
+
+    def credential_of(self, peer: str) -> bytes | None:
+        """What a peer has shown, or another has passed on; None: it is not known to be invited."""
+        known = self._credential(peer)
+        return self._passed_on.get(peer) if known is None else known.data()
 
     def invitation_of(self, peer: str) -> str | None:
         """The id of the invitation that the peer came with, to keep beside its addresses; None: not known."""

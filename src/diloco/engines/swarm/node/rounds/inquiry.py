@@ -10,10 +10,13 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.messages import Ended, Inquire, LedBy, Posted, Superseded
 from diloco.engines.swarm.node.plan import Authority, Plan
+from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -31,12 +34,17 @@ class Answers:
     authority: Authority
     """Higher than any that the members have seen."""
     posted: dict[str, Posted]
+    answered: frozenset[str]
 
     @property
     def plan(self) -> Plan | None:
         """The plan to commit, if there is one."""
-        complete = [answer.complete for answer in self.posted.values() if answer.complete is not None]
+        complete = [answer.complete.plan for answer in self.posted.values() if answer.complete is not None]
         return max(complete, key=lambda plan: plan.authority, default=None)
+
+    def votes(self, plan: Plan) -> dict[str, Vote]:
+        found = {peer: answer.complete for peer, answer in self.posted.items() if answer.complete is not None}
+        return {peer: one.vote for peer, one in found.items() if one.plan.digest == plan.digest}
 
 
 async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Answers:
@@ -51,7 +59,9 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
         if seen is not None and seen.leader >= authority.leader:
             authority = authority._replace(term=seen.term + 1)
         elif participant.outcomes.quorum.is_majority(answers):
-            return Answers(authority, {peer: one for peer, one in answers.items() if isinstance(one, Posted)})
+            posted = {peer: one for peer, one in answers.items() if isinstance(one, Posted)}
+            checked = {peer: _checked(participant, key.sequence, peer, one) for peer, one in posted.items()}
+            return Answers(authority, checked, frozenset(answers))
         else:
             await members.wait_for_change(POLL_SECONDS)
         if participant.outcomes.has_ended(key.sequence):
@@ -64,9 +74,7 @@ async def _judge(participant: Participant, sequence: int, answers: dict[str, Pee
     seen: list[Authority] = []
     for peer, answer in answers.items():
         if isinstance(answer, Ended):
-            if own is not None and peer != members.me:
-                await participant.outcomes.resolve(own, peer)
-            if own is None or own.ended or members.most_ended(sequence):
+            if peer != members.me and await _has_ended(participant, sequence, peer):
                 raise SteppedDown("it has ended already")
         elif isinstance(answer, LedBy):
             if own is not None:
@@ -75,6 +83,34 @@ async def _judge(participant: Participant, sequence: int, answers: dict[str, Pee
         elif isinstance(answer, Posted | Superseded):
             seen.append(answer.seen)
     return max(seen, default=None)
+
+
+async def _has_ended(participant: Participant, sequence: int, peer: str) -> bool:
+    """Whether a round has ended, as `peer` says; its word alone is not enough."""
+    own, outcomes = participant.rounds.get(sequence), participant.outcomes
+    if own is not None:
+        await outcomes.resolve(own, peer)
+        return own.ended or participant.members.most_ended(sequence)
+    try:
+        agreed = await outcomes.ask(peer, sequence)
+    except (Unreachable, CallRefused, Malformed) as problem:
+        logger.info("round %d: %s does not give its outcome: %s", sequence, peer, problem)
+        agreed = None
+    return agreed is not None or participant.members.most_ended(sequence)
+
+
+def _checked(participant: Participant, sequence: int, peer: str, answer: Posted) -> Posted:
+    """Without a vote that is not valid."""
+    voted = answer.complete
+    try:
+        if voted is not None:
+            participant.outcomes.notary.check_vote(voted.plan, peer, voted.vote)
+            if voted.plan.key.sequence != sequence:
+                raise Malformed("a plan of another round")
+    except Malformed as problem:
+        logger.info("round %d: %s has no valid vote: %s", sequence, peer, problem)
+        return structs.replace(answer, complete=None)
+    return answer
 
 
 async def ask_all(

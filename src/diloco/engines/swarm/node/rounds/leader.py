@@ -61,8 +61,7 @@ class Leader:
 
     def record_complete(self, sender: str, message: Complete) -> PeerMessage:
         if (led := self._current(sender, message)) is not None:
-            led.complete.add(sender)
-            self.members.changed()
+            led.record_vote(sender, message.vote)
         return Done()
 
     def record_trouble(self, sender: str, message: Trouble) -> PeerMessage:

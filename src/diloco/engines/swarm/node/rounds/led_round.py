@@ -13,6 +13,7 @@ A leader that finds a higher authority, or the round ended, steps down. Its own 
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded, Trouble
 from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
+from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.wire import Malformed
@@ -65,8 +67,8 @@ class LedRound:
         self._members, self._heartbeats = self._participant.members, self._participant.heartbeats
         self._settings = self._participant.settings
         self.ready: dict[str, Entry] = {}
-        self.complete: set[str] = set()
-        """Workers that have the whole mean of `plan`."""
+        self.votes: dict[str, Vote] = {}
+        """Of the workers that have the whole mean of `plan`."""
         self.troubles: list[tuple[str, Trouble]] = []
         """Sender and message, about `plan`."""
         self.plan: Plan | None = None
@@ -94,6 +96,15 @@ class LedRound:
                 "model",
             )
 
+    def record_vote(self, sender: str, vote: Vote) -> None:
+        """Raises Malformed."""
+        assert self.plan is not None
+        self._outcomes.notary.check_vote(self.plan, sender, vote)
+        self.votes[sender] = vote
+        if any(other.mean != vote.mean for other in self.votes.values()):
+            self._outcomes.liars.compare(self.plan, list(self.votes.values()))
+        self._members.changed()
+
     async def run(self) -> None:
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
@@ -117,12 +128,21 @@ class LedRound:
         """Whether the round has ended, with a mean that some workers have already."""
         answers = await inquire(self._participant, self.key, self.authority)
         self.authority = answers.authority
-        if answers.plan is not None:
-            await self._commit(answers.plan)
-            return True
+        if (plan := answers.plan) is not None:
+            if (certificate := certify(plan, votes := answers.votes(plan))) is not None:
+                await self._commit(plan, certificate)
+                return True
+            if self._may_count(plan, {*votes, *(e.peer for e in plan.entries if e.peer not in answers.answered)}):
+                raise SteppedDown("workers that are silent may have ended it")
         for peer, answer in answers.posted.items():
             self._add(peer, answer)
         return False
+
+    def _may_count(self, plan: Plan, voters: Collection[str]) -> bool:
+        """Whether an earlier leader can have got a certificate from these workers; the dead ones do not count."""
+        peers = self._members.peers
+        there = [peer for peer in voters if peer not in peers or not peers[peer].gone]
+        return bool(self._quorum.counted()) and is_most(plan, there) and self._quorum.is_majority(there)
 
     def _add(self, peer: str, answer: Posted) -> None:
         try:
@@ -205,8 +225,8 @@ class LedRound:
                 self._max_norm_ratio,
             )  # fmt: skip
             problem = await self._attempt(self.plan)
-            if problem is None:
-                await self._commit(self.plan)
+            if isinstance(problem, Certificate):
+                await self._commit(self.plan, problem)
                 return
             for peer, reason in problem.peers.items():
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
@@ -224,26 +244,27 @@ class LedRound:
         if len(self._members.live()) > live:
             raise SteppedDown("other workers are back, and may have gone on")
 
-    async def _attempt(self, plan: Plan) -> _Dropped | None:
-        """None: all live workers have the whole mean; or most have it, and the others take too long."""
+    async def _attempt(self, plan: Plan) -> "_Dropped | Certificate":
+        """A certificate: all live workers have the whole mean; or most have it, and the others take too long."""
         self.phase = "averaging"
-        self.complete, self.troubles = set(), []
+        self.votes, self.troubles = {}, []
         refusals: dict[str, object] = {}
         end = clock.now() + self._participant.transfers.limit(plan, self._settings.stall_seconds)
         offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
         try:
             while True:
-                waiting = [e.peer for e in plan.entries if e.peer not in self.complete]
+                agreed = largest_group(self.votes)
+                certificate = certify(plan, agreed) if self._quorum.is_majority(agreed) else None
+                waiting = [e.peer for e in plan.entries if e.peer not in agreed]
                 live = [peer for peer in waiting if self._members.is_live(peer)]
-                if not live and self.complete and self._quorum.is_majority(self.complete):
-                    return None
+                if not live and certificate is not None:
+                    return certificate
                 if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
                     return _Dropped(lost, lost=True)
-                most = 2 * len(self.complete) > len(plan.entries) and self._quorum.is_majority(self.complete)
-                if clock.now() > end and most:
+                if clock.now() > end and certificate is not None:
                     for peer in waiting:  # they are in the mean, and fetch it from the others
                         self._participant.transfers.forget(peer)
-                    return None
+                    return certificate
                 if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
                     raise SteppedDown("another worker leads it now, or it has ended")
                 if refusals:
@@ -297,11 +318,11 @@ class LedRound:
 
     # Commit
 
-    async def _commit(self, plan: Plan) -> None:
+    async def _commit(self, plan: Plan, certificate: Certificate) -> None:
         """Tell all other workers first, and count the mean here when at least one of them has answered."""
         self.phase = "committing"
         others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
-        commit = Commit(self.key.sequence, self.authority, plan.authority)
+        commit = Commit(self.key.sequence, self.authority, plan.digest, certificate)
         commits = [
             asyncio.create_task(ask_all(self._participant, self.key.sequence, [peer], commit)) for peer in others
         ]
@@ -312,8 +333,7 @@ class LedRound:
             if answers:
                 break
         own = self._participant.rounds.get(self.key.sequence)
-        if own is not None and own.complete == plan.authority and own.plan is not None:
-            self._outcomes.succeed(own, own.plan)
-        elif plan.entry(self._members.me) is None:
+        counted = own is not None and not own.ended and self._outcomes.commit(own, plan.digest, certificate)
+        if not counted and plan.entry(self._members.me) is None:
             self._outcomes.record_missed(self.key.sequence)
         await asyncio.gather(*commits)

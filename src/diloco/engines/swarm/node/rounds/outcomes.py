@@ -4,26 +4,26 @@ A round that this worker was in ends with its mean (`succeed`). Members keep the
 worker that missed the end of a round asks one of them for the outcome (`resolve`). If its contribution is in the plan,
 it fetches the mean and the round has succeeded for it too. If not, and most others have ended the round, the round has
 failed for this worker (I6) and it must fetch their state. A single worker that went on alone is not followed.
+
+No mean counts without a certificate (proofs/certificate.py): that most workers of its plan have voted for its digest.
 """
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable
 
-import torch
-
-from diloco.codecs.registry import codec
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.heartbeats import Heartbeats
 from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
+from diloco.engines.swarm.node.proofs.liars import Liars
+from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.quorum import Quorum
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
-from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Outcomes:
-    def __init__(self, heartbeats: Heartbeats, calls: Calls) -> None:
-        self.heartbeats, self.members, self.calls = heartbeats, heartbeats.members, calls
+    def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary) -> None:
+        self.heartbeats, self.members, self.calls, self.notary = heartbeats, heartbeats.members, calls, notary
+        self.liars = Liars(self.members, calls, notary)
         self.recent = RecentRounds()
         self.quorum = Quorum(self.members)
         self.on_end: Callable[[Plan], None] = lambda _: None
@@ -49,15 +50,32 @@ class Outcomes:
 
     # The end of a round
 
+    def commit(self, round_: Round, plan: bytes, certificate: Certificate) -> bool:
+        """End the round, if this worker has the mean that most workers of the plan have voted for."""
+        if round_.plan is None or round_.vote is None or round_.plan.digest != plan:
+            return False
+        try:
+            self.notary.check(round_.plan, certificate)
+        except Malformed as problem:
+            logger.warning("a commit without a valid certificate: %s", problem)
+            return False
+        if certificate.mean != round_.vote.mean:
+            self.liars.compare(round_.plan, (round_.vote, certificate))
+            return False
+        round_.certificate = certificate
+        self.succeed(round_, round_.plan)
+        return True
+
     def succeed(self, round_: Round, plan: Plan) -> None:
-        """The mean of this plan counts."""
+        """The mean of this plan counts: it has a certificate."""
+        assert round_.certificate is not None
         round_.stop_transfer()
         status, decision = self.members.status, plan.decision
         if plan.has_mean:
-            self.recent.add_copy(plan, round_.posted.mean)
+            self.recent.add_copy(plan, round_.posted.mean, round_.certificate)
         else:
-            self.recent.add(plan, b"")
-        self.quorum.record(plan)
+            self.recent.add(plan, b"", round_.certificate)
+        self.quorum.record(Agreed(plan, round_.certificate))
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
             status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
@@ -89,16 +107,17 @@ class Outcomes:
 
     async def resolve(self, round_: Round, peer: str) -> None:
         """`peer` has ended this round: with this worker in it, or without."""
-        plan: Plan | None = None
+        agreed: Agreed | None = None
         try:
-            plan = await self.ask(peer, round_.sequence)
-            if plan is not None:
-                own = plan.entry(self.members.me)
+            agreed = await self.ask(peer, round_.sequence)
+            if agreed is not None:
+                own = agreed.plan.entry(self.members.me)
                 if own is not None and own.contribution.header == round_.posted.header:
                     async with round_.fetching:
                         if not round_.ended:
-                            await self._fetch_own_mean(round_, plan, peer)
-                            self.succeed(round_, plan)
+                            await self._fetch_own_mean(round_, agreed, peer)
+                            round_.certificate = agreed.certificate
+                            self.succeed(round_, agreed.plan)
                     return
         except (Unreachable, CallRefused, Malformed) as problem:
             logger.info("round %d: %s does not give its outcome: %s", round_.sequence, peer, problem)
@@ -106,42 +125,55 @@ class Outcomes:
                 self.heartbeats.suspect(peer, problem)
                 await asyncio.sleep(_RETRY_SECONDS)
                 return
-        decided = plan is not None and plan.majority
+        decided = agreed is not None and self.quorum.has_decided(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.has_state = False
             round_.fail("the others ended it without this worker", resync=True)
 
-    async def _fetch_own_mean(self, round_: Round, plan: Plan, peer: str) -> None:
-        posted = round_.posted
-        if not plan.has_mean or round_.complete == plan.authority:
+    async def _fetch_own_mean(self, round_: Round, agreed: Agreed, peer: str) -> None:
+        posted, mean = round_.posted, agreed.certificate.mean
+        same_plan = round_.plan is not None and round_.plan.digest == agreed.plan.digest
+        if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
             return
         round_.stop_transfer()
-        round_.products, round_.phases = (), RoundPhases()
-        data = await self.fetch_mean(round_.sequence, peer)
+        round_.vote, round_.products, round_.phases = None, (), RoundPhases()
+        data = await self.fetch_mean(agreed, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")
-        await asyncio.get_running_loop().run_in_executor(None, check_mean, posted, plan, data)
         posted.mean.view[:] = data
         round_.bytes_received += len(data)
 
     # Asking others
 
-    async def ask(self, peer: str, sequence: int) -> Plan | None:
-        """The plan that a round has ended with; None if it has not ended, or is too old."""
+    async def ask(self, peer: str, sequence: int) -> Agreed | None:
+        """The plan that a round has ended with; None if it has not ended, or is too old. Raises Malformed, too."""
         return await self._ask(peer, AskOutcome(sequence))
 
     async def ask_last(self, peer: str) -> None:
         """The members that count from now on are those that count for `peer`."""
-        self.quorum.last = await self._ask(peer, AskLastPlan())
+        self.quorum.agreed = await self._ask(peer, AskLastPlan())
 
-    async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Plan | None:
+    async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Agreed | None:
         answer = await self.calls.ask(peer, request)
         if not isinstance(answer, Outcome):
             raise Malformed(f"{type(answer).__name__} instead of Outcome")
-        return answer.plan
+        if answer.plan is None:
+            return None
+        for signer, credential in answer.credentials.items():
+            self.members.permissions.remember(signer, credential)
+        try:
+            right = not isinstance(request, AskOutcome) or answer.plan.key.sequence == request.sequence
+            if not right or answer.certificate is None:
+                raise Malformed("another round, or one without a certificate")
+            self.notary.check(answer.plan, answer.certificate)
+        except Malformed as lie:
+            self.liars.record_unproved(peer, str(lie))
+            raise
+        return Agreed(answer.plan, answer.certificate)
 
-    async def fetch_mean(self, sequence: int, peer: str) -> bytes:
+    async def fetch_mean(self, agreed: Agreed, peer: str) -> bytes:
         """The encoded mean of a round that has ended. Raises Unreachable or Malformed."""
+        sequence = agreed.plan.key.sequence
         stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
         try:
             await write_frame(stream, encode(OpenMean(sequence)), self._stall_seconds)
@@ -153,15 +185,29 @@ class Outcomes:
             while received < size:
                 received += await read_frame_into(stream, view[received:], self._stall_seconds)
             await stream.write(b"\1", self._stall_seconds)
-            return bytes(data)
         finally:
             stream.close()
+        check = self.notary.check_mean
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, check, agreed.plan, agreed.certificate, data)
+        except Malformed as lie:
+            self.liars.record_unproved(peer, str(lie))
+            raise
+        return bytes(data)
 
     # Answering others
 
     def answer(self, request: AskOutcome) -> Outcome:
         ended = self.recent.get(request.sequence)
-        return Outcome() if ended is None else Outcome(ended.plan)
+        return Outcome() if ended is None else self._outcome(ended.plan, ended.certificate)
+
+    def answer_last(self) -> Outcome:
+        last = self.quorum.agreed
+        return Outcome() if last is None else self._outcome(last.plan, last.certificate)
+
+    def _outcome(self, plan: Plan, certificate: Certificate) -> Outcome:
+        known = {peer: self.members.permissions.credential_of(peer) for peer in certificate.signatures}
+        return Outcome(plan, certificate, {peer: one for peer, one in known.items() if one is not None})
 
     async def serve_mean(self, stream: Stream, request: OpenMean) -> None:
         await self.recent.copied()
@@ -173,18 +219,3 @@ class Outcomes:
         for first in range(0, len(view), _CHUNK_BYTES):
             await write_frame(stream, view[first : first + _CHUNK_BYTES], self._stall_seconds)
         await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit
-
-
-@torch.no_grad()
-def check_mean(posted: PostedRound, plan: Plan, data: bytes) -> None:
-    """A mean is finite, and never longer than the longest contribution in it. Raises Malformed."""
-    own = codec(posted.codec)
-    means = own.for_means
-    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(posted.num_parts, -1)
-    values, squares = torch.empty(1, posted.part_elements), 0.0
-    for row in range(posted.num_parts):
-        means.decode(rows[row : row + 1], values)
-        squares += float(torch.linalg.vector_norm(values)) ** 2
-    longest = plan.longest
-    if not (math.isfinite(squares) and math.sqrt(squares) <= longest * own.norm_slack * means.norm_slack):
-        raise Malformed(f"a mean of norm {math.sqrt(squares):.3g}; the longest contribution has {longest:.3g}")

@@ -28,9 +28,11 @@ from diloco.engines.swarm.node.messages import (
     Ready,
     Superseded,
     Trouble,
+    Voted,
     Waiting,
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
+from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
@@ -163,10 +165,11 @@ class Participant:
             return Superseded(round_.authority)
         self._check_plan(round_, sender, plan)
         round_.stop_transfer()
-        round_.authority, round_.leader, round_.plan, round_.complete = plan.authority, sender, plan, None
+        round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
         round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
         if plan.has_mean:
-            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, self.settings.stall_seconds)
+            seconds = self.settings.stall_seconds
+            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary)
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
         return Done()
@@ -189,9 +192,8 @@ class Participant:
         if refusal is not None:
             return refusal
         round_ = self.rounds[commit.sequence]
-        if round_.plan is not None and round_.complete == commit.plan:
-            self.outcomes.succeed(round_, round_.plan)
-        else:  # a new leader has found that another worker has ended the round
+        if not self.outcomes.commit(round_, commit.plan, commit.certificate):
+            # A new leader has found that another worker has ended the round, or this worker has another mean.
             task = asyncio.create_task(self.outcomes.resolve(round_, sender))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Done()
@@ -206,7 +208,9 @@ class Participant:
                 return LedBy(leader)
             return refusal or NotPosted()
         seen, round_.authority = round_.authority, inquire.authority
-        return Posted(round_.contribution, round_.plan if round_.complete is not None else None, seen)
+        if round_.plan is None or round_.vote is None:
+            return Posted(round_.contribution, None, seen)
+        return Posted(round_.contribution, Voted(round_.plan, round_.vote), seen)
 
     def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
         """Why a leader's message is not obeyed, if so."""
@@ -239,8 +243,9 @@ class Participant:
                 self.transfers.record(plan, clock.now() - started)
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
-            round_.transferred(plan)
-            message = Complete(round_.sequence, plan.authority)
+            vote = self._vote(round_, plan)
+            round_.transferred(vote)
+            message = Complete(round_.sequence, plan.authority, vote)
         except TransferFailed as problem:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
             if not problem.lie:
@@ -255,6 +260,11 @@ class Participant:
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _vote(self, round_: Round, plan: Plan) -> Vote:
+        if round_.transfer is not None:
+            return round_.transfer.vote
+        return self.outcomes.notary.vote(plan, round_.posted.num_parts, ())
 
     async def serve_parts(self, stream: Stream, request: OpenParts) -> None:
         """Another worker's parts, which may arrive before the plan that they belong to."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs.certificate import Certificate
 from diloco.engines.swarm.shared_memory import SharedMemory
 
 MAX_ROUNDS = 8
@@ -18,6 +19,7 @@ class EndedRound:
     plan: Plan
     mean: bytes | bytearray
     """Empty if the round had none."""
+    certificate: Certificate
 
 
 class RecentRounds:
@@ -31,10 +33,10 @@ class RecentRounds:
         """A longer mean is refused before it is read."""
         self._copying: list[asyncio.Future[None]] = []
 
-    def add_copy(self, plan: Plan, mean: SharedMemory) -> None:
+    def add_copy(self, plan: Plan, mean: SharedMemory, certificate: Certificate) -> None:
         """Keep a copy of `mean`, which must not change before `copied`: a thread makes it while the trainer goes on."""
         copy = bytearray(mean.num_bytes)
-        self.add(plan, copy)
+        self.add(plan, copy, certificate)
         if copy:
             self._copying.append(asyncio.get_running_loop().run_in_executor(None, _copy, copy, mean))
 
@@ -43,8 +45,8 @@ class RecentRounds:
             await self._copying[0]
             self._copying = [copy for copy in self._copying if not copy.done()]
 
-    def add(self, plan: Plan, mean: bytes | bytearray) -> None:
-        self._rounds[plan.key.sequence] = EndedRound(plan, mean)
+    def add(self, plan: Plan, mean: bytes | bytearray, certificate: Certificate) -> None:
+        self._rounds[plan.key.sequence] = EndedRound(plan, mean, certificate)
         while len(self._rounds) > 1 and (
             len(self._rounds) > MAX_ROUNDS or sum(len(ended.mean) for ended in self._rounds.values()) > MAX_BYTES
         ):

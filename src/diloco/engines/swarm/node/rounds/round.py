@@ -8,6 +8,7 @@ from msgspec import structs
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
+from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
 
@@ -25,8 +26,10 @@ class Round:
     leader: str | None = None
     """The leader that has this worker's header."""
     plan: Plan | None = None
-    complete: Authority | None = None
-    """The authority of the plan whose whole mean is in the posted memory."""
+    vote: Vote | None = None
+    """For the whole mean of `plan`, which is in the posted memory."""
+    certificate: Certificate | None = None
+    """That the mean counts."""
     products: tuple[float, ...] = ()
     """The inner products of the contributions to that mean, where this worker took part in its transfer."""
     planned_at: float | None = None
@@ -84,9 +87,9 @@ class Round:
             )
         )
 
-    def transferred(self, plan: Plan) -> None:
-        """The whole mean of this plan is here."""
-        self.complete = plan.authority
+    def transferred(self, vote: Vote) -> None:
+        """The whole mean of the plan is here."""
+        self.vote = vote
         if self.transfer is not None and self.planned_at is not None:
             reduced = self.transfer.reduce_seconds
             sent = max(0.0, clock.now() - self.planned_at - reduced)

@@ -28,6 +28,8 @@ from diloco.engines.swarm.network.transport import Stream, Transport, Unreachabl
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
+from diloco.engines.swarm.node.proofs.certificate import RangeDigest, SignedRange, Vote
+from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_frame_into, write_frame
 
@@ -50,8 +52,11 @@ class TransferFailed(Exception):
 class Transfer:
     """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
 
-    def __init__(self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float) -> None:
+    def __init__(
+        self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float, notary: Notary
+    ) -> None:
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
+        self._notary = notary
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
@@ -69,6 +74,9 @@ class Transfer:
         self._own_products = [0.0] * num_products(len(plan.contributors))
         self._products = list(self._own_products)
         self._reduced = 0
+        self._digests = {peer: RangeDigest(self._mean_width) for peer in self._ranges}
+        self._signed: dict[str, SignedRange] = {}
+        """By reducer, once its whole range is here."""
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trouble.add_done_callback(
@@ -138,12 +146,27 @@ class Transfer:
             received += await read_frame_into(stream, into[received:], self._stall)
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
-                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part))
+                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))
                 checked = received // width
         if rows:
             data = await read_frame(stream, 8 * len(self._products), self._stall)
             self._products = _add(self._products, _unpack(data, len(self._products)))
-        return sum(await asyncio.gather(*norms))
+        squares = sum(await asyncio.gather(*norms))
+        if rows:
+            self._record_signature(stream.peer, await read_frame(stream, 64, self._stall))
+        return squares
+
+    def _record_signature(self, reducer: str, signature: bytes) -> None:
+        signed = SignedRange(self._digests[reducer].digest(), signature)
+        if not self._notary.has_signed_range(self.plan, reducer, signed):
+            raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
+        self._signed[reducer] = signed
+
+    @property
+    def vote(self) -> Vote:
+        """For the mean, once `run` has returned."""
+        ranges = tuple(self._signed[peer] for peer in self._ranges if peer in self._signed)
+        return self._notary.vote(self.plan, self.posted.num_parts, ranges)
 
     @property
     def products(self) -> tuple[float, ...]:
@@ -185,6 +208,7 @@ class Transfer:
             sent = last
         if len(self._mine):
             await write_frame(stream, struct.pack(f"<{len(self._own_products)}d", *self._own_products), self._stall)
+            await write_frame(stream, self._signed[self._transport.peer].signature, self._stall)
 
     async def _reduce(self) -> None:
         """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
@@ -200,6 +224,9 @@ class Transfer:
             self._check(squares)
             self._own_products = _add(self._own_products, products)
             into[first * width : last * width] = mean.view(-1).numpy().data
+            if last == len(self._mine):
+                digest = self._digests[self._transport.peer].digest()
+                self._signed[self._transport.peer] = self._notary.sign_range(self.plan, digest)
             self._reduced = last
             self._notify()
 
@@ -248,6 +275,7 @@ class Transfer:
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
         )
+        self._digests[self._transport.peer].add(mean.view(-1).numpy().data)
         return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:
@@ -261,8 +289,9 @@ class Transfer:
                 raise TransferFailed(entry.peer, reason, lie=True)
 
     @torch.no_grad()
-    def _squared_norm(self, rows: range) -> float:
-        """Of these rows of the mean."""
+    def _squared_norm(self, rows: range, reducer: str) -> float:
+        """Of these rows of the mean, which go into the digest of the reducer's range."""
+        self._digests[reducer].add(self._mean(rows))
         values = torch.empty(len(rows), self.posted.part_elements)
         self._means.decode(_rows(self._mean(rows), len(rows)), values)
         return float(torch.linalg.vector_norm(values)) ** 2

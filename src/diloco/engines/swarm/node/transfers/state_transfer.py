@@ -129,8 +129,8 @@ class StateTransfer:
         """Nothing is fetched if the source still keeps all means that the trainer lacks."""
         first = self.recent.next_to_merge
         if first is not None:
-            plan = await self.outcomes.ask(source.name, first)
-            if first > source.status.ended_round or plan is not None:
+            agreed = await self.outcomes.ask(source.name, first)
+            if first > source.status.ended_round or agreed is not None:
                 return _Base(None, first)
         snapshot = await self._fetch_snapshot(source.name)
         return None if snapshot is None else _Base(snapshot, snapshot.numbers["sequence"])
@@ -158,16 +158,17 @@ class StateTransfer:
         """The means of this round and all later ones that have ended; and the round after them."""
         means: list[RoundMean] = []
         while True:
-            plan = await self.outcomes.ask(source.name, sequence)
-            if plan is None:
+            agreed = await self.outcomes.ask(source.name, sequence)
+            if agreed is None:
                 if sequence <= source.status.ended_round:
                     raise _NoLongerKept(f"round {sequence} is no longer kept")
                 return tuple(means), sequence
-            mean = await self.outcomes.fetch_mean(sequence, source.name) if plan.has_mean else b""
+            plan = agreed.plan
+            mean = await self.outcomes.fetch_mean(agreed, source.name) if plan.has_mean else b""
             if plan.has_mean:
                 means.append(RoundMean(plan.key, SharedMemory.copy_of(mean)))
-            self.recent.add(plan, mean)
-            self.outcomes.quorum.record(plan)
+            self.recent.add(plan, mean, agreed.certificate)
+            self.outcomes.quorum.record(agreed)
             sequence += 1
 
     def _position(self) -> int:

@@ -1,0 +1,144 @@
+"""What workers sign of a mean, and the certificate that makes it count (docs/protocol.md).
+
+Each contributor of a plan reduces a range of parts, and signs the digest of that range (`SignedRange`). A worker that
+has the whole mean signs its digest (`Vote`). A majority of the plan's workers with one digest is a `Certificate`: the
+mean counts. Two ranges with different digests that one reducer has signed for one plan are proof that it lies
+(`TwoRanges`), which every member can check.
+
+A digest of a range is made of the digests of its parts, and that of a mean of its ranges'. So one part can be shown
+later, and checked alone.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from diloco.engines.rounds import RoundKey
+from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
+from diloco.engines.swarm.node.status import PeerName
+from diloco.engines.swarm.trust.signatures import Signature
+
+Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The digest of the parts of a mean that one worker has reduced, signed by that worker."""
+
+    digest: Sha256
+    signature: Signature
+
+
+Ranges = Annotated[tuple[SignedRange, ...], Meta(max_length=MAX_WORKERS)]
+"""In the order of the plan's contributors, without those that reduce no part."""
+
+
+class Vote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker has the whole mean of a plan, and signs the digest of it."""
+
+    num_parts: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ranges: Ranges
+    signature: Signature
+
+    @property
+    def mean(self) -> bytes:
+        return mean_digest(self.num_parts, self.ranges)
+
+
+class Certificate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Most workers of a plan have voted for one mean."""
+
+    num_parts: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ranges: Ranges
+    signatures: Annotated[dict[PeerName, Signature], Meta(max_length=MAX_WORKERS)]
+
+    @property
+    def mean(self) -> bytes:
+        return mean_digest(self.num_parts, self.ranges)
+
+
+class Agreed(NamedTuple):
+    """How a round has ended: its plan, and that its mean counts."""
+
+    plan: Plan
+    certificate: Certificate
+
+
+class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True):
+    """Proof against `peer`: it has signed two means of its range in one plan."""
+
+    key: RoundKey
+    plan: Sha256
+    peer: PeerName
+    one: SignedRange
+    other: SignedRange
+
+
+def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
+    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(one.digest for one in ranges)).digest()
+
+
+def reducers(plan: Plan, num_parts: int) -> list[str]:
+    """The workers whose ranges are in a mean, in order."""
+    return [peer for peer, rows in plan.ranges(num_parts).items() if rows] if plan.has_mean else []
+
+
+def range_digests(plan: Plan, num_parts: int, mean: bytes | bytearray) -> list[bytes]:
+    """Of an encoded mean that has arrived whole."""
+    width = len(mean) // num_parts if num_parts else 0
+    view = memoryview(mean)
+    found = []
+    for rows in plan.ranges(num_parts).values() if plan.has_mean else ():
+        digest = RangeDigest(width)
+        digest.add(view[rows.start * width : rows.stop * width])
+        found += [digest.digest()] if rows else []
+    return found
+
+
+class RangeDigest:
+    """Takes in a range some whole parts at a time, in order."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes, self._hash = part_bytes, hashlib.sha256()
+
+    def add(self, parts: memoryview) -> None:
+        for first in range(0, len(parts), max(1, self._part_bytes)):
+            self._hash.update(hashlib.sha256(parts[first : first + self._part_bytes]).digest())
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def largest_group(votes: Mapping[str, Vote]) -> dict[str, Vote]:
+    """The voters for the mean that most have voted for."""
+    means = [vote.mean for vote in votes.values()]
+    most = max(means, key=means.count, default=b"")
+    return {peer: vote for peer, vote in votes.items() if vote.mean == most}
+
+
+def is_most(plan: Plan, voters: Iterable[str]) -> bool:
+    """More than half of the plan's workers: of two both, of one itself."""
+    return 2 * sum(plan.entry(peer) is not None for peer in set(voters)) > len(plan.entries)
+
+
+def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
+    """None: no mean has the votes of most workers of the plan."""
+    group = largest_group(votes)
+    if not group or not is_most(plan, group):
+        return None
+    vote = next(iter(group.values()))
+    return Certificate(vote.num_parts, vote.ranges, {peer: one.signature for peer, one in sorted(group.items())})
+
+
+def find_two_ranges(plan: Plan, some: Sequence[Vote | Certificate]) -> TwoRanges | None:
+    """Proof against a reducer, where votes differ; their ranges have been checked."""
+    for one in some:
+        for other in some:
+            names = reducers(plan, one.num_parts)
+            if one.num_parts != other.num_parts:
+                continue
+            for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
+                if first.digest != second.digest:
+                    return TwoRanges(plan.key, plan.digest, peer, first, second)
+    return None

@@ -1,0 +1,256 @@
+"""A member that lies: honest members end with equal means, and the liar is named where it can be proved."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from diloco.engines.swarm.network.transport import CallRefused, Stream
+from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.proofs.certificate import (
+    Certificate,
+    RangeDigest,
+    SignedRange,
+    TwoRanges,
+    certify,
+    range_digests,
+)
+from diloco.engines.swarm.node.proofs.notary import Notary
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.wire import Malformed, write_frame
+from support.swarm.memory import SEEDS, MemorySwarm, MemoryWorker, plan, values
+from support.swarm.stories import founded, rounds, told
+
+NAN = bytes.fromhex("0000c07f")
+
+
+async def all_post(workers: list[MemoryWorker]) -> list[bytes]:
+    """The means of a round that all must end."""
+    results = await asyncio.gather(*(w.post(values(w.node.number, w.trainer.sequence, 5000)) for w in workers))
+    assert [ended.failure for ended, _ in results] == [None] * len(workers), results
+    return [mean for _, mean in results]
+
+
+def banned(workers: list[MemoryWorker]) -> list[set[str]]:
+    return [set(worker.node.permissions.bans()) for worker in workers]
+
+
+def notary(name: str) -> Notary:
+    return Notary("run", name, SEEDS[name])
+
+
+# Certificates
+
+
+def certified(voters: list[int], mean: bytes = b"mean" * 4) -> tuple[Any, Certificate | None]:
+    """A plan of three workers whose mean has four parts, and what these voters make of it."""
+    made = plan([0, 1, 2])
+    names = [entry.peer for entry in made.entries]
+    digests = range_digests(made, 4, mean)
+    ranges = tuple(notary(name).sign_range(made, one) for name, one in zip(names, digests, strict=True))
+    votes = {names[index]: notary(names[index]).vote(made, 4, ranges) for index in voters}
+    return made, certify(made, votes)
+
+
+def test_a_certificate_takes_the_votes_of_most_workers_of_the_plan() -> None:
+    made, certificate = certified([0, 2])
+    assert certificate is not None and certified([1])[1] is None
+    check = notary(made.entries[0].peer)
+    check.check(made, certificate)
+    check.check_mean(made, certificate, b"mean" * 4)
+    with pytest.raises(Malformed, match="not the one that was voted for"):
+        check.check_mean(made, certificate, b"mean" * 3 + b"lies")
+
+
+def test_a_certificate_that_was_changed_or_is_of_another_plan_or_run_counts_for_nothing() -> None:
+    made, certificate = certified([0, 2])
+    assert certificate is not None
+    one, two = certificate.signatures
+    check = notary(one)
+    swapped = dict(zip((one, two), reversed(certificate.signatures.values()), strict=True))
+    other = structs.replace(certificate.ranges[0], digest=bytes(32))
+    for forged in (
+        structs.replace(certificate, signatures={one: certificate.signatures[one]}),
+        structs.replace(certificate, signatures=swapped),
+        structs.replace(certificate, ranges=(other, *certificate.ranges[1:])),
+        structs.replace(certificate, num_parts=5),
+        structs.replace(certificate, ranges=()),
+    ):
+        with pytest.raises(Malformed):
+            check.check(made, forged)
+    with pytest.raises(Malformed):
+        check.check(structs.replace(made, roster=(0,)), certificate)
+    with pytest.raises(Malformed):
+        Notary("another run", one, SEEDS[one]).check(made, certificate)
+    check.is_invited = lambda peer: peer != two
+    with pytest.raises(Malformed, match="1 of 3"):
+        check.check(made, certificate)
+
+
+# "I have ended this round, here is its mean"
+
+
+def claims_the_end(liar: MemoryWorker, forge: Callable[[messages.Outcome], messages.Outcome]) -> None:
+    """It says that every round has ended, with a mean of its own."""
+    node = liar.node
+    honest = node._answer
+
+    async def answer(peer: str, request: Any) -> Any:
+        node.own.ended_round = 1000
+        if isinstance(request, messages.Ready | messages.Inquire) and peer != liar.name:
+            return messages.Ended()
+        if isinstance(request, messages.AskOutcome):
+            last = node.outcomes.answer(messages.AskOutcome(0))
+            return forge(last)
+        return await honest(peer, request)
+
+    async def serve(stream: Stream, request: messages.OpenMean) -> None:
+        await stream.write((12288).to_bytes(8, "little"), 1.0)
+        await write_frame(stream, NAN * 3072, 1.0)
+
+    node._answer = answer  # type: ignore[method-assign]
+    node.outcomes.serve_mean = serve  # type: ignore[method-assign]
+
+
+def with_itself_alone(liar: MemoryWorker) -> Callable[[messages.Outcome], messages.Outcome]:
+    """A plan with all workers' headers, and a certificate that the liar alone has signed, for all of them."""
+
+    def forge(last: messages.Outcome) -> messages.Outcome:
+        assert last.plan is not None and last.certificate is not None
+        made = structs.replace(last.plan, majority=True)
+        own = liar.node.outcomes.notary
+        ranges = tuple(own.sign_range(made, one) for one in range_digests(made, 3, NAN * 3072))
+        vote = own.vote(made, 3, ranges)
+        signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
+        return messages.Outcome(made, Certificate(3, ranges, signatures))
+
+    return forge
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_mean_that_most_have_not_voted_for_is_not_taken_whatever_a_member_says(number: int) -> None:
+    """The leader, or another worker: it claims that a round has ended, and gives NaN as the mean."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[bytes], list[list[bytes]], list[set[str]], str]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        liar, honest = workers[number], [worker for worker in workers if worker.node.number != number]
+        claims_the_end(liar, with_itself_alone(liar))
+        await asyncio.sleep(1.0)
+        means = await all_post(honest)
+        return means, [worker.trainer.means for worker in honest], banned(honest), liar.name
+
+    means, kept, bans, liar = told(story)
+    assert bans == [{liar}] * 3 if number == 0 else all(one <= {liar} for one in bans)  # a leader is asked by all
+    assert len(set(means)) == 1 and all(one == kept[0] for one in kept)
+    assert not any(NAN * 8 in mean for one in kept for mean in one)
+
+
+def test_a_late_worker_takes_a_mean_only_if_its_bytes_are_those_that_were_voted_for() -> None:
+    """One member gives another mean with the right certificate: the worker asks the next one, and notes the lie."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[bytes], list[bytes], int | None]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        late, liar = workers[3], workers[0]
+        swarm.network.cut.add(late.name)
+        await asyncio.sleep(2.0)
+        await rounds(workers[:3], 1)
+        kept = liar.node.outcomes.recent.get(1)
+        assert kept is not None
+        liar.node.outcomes.recent._rounds[1] = type(kept)(kept.plan, NAN * (len(kept.mean) // 4), kept.certificate)
+        liar.node.outcomes.recent.get(1)
+        swarm.network.cut.discard(late.name)
+        await asyncio.sleep(10.0)
+        late.node.own.has_state = False
+        sources = late.node.states._sources
+        late.node.states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
+        await late.catch_up()
+        points = late.node.permissions._offence_points.get(liar.name)
+        return late.trainer.means, workers[1].trainer.means, points
+
+    late, others, points = told(story)
+    assert late == others
+    assert points
+
+
+# A reducer that gives different means
+
+
+def gives_others_another_mean(liar: MemoryWorker, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reducer it sends one worker other bytes than the rest, and signs them for it."""
+    honest = Transfer._send_mean
+
+    async def send(transfer: Transfer, stream: Stream) -> None:
+        if transfer._transport.peer != liar.name or stream.peer != to or not len(transfer._mine):
+            await honest(transfer, stream)
+            return
+        await transfer._wait_until(lambda: transfer._reduced == len(transfer._mine), 5.0)
+        wrong = memoryview(bytes(len(transfer._mean(transfer._mine))))
+        await write_frame(stream, wrong, 1.0)
+        await write_frame(stream, bytes(8 * len(transfer._own_products)), 1.0)
+        digest = _digest(wrong, transfer._mean_width)
+        await write_frame(stream, transfer._notary.sign_range(transfer.plan, digest).signature, 1.0)
+
+    monkeypatch.setattr(Transfer, "_send_mean", send)
+
+
+def _digest(data: memoryview, width: int) -> bytes:
+    taken = RangeDigest(width)
+    taken.add(data)
+    return taken.digest()
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_reducer_that_gives_two_means_is_banned_by_all_with_a_proof(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader, or another worker. The round ends for all honest workers with the same bytes."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], list[set[str]], str]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        liar, honest = workers[number], [worker for worker in workers if worker.node.number != number]
+        gives_others_another_mean(liar, honest[-1].name, monkeypatch)
+        lying = asyncio.create_task(liar.post(values(number, 1, 5000), seconds=5.0))
+        await all_post(honest)
+        await lying
+        await asyncio.sleep(1.0)
+        await all_post(honest)
+        return [worker.trainer.means for worker in honest], banned(honest), liar.name
+
+    means, bans, liar = told(story)
+    assert len(means[0]) == 3 and all(one == means[0] for one in means)
+    assert bans == [{liar}] * 3
+
+
+def test_a_proof_is_two_means_of_one_plan_that_the_accused_has_signed() -> None:
+    made = plan([0, 1, 2])
+    accused, other = made.entries[1].peer, made.entries[2].peer
+
+    def signed(name: str, digest: bytes) -> SignedRange:
+        return notary(name).sign_range(made, digest)
+
+    check = notary(other)
+    one, two = signed(accused, bytes(32)), signed(accused, bytes([1] * 32))
+    assert check.is_proof(TwoRanges(made.key, made.digest, accused, one, two))
+    assert not check.is_proof(TwoRanges(made.key, made.digest, accused, one, one))
+    assert not check.is_proof(TwoRanges(made.key, made.digest, accused, one, signed(other, bytes([1] * 32))))
+    assert not check.is_proof(TwoRanges(made.key, bytes(32), accused, one, two))
+
+
+def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_accused() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[set[str], str]:
+        accuser, accused, judge = await founded(swarm, 3)
+        made = plan([0, 1, 2])
+        nothing = SignedRange(bytes(32), bytes(64)), SignedRange(bytes([1] * 32), bytes(64))
+        lie = messages.Proof(TwoRanges(made.key, made.digest, accused.name, *nothing))
+        for _ in range(3):
+            with pytest.raises(CallRefused):
+                await accuser.node.outcomes.calls.ask(judge.name, lie)
+        return banned([judge])[0], accuser.name
+
+    bans, accuser = told(story)
+    assert bans == {accuser}
