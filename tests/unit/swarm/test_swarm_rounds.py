@@ -14,6 +14,7 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.node.proofs.certificate import Certificate
 from diloco.engines.swarm.node.rounds import recent_rounds
+from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.shared_memory import SharedMemory
 from support import virtual_clock
@@ -70,6 +71,27 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
     for ended, _ in results:
         assert (ended.failure, ended.contributors, ended.total_weight) == (None, (0, 1, 2, 3), 10.0)
         assert ended.roster == (0, 1, 2, 3) and [one.note for one in ended.present] == [b"note"] * 4
+
+
+def test_a_range_is_reduced_in_chunks_so_that_means_leave_before_the_last_parts_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = []
+    reduce_rows = Transfer._reduce_rows
+
+    def note(self: Transfer, rows: range) -> Any:
+        chunks.append((len(rows), len(self._mine)))
+        return reduce_rows(self, rows)
+
+    monkeypatch.setattr(Transfer, "_reduce_rows", note)
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
+        return list(await asyncio.gather(*(w.post(large[w.node.number]) for w in workers)))
+
+    large = [torch.randn(1 << 20) for _ in range(2)]
+    results = told(2, story)
+    assert [mean for _, mean in results] == [mean_of(large, [1.0, 1.0])] * 2
+    assert len(chunks) == 16 and all(8 * rows <= mine for rows, mine in chunks)
 
 
 @pytest.mark.parametrize("operations", range(1, 241, 24))

@@ -36,6 +36,7 @@ from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_f
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
+_CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
@@ -94,8 +95,10 @@ class Transfer:
 
     @property
     def _chunk_rows(self) -> int:
-        """Few enough that what they decode to is small as well."""
-        return max(1, min(_CHUNK_BYTES // self._width, _CHUNK_ELEMENTS // self.posted.part_elements))
+        """Few enough that what they decode to is small as well, and that the first means are soon on their way."""
+        part = self.posted.part_elements
+        wanted = max(-(-len(self._mine) // _CHUNKS), _LEAST_ELEMENTS // part)
+        return max(1, min(_CHUNK_BYTES // self._width, _CHUNK_ELEMENTS // part, wanted))
 
     # As a contributor
 
