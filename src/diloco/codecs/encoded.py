@@ -3,9 +3,10 @@
 Workers send this. A worker encodes its outer gradient into it span by span; an engine exchanges whole parts and writes
 the encoded mean into `vector.mean`; the worker decodes the mean span by span. With most codecs `vector.mean` is the
 vector itself, so a round needs no second copy of the model. Where a mean has a codec of its own (`Codec.for_means`) it
-is another vector.
+is another vector. Its memory is there while a round needs it: from the first use until `give_back`.
 """
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
@@ -26,12 +27,38 @@ class EncodedVector:
         """`pinned`: page-locked CPU memory, for copies from and to a GPU."""
         self.codec = codec
         self.layout = layout
-        rows, columns = layout.num_parts, codec.part_bytes(layout.part_elements)
-        self.data: Tensor = torch.empty(rows, columns, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.num_bytes = self.data.numel()
+        self.device, self._pinned = torch.device(device), pinned
+        self.shape = (layout.num_parts, codec.part_bytes(layout.part_elements))
+        self.num_bytes = self.shape[0] * self.shape[1]
+        self._data: Tensor | None = None
         means = codec.for_means
         self.mean: EncodedVector = self if means is codec else EncodedVector(means, layout, device, pinned=pinned)
         """Where an engine puts the mean of the round."""
+
+    @property
+    def data(self) -> Tensor:
+        """New memory, of any content, at the first use and after `give_back`."""
+        if self._data is None:
+            if self.device.type == "cpu" and not self._pinned and self.num_bytes >= _LARGE_BYTES:
+                return_free_memory()
+                self._data = mapped(self.num_bytes).view(self.shape)
+            else:
+                self._data = torch.empty(self.shape, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
+        return self._data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self._data = data
+
+    @property
+    def has_memory(self) -> bool:
+        return self._data is not None
+
+    def give_back(self) -> None:
+        """The round is over: its bytes are lost, the mean's too. Pinned memory is slow to get, and stays."""
+        for vector in (self, self.mean):
+            if not vector._pinned:
+                vector._data = None
 
     def encode(self, first_part: int, values: Tensor) -> None:
         """Write consecutive parts from the flat fp32 `values`.
@@ -71,7 +98,7 @@ class EncodedVector:
 
     def is_finite(self, data: Tensor | None = None) -> bool:
         """Whether all values of this vector, or of other encoded bytes of the same layout, are finite."""
-        rows = (self.data if data is None else data).view(self.data.shape)
+        rows = (self.data if data is None else data).view(self.shape)
         batch = max(1, span_elements(rows.device) // self.layout.part_elements)
         norms = []
         for first in range(0, len(rows), batch):
@@ -80,6 +107,26 @@ class EncodedVector:
             self.codec.decode(encoded, values)
             norms.append(torch.linalg.vector_norm(values))
         return not norms or bool(torch.isfinite(torch.stack(norms)).all())
+
+
+_LARGE_BYTES = 1 << 22
+
+
+def return_free_memory() -> None:
+    """Give the system what malloc keeps in its holes: up to half a copy of the model, as gradients come and go."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def mapped(num_bytes: int) -> Tensor:
+    """uint8 zeros in a mapping of their own, which goes back to the system as a whole when it is freed."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)  # new memory then costs a tenth
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 _blocks = threading.local()

@@ -197,7 +197,7 @@ class _Round:
         first = self.contributions[present[0]]
         self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
         vector = first.vector
-        self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.data.device)
+        self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.device)
         if self.decision.total_weight > 0:
             products = reduce_parts(
                 vector.codec,

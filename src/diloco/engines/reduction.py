@@ -167,7 +167,7 @@ class Wave:
 
 def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
     """All parts of a vector, in waves shared out as evenly as whole parts allow."""
-    num_parts, part_bytes = vector.data.shape
+    num_parts, part_bytes = vector.shape
     per_worker = max(-(-num_parts // (_WAVES_WANTED * workers)), _MIN_WAVE_BYTES_PER_WORKER // part_bytes, 1)
     for first in range(0, num_parts, per_worker * workers):
         count = min(per_worker * workers, num_parts - first)
@@ -177,6 +177,6 @@ def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
 def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]:
     """Bytes that a worker sends and receives for one mean: a reduce-scatter and an all-gather of encoded parts."""
     own = sum(wave.counts[worker] for wave in waves(vector, workers))
-    others, copies = len(vector.data) - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
-    contribution, mean = vector.data.shape[1], vector.mean.data.shape[1]
+    others, copies = vector.shape[0] - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
+    contribution, mean = vector.shape[1], vector.mean.shape[1]
     return others * contribution + copies * mean, copies * contribution + others * mean

@@ -84,12 +84,12 @@ class TorchDistributedEngine(Fixed):
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         seconds = min(deadline_seconds, self._timeout_seconds) + contribution.patience_seconds
         posted = time.monotonic()
-        vector = contribution.vector.data
-        if self.workers == 1 and vector.is_cuda:  # nothing to wait for: some kernels in the trainer's own stream
+        vector = contribution.vector
+        if self.workers == 1 and vector.device.type == "cuda":  # nothing to wait for: kernels in the trainer's stream
             return _Pending(
                 self._submit(lambda: self._round(key, contribution, None, posted, seconds), seconds, here=True)
             )
-        encoded = _mark(vector)
+        encoded = _mark(vector.device)
         return _Pending(self._submit(lambda: self._round(key, contribution, encoded, posted, seconds), seconds))
 
     def members(self) -> tuple[Member, ...]:
@@ -211,7 +211,7 @@ class TorchDistributedEngine(Fixed):
         sent, received = 0, 0
         products = (0.0,) * num_products(len(decision.contributors))
         if decision.total_weight > 0 and contribution.vector.num_bytes:
-            with self._own_stream(contribution.vector.data.device, encoded):
+            with self._own_stream(contribution.vector.device, encoded):
                 products = self._exchange.average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
@@ -306,12 +306,12 @@ class _Pending(PendingRound):
         return None if failed is not None or not self._future.result().total_weight else self._future.result().mean
 
 
-def _mark(data: Tensor) -> "torch.cuda.Event | None":
-    """On a GPU: the moment at which the trainer's stream has written `data`."""
-    if data.device.type != "cuda":
+def _mark(device: torch.device) -> "torch.cuda.Event | None":
+    """On a GPU: the moment at which the trainer's stream has written what it was given so far."""
+    if device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(data.device))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.encoded import EncodedVector, mapped
 from diloco.core.merging import num_products
 from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, reduce_parts, waves
@@ -97,18 +97,20 @@ class WaveExchange:
         return tuple(torch.stack(sums).sum(0).tolist())
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":
-        shape = (min(WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.data.shape[1])
-        if self._backend != "gloo" or not vector.data.is_cuda:
-            if self._backend == "nccl" and not vector.data.is_cuda:
+        shape = (min(WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.shape[1])
+        on_gpu = vector.device.type == "cuda"
+        if self._backend != "gloo" or not on_gpu:
+            if self._backend == "nccl" and not on_gpu:
                 raise EngineError("backend nccl sends from a GPU, but the model is on the CPU: use gloo")
-            return _OwnMemory(vector, plan, vector.data.new_empty(shape))
+            inboxes = vector.data.new_empty(shape) if on_gpu else mapped(math.prod(shape)).view(shape)
+            return _OwnMemory(vector, plan, inboxes)
         inboxes, data, means = self._take_pinned(shape, vector)
         return _PinnedMemory(vector, plan, inboxes, data, means, self._worker)
 
     def _take_pinned(self, inboxes: tuple[int, ...], vector: EncodedVector) -> tuple[Tensor, Tensor, Tensor]:
         """Pinned memory for inboxes, a contribution and a mean; the latter two are one where the vector's are."""
-        shapes = [inboxes, tuple(vector.data.shape)]
-        shapes += [] if vector.mean is vector else [tuple(vector.mean.data.shape)]
+        shapes = [inboxes, vector.shape]
+        shapes += [] if vector.mean is vector else [vector.mean.shape]
         sizes = [math.prod(shape) for shape in shapes]
         if self._pinned.numel() < sum(sizes):
             self._pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)

@@ -133,16 +133,21 @@ class Lane:
         return pruned_gradient(fragment, self.pieces[index], prune, theta_i)
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int) -> float:
-        """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone."""
+        """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone.
+
+        The memory that the round travelled in is given back.
+        """
         fragment, moments = self.fragments[index], self.sending[index].moments
         if moments is not None and mixing < 1:
             moments.take(encoded)
-        if fragment is None:
-            return 0.0
-        mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
-        outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
-        self.digests[index] = taken.hexdigest()
-        return mean.norm() if encoded.num_bytes else self._norms[index]
+        norm = 0.0
+        if fragment is not None:
+            mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
+            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
+            self.digests[index] = taken.hexdigest()
+            norm = mean.norm() if encoded.num_bytes else self._norms[index]
+        self.sending[index].vector.give_back()
+        return norm
 
     def next_anchor(self, index: int, encoded: EncodedVector, out: Tensor, turn: int) -> tuple[str, float]:
         """What `merge` will make of a fragment's anchor, into `out`: its digest, and the norm of the mean."""

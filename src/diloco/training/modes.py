@@ -124,6 +124,7 @@ class DiLoCoMode(Mode):
             faults=_faults(config),
         )
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
+        inner.register_step_post_hook(lambda *_: inner.zero_grad())  # a round needs their memory
         self.averager: OuterLoop = self.optimizer.loop
         if not engine.elastic and config.sync.dynamic_steps:
             self.averager.end_at(config.steps)

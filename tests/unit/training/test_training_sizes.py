@@ -103,7 +103,10 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
     assert memory.get("outer optimizer", 0) == momentum
     sending = outer.replica.lanes[0].sending
     vectors = {id(vector): vector for one in sending for vector in (one.vector, one.vector.mean)}
-    assert memory["encoded outer gradient"] == sum(vector.num_bytes for vector in vectors.values())
+    encoded = sum(vector.num_bytes for vector in vectors.values())
+    assert memory.get("encoded outer gradient", encoded) == encoded
+    assert ("encoded outer gradient" in memory) == ("gradients" not in memory or not outer.sync.merges_at_once)
+    assert all(p.grad is None for p in worker.model.parameters()), "gradients would be there beside what travels"
     spare = outer.replica._spare if isinstance(outer.replica, BackgroundReplica) else []
     assert memory.get("parameters and anchor of the round in flight", 0) >= sum(block.nbytes for block in spare)
     assert bool(spare) == ("parameters and anchor of the round in flight" in memory)

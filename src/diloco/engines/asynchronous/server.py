@@ -101,7 +101,7 @@ class AnchorServer:
         """Why an outer gradient is not applied; empty if it is."""
         if payload.numel() != self._vector.num_bytes:
             return f"it has {payload.numel()} bytes instead of {self._vector.num_bytes}"
-        self._vector.data.copy_(payload.view(self._vector.data.shape))
+        self._vector.data.copy_(payload.view(self._vector.shape))
         if not self._vector.is_finite():
             return "the outer gradient is not finite"
         median = sorted(self._norms)[(len(self._norms) - 1) // 2] if len(self._norms) == _RECENT_NORMS else 0.0

@@ -110,7 +110,8 @@ class SwarmEngine(Engine):
         if self._sidecar.times_lost > self._sidecar_losses_handled:  # rounds may have ended without this worker
             return FailedRound(RoundFailed(f"round {key.sequence}: the swarm's process was lost", resync=True))
         vector = contribution.vector
-        memory = self._memory.take(key.fragment, vector.num_bytes, vector.mean.num_bytes, pinned=vector.data.is_cuda)
+        on_gpu = vector.device.type == "cuda"
+        memory = self._memory.take(key.fragment, vector.num_bytes, vector.mean.num_bytes, pinned=on_gpu)
         as_tensor(memory.contribution).copy_(vector.data.view(-1))
         posted = PostedRound(
             key=key,
@@ -118,7 +119,7 @@ class SwarmEngine(Engine):
             note=contribution.note,
             codec=vector.codec.name,
             part_elements=vector.layout.part_elements,
-            num_parts=vector.data.shape[0],
+            num_parts=vector.shape[0],
             contribution=memory.contribution,
             mean=memory.mean,
             max_norm_ratio=contribution.max_norm_ratio,

@@ -27,6 +27,9 @@ ACTIVATIONS = "activations, estimated"
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
+_ENCODED, _ARRIVING = "encoded outer gradient", "arriving outer gradients"
+_ERRORS, _MOMENTS = "error feedback of the round in flight", "second moments, decoded"
+_DURING_ROUNDS = (_ENCODED, _ARRIVING, _ERRORS, _MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ def process_memory(
     model = {
         "parameters": _FP32 * held,
         "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
-        "gradients": _FP32 * held,
-        ACTIVATIONS: _activations(config, outline, place, vocab_size),
     }
+    step = {"gradients": _FP32 * held, ACTIVATIONS: _activations(config, outline, place, vocab_size)}
     outer, travelling = _averaging(config, shapes, place, own)
+    if not place.cuda and config.mode == "diloco" and config.sync.merges_at_once:
+        step, travelling = _larger(step, travelling)
+    model |= step
     host = {"Python and its libraries": base}
     if config.checkpoint.asynchronous and config.num_checkpoints:
         saved = _FP32 * held + model["inner optimizer"] + sum(outer.values())
@@ -80,6 +85,14 @@ def process_memory(
     if config.sync.offload:
         return host | outer | travelling, model
     return host | travelling, model | outer
+
+
+def _larger(step: dict[str, int], travelling: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Gradients are gone when a round begins, and what travels when it ends: only the larger of the two counts."""
+    passing = {name: size for name, size in travelling.items() if name in _DURING_ROUNDS}
+    if sum(step.values()) < sum(passing.values()):
+        return {}, travelling
+    return step, {name: size for name, size in travelling.items() if name not in passing}
 
 
 def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) -> dict[str, int]:
@@ -134,17 +147,17 @@ def _averaging(
     swarm = config.engine == "swarm"
     if place.alone and not swarm and lossless and config.sync.merges_at_once and config.sync.prune is None:
         return outer, {}
-    travelling = {"encoded outer gradient": encoded}
+    travelling = {_ENCODED: encoded}
     if config.sync.feedback_decay is not None:
-        travelling["error feedback of the round in flight"] = _FP32 * own
+        travelling[_ERRORS] = _FP32 * own
     if config.sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
         travelling["parameters and anchor of the round in flight"] = 2 * _FP32 * max(v.layout.numel for v in vectors)
     if swarm:
         travelling["shared with the network process"] = 2 * encoded
     elif not place.alone:
-        travelling["arriving outer gradients"] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
+        travelling[_ARRIVING] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
     if moments:
-        travelling["second moments, decoded"] = _FP32 * moments[0].layout.numel
+        travelling[_MOMENTS] = _FP32 * moments[0].layout.numel
     if config.sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
         travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
     return outer, travelling
@@ -153,7 +166,7 @@ def _averaging(
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
     """Some waves of the others' contributions to what this worker reduces (engines/wave_exchange.py)."""
     plan = list(waves(vector, workers))
-    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.data.shape[1] if plan else 0
+    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
 
 
 def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
