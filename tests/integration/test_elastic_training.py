@@ -14,6 +14,7 @@ from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.events import read_events
 from diloco.training.records.summary import data_parallel_bytes, summarize
+from diloco.training.records.waterfall import TOLD
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.saved_runs import quick_runs
 
@@ -116,6 +117,22 @@ def test_a_swarm_that_is_gone_goes_on_from_the_newest_checkpoint(
     assert not set(again.read[0]) & set(swarm.read[1][: 2 * 5])
 
 
+def _check_that_phases_are_told(swarm: Swarm) -> None:
+    """What a worker logs of a round is what the other one reads in its report of the next."""
+    own = {one["sequence"]: one for one in swarm.events(1, "round")}
+    told = [
+        one["report"]["last_round_seconds"]
+        for event in swarm.events(0, "round")
+        for one in event["members"]
+        if one["worker"] == 1
+    ]
+    known = [one for one in told if one]
+    assert known
+    for sequence, *seconds in known:
+        expected = [own[int(sequence)][f"{name}_seconds"] for name in TOLD]
+        assert seconds == [None if one is None else pytest.approx(one, abs=1e-4) for one in expected]
+
+
 def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
     swarm = Swarm(made, tmp_path)
     swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
@@ -130,6 +147,7 @@ def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], t
         baseline = data_parallel_bytes(summary["parameters"], summary["local_steps"], 2)
         assert summary["data_parallel_bytes_per_worker"] == baseline
         assert summary["training_seconds"] <= summary["seconds"] + 0.01
+    _check_that_phases_are_told(swarm)
 
 
 def test_steps_are_logged_though_a_worker_jumps_over_every_multiple_of_the_interval(

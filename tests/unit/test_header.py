@@ -2,9 +2,12 @@
 
 import pytest
 
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
 from diloco.core.merging import Claim
-from diloco.engines.header import Header, check_same_round
-from diloco.engines.rounds import Member, Report, RoundKey
+from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack, unpack
+from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
 
@@ -26,3 +29,13 @@ def test_workers_in_different_rounds_are_told_where_each_is(key: RoundKey, place
     with pytest.raises(EngineError) as raised:
         check_same_round(headers, headers[0])
     assert str(raised.value).startswith(f"worker 1 is in {place}, worker 0 in round 0 (fragment 0). Call finish()")
+
+
+@pytest.mark.parametrize("last_round_seconds", [(), (7.0, 0.1, 0.0, 2.5, 0.25, 2.0, 0.4, 0.1)])
+def test_a_header_carries_the_phases_of_the_last_round(last_round_seconds: tuple[float, ...]) -> None:
+    report = Report(inner_steps=3, loss=0.5, last_round_seconds=last_round_seconds)
+    sent = Contribution(EncodedVector(codec("fp32"), PartLayout(0)), 1.0, 1.0, "aa", "layout", report=report)
+    data = pack(RoundKey(2, 0), sent)
+    assert len(data) == HEADER_BYTES
+    report = unpack(1, data).member.report
+    assert (report.inner_steps, report.loss, report.last_round_seconds) == (3, 0.5, last_round_seconds)

@@ -15,7 +15,7 @@ _CHANGES = {
     "member_expelled": "excluded",
 }
 _MOST_MEMBERS = 4096
-_GONE = ("left", "lost", "banned", "excluded")
+GONE = ("left", "lost", "banned", "excluded")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Members:
         member.label, member.link = str(one.get("where") or ""), str(one.get("link") or member.link)
         last = member.states[-1][1] if member.states else ""
         state = str(one.get("state") or "")
-        if not (last in ("banned", "excluded") and state in _GONE):
+        if not (last in ("banned", "excluded") and state in GONE):
             member.change(time, state)
         member.columns.append(one | {"time": time})
 
@@ -88,7 +88,7 @@ def _state(number: int, member: Member, time: float | None) -> dict[str, Any] | 
         return None
     since, state, reason = states[-1]
     numbers = {name: member.columns.last(name, time) for name in member.columns.names if name != "time"}
-    joined = next((at for at, what, _ in states if what not in _GONE), since)
+    joined = next((at for at, what, _ in states if what not in GONE), since)
     return {
         "member": number, "peer": member.peer, "label": member.label, "link": member.link, "state": state,
         "since": since, "joined": joined, "reason": reason, **numbers,

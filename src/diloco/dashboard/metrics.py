@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diloco.dashboard.members import GONE
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_GONE = ("left", "lost", "banned", "excluded")
 Json = Mapping[str, Any]
 Sample = tuple[dict[str, str], object]
 """Labels besides `run`, and a value."""
@@ -108,7 +109,7 @@ def _steps(state: Json) -> dict[int, float]:
     """By worker; without members of a swarm that are gone."""
     steps = {one["worker"]: one["step"] for one in state["workers"]}
     for one in state["members"]:
-        if one["state"] in _GONE:
+        if one["state"] in GONE:
             steps.pop(one["member"], None)
         elif one["step"] is not None:
             steps[one["member"]] = max(one["step"], steps.get(one["member"]) or 0)

@@ -2,14 +2,17 @@
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.dashboard.columns import number
 from diloco.training.records.events import Event
+from diloco.training.records.waterfall import TOLD
 
 _MOST_COSINES = 64 * 63 // 2
 _KEPT_COSINES = 16  # rounds
+_LONGEST_SECONDS = 1e9
 
 
 @dataclass
@@ -21,9 +24,13 @@ class WorkerRound:
     posted: float | None = None
     ended: float | None = None
     compute_seconds: float | None = None
+    worked_seconds: float | None = None
+    """Its own account of the inner steps, without evaluations: the same measure on every machine."""
     phases: dict[str, float] = field(default_factory=dict)
     norm: float | None = None
     failure: str | None = None
+    elsewhere: bool = False
+    """A worker of another machine: known from its reports, in which a round's phases come with the next round."""
 
     def as_json(self, worker: int) -> dict[str, Any]:
         return {"worker": worker, **vars(self)}
@@ -61,7 +68,9 @@ class Round:
     @property
     def straggler(self) -> int | None:
         """The worker for which the others waited: it computed a tenth longer than the median of them."""
-        seconds = {w: one.compute_seconds for w, one in self.workers.items() if one.compute_seconds is not None}
+        measure = "worked_seconds" if any(one.elsewhere for one in self.workers.values()) else "compute_seconds"
+        known = {worker: getattr(one, measure) for worker, one in self.workers.items()}
+        seconds: dict[int, float] = {worker: taken for worker, taken in known.items() if taken is not None}
         if len(seconds) < 2:
             return None
         slowest = max(seconds, key=lambda worker: seconds[worker])
@@ -121,7 +130,7 @@ class Rounds:
         for member in event.get("members") or ():
             if member.get("anchor_digest"):
                 digests.setdefault(str(member["anchor_digest"]), []).append(member["worker"])
-            self._remote_part(member, round_)
+            self._told_part(member, round_)
         round_.digests = {digest: len(workers) for digest, workers in digests.items()}
         most = max(digests.values(), key=len, default=[])
         round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
@@ -135,19 +144,36 @@ class Rounds:
         if len(self._with_cosines) > _KEPT_COSINES:
             self._with_cosines.popleft().cosines = []
 
-    def _remote_part(self, member: dict[str, Any], round_: Round) -> None:
-        """A member of another machine reports its seconds at every round: the difference is this round's work."""
+    def _told_part(self, member: dict[str, Any], round_: Round) -> None:
+        """A member reports its seconds at every round: the difference is this round's work."""
         worker, report = member["worker"], member.get("report") or {}
-        if worker in self._ended:
-            return
         worked = number(report.get("elapsed_seconds")) - number(report.get("sync_seconds"))
         before = self._worked.get(worker)
         if before is None or worked > before:
             self._worked[worker] = worked
-        one = round_.workers.setdefault(worker, WorkerRound())
+        one = round_.workers.setdefault(worker, WorkerRound(elsewhere=worker not in self._ended))
         if before is not None and worked > before:
-            one.compute_seconds = worked - before
+            one.worked_seconds = worked - before
+        if not one.elsewhere:
+            return
+        one.compute_seconds = one.worked_seconds
         one.norm = _finite(member.get("norm"))
+        self._remote_phases(worker, report.get("last_round_seconds") or ())
+
+    def _remote_phases(self, worker: int, told: Sequence[object]) -> None:
+        """Of the round before, which ended for that worker when it did here: there is no clock that both share."""
+        sequence, *seconds = [_seconds(one) for one in told] or [-1.0]
+        before = self.by_sequence.get(int(sequence))
+        part = None if before is None else before.workers.get(worker)
+        if before is None or part is None or not part.elsewhere or len(seconds) != len(TOLD):
+            return
+        taken = dict(zip(TOLD, seconds, strict=True))
+        part.ended = before.time
+        part.posted = before.time - taken["flight"] - taken["waited"] - taken["merge"]
+        if part.compute_seconds is not None:
+            part.started = part.posted - taken["encode"] - part.compute_seconds
+        taken["wait"] = taken.pop("waited")
+        part.phases = {name: one for name, one in taken.items() if one > 0}
 
     def forget(self, after_step: int) -> None:
         """A resume has taken the later rounds back."""
@@ -179,6 +205,12 @@ def _phases(event: Event, one: WorkerRound) -> dict[str, float]:
     if waited > 0:
         phases["wait"] = waited
     return phases
+
+
+def _seconds(value: object) -> float:
+    """0 for what is unknown, or cannot be: it comes from another machine."""
+    found = number(value)
+    return found if 0 <= found < _LONGEST_SECONDS else 0.0
 
 
 def _finite(value: object) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord, Worker
 from diloco.dashboard.rounds import Round
 from diloco.training.records.summary import data_parallel_bytes
@@ -23,6 +24,8 @@ def snapshot(
     live = until is None
     rounds = record.rounds.until(until)
     workers = [_worker(number, one, until) for number, one in sorted(record.workers.items()) if _known(one, until)]
+    members = record.members.until(until)
+    _agree(workers, members)
     local = [one for one in workers if one["local"]] or workers
     steps = _number(options.get("steps"))
     step = _step(local, swarm=options.get("engine") == "swarm")
@@ -49,7 +52,7 @@ def snapshot(
         "rounds": _rounds(rounds) | _told(record, rounds, until),
         "communication": _communication(record, rounds, local, until),
         "workers": workers,
-        "members": record.members.until(until),
+        "members": members,
         "members_left_out": record.members.left_out,
         "last_digests": record.members.last_digests if live else {},
         "notes": [
@@ -87,6 +90,19 @@ def _worker(number: int, worker: Worker, until: float | None) -> Json:
         **dict(worker.started),
         **last,
     }
+
+
+def _agree(workers: list[Json], members: list[Json]) -> None:
+    """One state for a worker that is also a member: of this machine its own, of another the swarm's."""
+    by_number = {one["worker"]: one for one in workers}
+    for member in members:
+        worker = by_number.get(member["member"])
+        if worker is None:
+            continue
+        if worker["local"] and not worker["active"] and member["state"] not in GONE:
+            member["state"] = worker["state"]
+        elif not worker["local"]:
+            worker["state"], worker["active"] = member["state"], member["state"] not in GONE
 
 
 def _step(workers: list[Json], *, swarm: bool) -> int:

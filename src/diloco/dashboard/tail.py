@@ -4,6 +4,7 @@ Half a line at the end is left for the next call. A line that cannot be an event
 has become shorter, or was replaced, is read from its beginning (`restarted`). Nothing is ever written.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ class EventTail:
         return was_read
 
     def _decode(self, line: bytes) -> Any:
+        try:
+            return self._decode_quickly(line)
+        except msgspec.DecodeError:  # perhaps NaN, which is no JSON; this project writes null
+            return json.loads(line, parse_constant=lambda _: None)
+
+    def _decode_quickly(self, line: bytes) -> Any:
         if len(line) < _LONG_LINE:
             return _DECODER.decode(line)
         fields = _SHALLOW.decode(line)

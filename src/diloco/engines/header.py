@@ -3,17 +3,20 @@
 import struct
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from math import isnan, nan
 
 from diloco.core.merging import Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
-_MAGIC = b"dlc4"
-_FORMAT = struct.Struct("<4s qq dddd 16s16s qqqddddqqq??d")
+_MAGIC = b"dlc5"
+_LAST_ROUND = 8
+_FORMAT = struct.Struct(f"<4s qq dddd 16s16s qqqddddqqq??d {_LAST_ROUND}d")
 HEADER_BYTES = _FORMAT.size
 
 
 def pack(key: RoundKey, contribution: Contribution) -> bytes:
+    *report, last_round_seconds = astuple(contribution.report)
     return _FORMAT.pack(
         _MAGIC,
         key.sequence,
@@ -24,7 +27,8 @@ def pack(key: RoundKey, contribution: Contribution) -> bytes:
         contribution.work,
         contribution.anchor_digest.encode(),
         contribution.layout_digest.encode(),
-        *astuple(contribution.report),
+        *report,
+        *(last_round_seconds or [nan] * _LAST_ROUND),
     )
 
 
@@ -41,14 +45,16 @@ class Header:
 
 def unpack(worker: int, data: bytes) -> Header:
     """A received header; refuses bytes that another version wrote."""
-    magic, sequence, fragment, weight, norm, round_weight, work, anchor, layout, *report = _FORMAT.unpack(data)
+    magic, sequence, fragment, weight, norm, round_weight, work, anchor, layout, *told = _FORMAT.unpack(data)
     if magic != _MAGIC:
         raise EngineError(
             f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
             "run the same version of diloco everywhere"
         )
     claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"), round_weight, work)
-    member = Member(worker, claim.anchor_digest, weight, norm, Report(*report))
+    last = tuple(told[-_LAST_ROUND:])
+    told[-_LAST_ROUND:] = [() if isnan(last[0]) else last]
+    member = Member(worker, claim.anchor_digest, weight, norm, Report(*told))
     return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
 
 

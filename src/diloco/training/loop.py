@@ -39,7 +39,7 @@ from diloco.training.precision import Precision
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
-from diloco.training.records.worker_events import end_fields, round_fields, started_fields
+from diloco.training.records.worker_events import end_fields, round_fields, started_fields, told_round
 from diloco.training.sharding import place_model
 from diloco.training.step_log import StepLog
 from diloco.training.swarm.peers import SwarmPeers, starting_shards
@@ -286,6 +286,7 @@ class Training:
     def _on_round(self, event: RoundEvent) -> None:
         self._failures = [*self._failures, event.failure] if event.failure is not None else []
         self.events.emit("round", **round_fields(event))
+        self.mode.averager.report = replace(self.mode.averager.report, last_round_seconds=told_round(event))
         self.peers.after_round(event)
 
     # The end

@@ -267,3 +267,45 @@ def test_workers_that_a_resume_has_left_out_no_longer_hold_the_step_back(tmp_pat
     append(run, *(step(worker, 60) | {"time": START + 260} for worker in range(2)))
     state = Run(run, "run").state()
     assert (state["step"], len(state["workers"])) == (60, 2)
+
+
+def test_the_phases_of_a_worker_elsewhere_come_with_its_next_round(tmp_path: Path) -> None:
+    events = [one for number in (0, 1, 2) for one in round_events(number, 2, 20) if one["worker"] == 0]
+    for one in events:
+        for member in one.get("members", ())[1:]:  # it computes for 30 s where this machine needs 18
+            member["report"] |= {"elapsed_seconds": 40.0 * (one["sequence"] + 1), "sync_seconds": 0.0}
+            member["report"]["last_round_seconds"] = [one["sequence"] - 1, 0.1, None, 2.5, 0.25, 2.0, 0.4, 0.1]
+    run = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run")
+    first, second, third = [one["workers"][1] for one in run.rounds(None, 3)["rounds"]]
+    ended = START + 2 * 20 + 3.0
+    assert second["elsewhere"] and second["ended"] == ended and second["posted"] == ended - 2.75
+    assert second["started"] == pytest.approx(ended - 2.75 - 0.1 - 40.0)
+    assert second["phases"] == {"encode": 0.1, "merge": 0.25, "others": 2.0, "send": 0.4, "reduce": 0.1, "wait": 2.5}
+    assert first["phases"] and third["phases"] == {} and third["compute_seconds"] == 40.0
+    assert run.rounds(None, 1)["rounds"][0]["straggler"] == 1
+
+
+@pytest.mark.parametrize("told", [[1e308] * 8, [0, "x"], [0, *[-5.0] * 7], ["a"], [None] * 8, [0, *[math.inf] * 7]])
+def test_phases_that_cannot_be_are_left_out(tmp_path: Path, told: list[object]) -> None:
+    events = [one for number in (0, 1) for one in round_events(number, 2, 20) if one["worker"] == 0]
+    for one in events:
+        for member in one.get("members", ())[1:]:
+            member["report"]["last_round_seconds"] = told
+    run = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run")
+    assert [one["workers"][1]["phases"] for one in run.rounds(None, 2)["rounds"]] == [{}, {}]
+    assert run.state()["rounds"]["merged"] == 2
+
+
+def test_a_worker_elsewhere_that_is_lost_has_no_speed_and_one_here_that_has_ended_is_done(tmp_path: Path) -> None:
+    events = [one for one in [started(0, 1), step(0, 20), *round_events(0, 2, 20)] if one["worker"] == 0]
+    here = {"member": 0, "where": "here", "step": 20, "loss": 3.0, "contributed": 0, "state": "training"}
+    events += [
+        event("members", 30.0, present=[here, here | {"member": 1}]),
+        event("member_lost", 31.0, member=1, peer="p1", label="", reason="silent for 5 s"),
+    ]
+    run = write_run(tmp_path, events, engine="swarm")
+    state = Run(run, "run").state()
+    assert [one["active"] for one in state["workers"]] == [True, False]
+    assert state["tokens_per_second"] == state["workers"][0]["tokens_per_second"]
+    append(run, event("worker_finished", 40.0, inner_steps=20, tokens=20 * TOKENS_PER_STEP))
+    assert [one["state"] for one in Run(run, "run").state()["members"]] == ["done", "lost"]

@@ -1,6 +1,7 @@
 """The event log as the dashboard reads it: half lines, damage, truncation, replacement, other versions."""
 
 import json
+import math
 from pathlib import Path
 
 from diloco.dashboard.runs import Run
@@ -31,6 +32,13 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     tail = EventTail(tmp_path)
     assert [one["type"] for one in tail.read()[0]] == ["worker_started", "step"]
     assert tail.damaged_lines == len(bad)
+
+
+def test_a_number_that_is_nan_is_a_gap_and_the_rest_of_the_line_is_read(tmp_path: Path) -> None:
+    write_run(tmp_path, [started(0, 1), event("step", 1.0, step=10, loss=math.nan, tokens=5)])
+    tail = EventTail(tmp_path)
+    last = tail.read()[0][-1]
+    assert (last["step"], last["loss"], last["tokens"]) == (10, None, 5) and tail.damaged_lines == 0
 
 
 def test_a_truncated_or_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:

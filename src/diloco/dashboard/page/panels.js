@@ -19,13 +19,14 @@ export function drawStatus(state, replaying) {
 
 export function drawFigures(state) {
   const { validation, rounds, communication } = state, done = state.steps ? state.step / state.steps : 0;
+  const workers = state.workers.filter((one) => one.active).length || state.workers.length;
   const figures = [
     ["perplexity", plain(validation?.perplexity), validation ? `at step ${whole(validation.step)}` : "not measured yet"],
     ["training loss", plain(state.loss), state.unigram_perplexity ? `unigrams: ${plain(Math.log(state.unigram_perplexity))}` : "mean of the workers"],
     ["step", whole(state.step), state.steps ? `of ${whole(state.steps)} · ${share(done)}` : "", ""],
     [state.seconds_left && state.status === "training" ? "time left" : "time", duration(state.status === "training" && state.seconds_left ? state.seconds_left : state.seconds), state.status === "training" ? `${duration(state.seconds)} so far` : state.first_time ? date(state.first_time) : ""],
     ["tokens/s", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
-    ["utilisation", share(state.utilization), `${state.workers.length} worker${state.workers.length === 1 ? "" : "s"}`],
+    ["utilisation", share(state.utilization), `${workers} worker${workers === 1 ? "" : "s"}`],
     ["rounds", whole(rounds.merged), rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed", rounds.failed ? "bad" : ""],
     ["fewer bytes", communication.reduction ? `${communication.reduction < 1000 ? plain(communication.reduction, 3) : short(communication.reduction)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
   ];

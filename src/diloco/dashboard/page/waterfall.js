@@ -22,14 +22,14 @@ export function drawWaterfall(target, rounds) {
     const y = TOP + workers.indexOf(part.worker) * row;
     for (const bar of all) {
       const left = x(bar.from), size = Math.max(0.6, x(bar.to) - left), inset = bar.beside ? (row - 2) * 0.6 : 0;
-      svg.append(draw("rect", { x: left, y: y + 1 + inset, width: size, height: row - 2 - inset, rx: row > 12 ? 2 : 0, class: bar.phase + (part.posted ? "" : " elsewhere") },
+      svg.append(draw("rect", { x: left, y: y + 1 + inset, width: size, height: row - 2 - inset, rx: row > 12 ? 2 : 0, class: bar.phase + (part.elsewhere ? " elsewhere" : "") },
         draw("title", {}, `round ${round.sequence}, worker ${part.worker}: ${bar.phase} ${duration(bar.to - bar.from)}`)));
     }
     if (part.failure) svg.append(draw("rect", { x: x(all[0].from), y: y + 1, width: Math.max(2, x(part.ended ?? all.at(-1).to) - x(all[0].from)), height: row - 2, class: "failed" }, draw("title", {}, part.failure)));
   }
   const seen = new Set(parts.flatMap(({ bars: all }) => all.map((bar) => bar.phase)));
   fill(target, svg, make("div", { class: "key" }, ...PHASES.filter((phase) => seen.has(phase)).map((phase) => make("span", { class: phase }, phase === "compute" ? "inner steps" : phase)),
-    parts.some(({ part }) => part.posted === null) ? make("em", {}, "lighter: of another machine, from its own report") : null));
+    parts.some(({ part }) => part.elsewhere) ? make("em", {}, "lighter: of another machine, as it tells with its next round") : null));
 }
 
 function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
@@ -47,7 +47,7 @@ function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
 }
 
 // The bars of one worker in one round, from left to right. `beside`: the engine works while the worker trains on.
-// A worker of another machine is known by its own report only.
+// A worker of another machine tells the phases of a round with its next one; until then its inner steps alone are known.
 function bars(round, part) {
   const phases = part.phases, compute = part.compute_seconds ?? 0;
   if (part.posted === null) return compute > 0 ? [{ phase: "compute", from: round.time - compute, to: round.time }] : [];
@@ -75,8 +75,9 @@ export function describe(rounds) {
   const last = rounds.at(-1);
   if (!last) return "";
   const late = last.workers.find((part) => part.worker === last.straggler);
-  const waits = last.workers.map((part) => Math.max(part.phases.wait ?? 0, part.phases.others ?? 0));
-  const slow = late ? `worker ${late.worker} was last after ${duration(late.compute_seconds)} of inner steps; the others waited up to ${duration(Math.max(...waits))}` : "no straggler";
+  const waits = last.workers.filter((part) => part !== late && part.posted !== null).map((part) => Math.max(part.phases.wait ?? 0, part.phases.others ?? 0));
+  const waited = waits.length ? `; the others waited up to ${duration(Math.max(...waits))}` : "";
+  const slow = late ? `worker ${late.worker} was last after ${duration(late.compute_seconds)} of inner steps${waited}` : "no straggler";
   return last.failure && !last.merged ? `round ${last.sequence} failed: ${last.failure}` : `round ${last.sequence}: ${slow}`;
 }
 

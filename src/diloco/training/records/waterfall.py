@@ -19,6 +19,8 @@ from diloco.training.records.events import Event
 
 Phase = Literal["compute", "encode", "send", "wait", "reduce", "merge"]
 PHASES: tuple[Phase, ...] = ("compute", "encode", "send", "wait", "reduce", "merge")
+TOLD = ("encode", "flight", "waited", "merge", "others", "send", "reduce")
+"""What a worker tells the others of its last round (`Report.last_round_seconds`), after the round's number."""
 _BEGINS = ("worker_started", "joined", "resumed", "starting")
 
 

@@ -1,5 +1,6 @@
 """The fields of the events of one worker's start, rounds and end."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
 from diloco.training.modes import Mode
+from diloco.training.records.waterfall import TOLD
 
 
 def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:
@@ -52,6 +54,14 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
         "members": [] if result is None else [member.as_json() for member in result.members],
         "roster": [] if result is None else list(result.roster),
     }
+
+
+def told_round(event: RoundEvent) -> tuple[float, ...]:
+    """What a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
+    phases = RoundPhases() if event.result is None else event.result.phases
+    seconds = asdict(event.times) | asdict(phases)
+    known = (seconds[f"{name}_seconds"] for name in TOLD)
+    return (float(event.key.sequence), *(math.nan if one is None else round(one, 4) for one in known))
 
 
 def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
