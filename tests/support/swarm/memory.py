@@ -21,6 +21,7 @@ from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundO
 from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.engines.swarm.sidecar.snapshots import read, write
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -46,10 +47,9 @@ class ScriptedTrainer:
         self.calls.append(sequence)
 
     async def snapshot(self) -> Snapshot | None:
-        data = b"".join(len(mean).to_bytes(8, "little") + mean for mean in self.means)
-        return Snapshot(
-            SharedMemory.copy_of(data), {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"n"
-        )
+        means = b"".join(len(mean).to_bytes(8, "little") + mean for mean in self.means)
+        data = write({"means": torch.frombuffer(bytearray(means), dtype=torch.uint8) if means else torch.empty(0)})
+        return Snapshot(data, {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"n")
 
     def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
         self.events.append((type_, dict(fields)))
@@ -111,7 +111,7 @@ class MemoryWorker:
         if arrived is None:
             return
         if arrived.snapshot is not None:
-            self.trainer.means, data = [], bytes(arrived.snapshot.data.view)
+            self.trainer.means, data = [], read(arrived.snapshot.data)["means"].numpy().tobytes()
             while data:
                 size = int.from_bytes(data[:8], "little")
                 self.trainer.means.append(data[8 : 8 + size])

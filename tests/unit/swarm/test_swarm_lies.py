@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream
@@ -19,7 +20,12 @@ from diloco.engines.swarm.node.proofs.certificate import (
 )
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import Snapshot
+from diloco.engines.swarm.node.transfers.state_digest import state_digest
 from diloco.engines.swarm.node.wire import Malformed, write_frame
+from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.engines.swarm.sidecar.snapshots import write
+from diloco.errors import EngineError
 from support.swarm.memory import SEEDS, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, rounds, told
 
@@ -254,3 +260,91 @@ def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_a
 
     bans, accuser = told(story)
     assert bans == {accuser}
+
+
+# Wrong states for joiners
+
+
+def serves(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = False) -> None:
+    """It serves a state of its own making: NaN, of the right round or of a later one; or not the one that it said."""
+    trainer = liar.trainer
+    honest = trainer.snapshot
+
+    async def snapshot() -> Any:
+        means, sequence = trainer.means, trainer.sequence
+        trainer.means, trainer.sequence = [NAN * 3072 for _ in means], sequence + ahead
+        try:
+            return await honest()
+        finally:
+            trainer.means, trainer.sequence = means, sequence
+
+    trainer.snapshot = snapshot  # type: ignore[method-assign]
+    liar.node.own.ended_round += ahead
+    if swapped:
+        digest = liar.node.states.witnesses.digest
+
+        async def another(_: Any, *, own: bool) -> bytes:
+            made = await honest()
+            assert made is not None
+            return await digest(made, own=own)
+
+        liar.node.states.witnesses.digest = another  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("options", [{}, {"ahead": 500}, {"swapped": True}])
+def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[str, Any]) -> None:
+    """The liar is asked first; the joiner names it, takes the state of another member, and is in the next round."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], list[Any], str]:
+        workers = list(await founded(swarm, 4))
+        await rounds(workers, 2)
+        liar = workers[1]
+        serves(liar, **options)
+        await asyncio.sleep(1.0)
+        joiner = await swarm.start()
+        states = joiner.node.states
+        sources = states._sources
+        states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
+        await joiner.catch_up()
+        liar.node.own.ended_round = 1
+        await asyncio.sleep(1.0)
+        await rounds([*workers, joiner], 1)
+        refused = [fields["peer"] for type_, fields in joiner.trainer.events if type_ == "state_refused"]
+        return [worker.trainer.means for worker in [*workers, joiner]], refused, liar.name
+
+    means, refused, liar = told(story)
+    assert len(means[0]) == 3 and all(one == means[0] for one in means)
+    assert set(refused) == {liar}
+
+
+def test_of_two_members_that_disagree_a_joiner_believes_neither_and_says_so() -> None:
+    async def story(swarm: MemorySwarm) -> None:
+        workers = await founded(swarm, 2)
+        await rounds(workers, 2)
+        serves(workers[1])
+        joiner = await swarm.start()
+        with pytest.raises(EngineError, match="do not agree"):
+            await joiner.catch_up()
+
+    told(story)
+
+
+def test_a_state_digest_covers_what_members_have_alike_and_nothing_of_the_worker_that_serves_it() -> None:
+    tensors = {"0.anchor": torch.ones(3), "0.momentum": torch.zeros(3), "start.buffer": torch.ones(2)}
+    numbers = {"sequence": 4, "0.rounds": 4, "inner_steps": 40}
+
+    def taken(tensors: dict[str, torch.Tensor], numbers: dict[str, int]) -> bytes:
+        return state_digest(Snapshot(write(tensors), numbers, "layout", b"note"))
+
+    known = taken(tensors, numbers)
+    assert taken(tensors | {"start.buffer": torch.zeros(2)}, numbers | {"inner_steps": 41}) == known
+    for wrong in ({"0.anchor": torch.zeros(3)}, {"0.momentum": torch.ones(3)}, {"1.anchor": torch.zeros(1)}):
+        assert taken(tensors | wrong, numbers) != known
+    for number in ("sequence", "0.rounds"):
+        assert taken(tensors, numbers | {number: 5}) != known
+
+
+@pytest.mark.parametrize("data", [b"", b"\2\0\0\0\0\0\0\0[]", b"\xff" * 64, b'\x13\0\0\0\0\0\0\0{"0.anchor": [1, 2]}'])
+def test_a_state_that_is_no_safetensors_file_is_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        state_digest(Snapshot(SharedMemory.copy_of(data), {"sequence": 0}, "layout", b""))

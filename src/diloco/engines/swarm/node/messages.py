@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node import guest_messages as guests
 from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.proofs.certificate import Certificate, TwoRanges, Vote
+from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, TwoRanges, Vote
 from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -256,10 +256,24 @@ class StateHead(PeerMessage, frozen=True):
     layout_digest: Text
     note: bytes
     size: Annotated[int, Meta(ge=0, le=1 << 42)]
+    digest: Sha256
+    """Of the state (transfers/state_digest.py)."""
 
     def __post_init__(self) -> None:
         if "sequence" not in self.numbers:
             raise Malformed("the numbers of a state lack 'sequence'")
+
+
+class AskStateDigest(PeerMessage, frozen=True):
+    """A worker that fetches the state before this round asks other members for theirs. Answered by StateDigest."""
+
+    sequence: Sequence
+
+
+class StateDigest(PeerMessage, frozen=True):
+    digest: Sha256 | None = None
+    pending: bool = False
+    """It is being computed: ask again."""
 
 
 class OpenFile(PeerMessage, frozen=True):
@@ -283,7 +297,7 @@ Message = (
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
     | AskOutcome | AskLastPlan | Outcome | Proof | guests.AskStatus | guests.StatusAnswer
     | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured
-    | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
+    | OpenParts | OpenMean | OpenState | StateHead | AskStateDigest | StateDigest | OpenFile | FileHead | NotHere
 )  # fmt: skip
 
 _decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)

@@ -304,6 +304,8 @@ class Node:
                 return self.outcomes.answer(request)
             case messages.AskLastPlan():
                 return self.outcomes.answer_last()
+            case messages.AskStateDigest():
+                return self.states.witnesses.answer(request)
             case messages.Proof():
                 return self.outcomes.liars.answer(request)
             case messages.Ready():

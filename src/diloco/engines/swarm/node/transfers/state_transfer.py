@@ -2,8 +2,9 @@
 
 A source serves a snapshot that its trainer makes beside training; no worker waits for the transfer. The means of rounds
 that end during it follow: all members keep them for a while (rounds/recent_rounds.py). So a slow line catches up, and a
-worker that missed a round or two needs no snapshot at all. If a source dies, another one is asked. Everything that
-arrives has a bounded size; nothing is unpickled (safetensors and numbers).
+worker that missed a round or two needs no snapshot at all. If a source dies, another one is asked. A state is taken
+over only if other members have the same (witnesses.py), and a mean only with its certificate. Everything that arrives
+has a bounded size; nothing is unpickled (safetensors and numbers).
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from diloco.engines.swarm.node.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
+from diloco.engines.swarm.node.transfers.witnesses import Witnesses, most_have, none_has_more
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, write_frame
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.errors import EngineError
@@ -39,6 +41,10 @@ class _Base:
     sequence: int
 
 
+class _NotTheSame(Exception):
+    """Other members have another state than the source."""
+
+
 class _NoLongerKept(Exception):
     """The means that the trainer lacks are too old: it needs a snapshot."""
 
@@ -50,6 +56,9 @@ class StateTransfer:
         self._stall_seconds = self.members.settings.stall_seconds
         self._transfers = asyncio.Semaphore(_MAX_TRANSFERS)
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
+        self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
+        self._refused_since: float | None = None
+        """When this worker first refused a state that other members do not have."""
         self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
 
     # Serving
@@ -60,8 +69,8 @@ class StateTransfer:
             if snapshot is None:
                 await write_frame(stream, encode(NotHere()), self._stall_seconds)
                 return
-            view = snapshot.data.view
-            head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view))
+            view, digest = snapshot.data.view, await self.witnesses.digest(snapshot, own=True)
+            head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
             await write_frame(stream, encode(head), self._stall_seconds)
             for first in range(0, len(view), _CHUNK_BYTES):
                 await stream.write(view[first : first + _CHUNK_BYTES], self._stall_seconds)
@@ -99,6 +108,11 @@ class StateTransfer:
                 if fetched is not None:
                     self._record(fetched)
                     return fetched
+            if joiner and self._refused_seconds > 8 * self._stall_seconds:
+                raise EngineError(
+                    "the members of this run do not agree on its state, and none has it as most others have: ask the "
+                    "owner of the run which of them to trust"
+                )
             await self.members.wait_for_change(_POLL_SECONDS)
         return None
 
@@ -117,8 +131,12 @@ class StateTransfer:
                 await self.outcomes.ask_last(source.name)
             means, sequence = await self._fetch_means(base.sequence, source)
             return FetchedState(base.snapshot, means, sequence, self._position())
-        except (Unreachable, CallRefused, Malformed, _NoLongerKept) as problem:
+        except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame) as problem:
             logger.info("no state from %s: %s", source.name, problem)
+            if isinstance(problem, _NotTheSame):
+                self._refused_since = self._refused_since or clock.now()
+                refused = {"peer": source.name, "number": source.status.number, "reason": str(problem)}
+                self.members.on_event("state_refused", refused)
             if isinstance(problem, _NoLongerKept):
                 self.recent.next_to_merge = None
             if isinstance(problem, Unreachable):
@@ -137,22 +155,47 @@ class StateTransfer:
 
     async def _fetch_snapshot(self, peer: str) -> Snapshot | None:
         stream = await self.members.transport.open_stream(peer, self._stall_seconds)
+        asking: asyncio.Task[dict[str, bytes]] | None = None
         try:
             await write_frame(stream, encode(OpenState()), self._stall_seconds)
             head = decode(await read_frame(stream, _MAX_HEAD_BYTES, 4 * self._stall_seconds))
             if not isinstance(head, StateHead):
                 return None
             data = SharedMemory.create(head.size)  # the trainer reads it there
-            told = clock.now()
+            told, asked, snapshot = clock.now(), self.witnesses.of(peer), _snapshot(head, data)
+            asking = asyncio.create_task(
+                self.witnesses.ask(asked, snapshot.numbers["sequence"], 4 * self._stall_seconds)
+            )
             for first in range(0, head.size, _CHUNK_BYTES):
                 await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
+                if asking.done():
+                    self._compare(head.digest, asking.result(), asked)
                 if clock.now() - told >= _TELL_SECONDS:
                     told, received = clock.now(), min(head.size, first + _CHUNK_BYTES)
                     self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
             await stream.write(b"\1", self._stall_seconds)
-            return Snapshot(data, head.numbers, head.layout_digest, head.note)
+            if await self.witnesses.digest(snapshot, own=False) != head.digest:
+                self.outcomes.liars.record_unproved(peer, "it sent another state than it said")
+                raise _NotTheSame("it sent another state than it said")
+            self._compare(head.digest, await asking, asked)
+            return snapshot
         finally:
+            if asking is not None:
+                asking.cancel()
             stream.close()
+
+    @property
+    def _refused_seconds(self) -> float:
+        return 0.0 if self._refused_since is None else clock.now() - self._refused_since
+
+    def _compare(self, digest: bytes, witnesses: dict[str, bytes], asked: list[str]) -> None:
+        """Raises _NotTheSame. If none is that of most for long, a member takes one that none outnumbers."""
+        if most_have(digest, witnesses, asked=len(asked)):
+            return
+        member = self.recent.next_to_merge is not None
+        if not (member and self._refused_seconds > self._stall_seconds and none_has_more(digest, witnesses)):
+            same = sum(other == digest for other in witnesses.values())
+            raise _NotTheSame(f"{same} of {len(witnesses)} other members with the same rounds have the same state")
 
     async def _fetch_means(self, sequence: int, source: Peer) -> tuple[tuple[RoundMean, ...], int]:
         """The means of this round and all later ones that have ended; and the round after them."""
@@ -179,6 +222,11 @@ class StateTransfer:
         status = self.members.status
         status.ended_round, status.next_round, status.has_state = fetched.sequence - 1, fetched.sequence, True
         status.position = max(status.position, fetched.position)
-        self.recent.next_to_merge = fetched.sequence
+        self.recent.next_to_merge, self._refused_since = fetched.sequence, None
+        self.witnesses.forget()
         for peer in self.members.live():  # the leader must expect this worker at once
             self.heartbeats.beat_soon(peer.name)
+
+
+def _snapshot(head: StateHead, data: SharedMemory) -> Snapshot:
+    return Snapshot(data, head.numbers, head.layout_digest, head.note)

@@ -1,0 +1,125 @@
+"""Witnesses of a state: before a worker takes over a member's state, others tell the digest of theirs.
+
+A state cannot be checked by itself. All members that have merged the same rounds have the same one, so a few of them
+are asked while it arrives. It is taken over if more than half, its source included, have the same. A member that claims
+to be ahead of all others has no witness. If only one member has the state, there is none to ask.
+"""
+
+import asyncio
+import logging
+import random
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.calls import Calls
+from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.messages import AskStateDigest, StateDigest
+from diloco.engines.swarm.node.trainer import Snapshot
+from diloco.engines.swarm.node.transfers.state_digest import state_digest
+from diloco.engines.swarm.node.wire import Malformed
+from diloco.engines.swarm.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+_WITNESSES = 2
+_KEPT = 4
+_PAUSE_SECONDS = 1.0
+_POLL_SECONDS = 0.25
+
+
+class Witnesses:
+    def __init__(self, members: Members, calls: Calls, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
+        """`snapshot`: this worker's state now."""
+        self._members, self._calls, self._snapshot = members, calls, snapshot
+        self._known: dict[int, bytes] = {}
+        """The digests of this worker's last states, by the first round that is not in each."""
+        self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._taken_at = -_PAUSE_SECONDS
+        self._random = random.Random(members.me)
+
+    # As a witness
+
+    def answer(self, request: AskStateDigest) -> StateDigest:
+        """The digest, or that it is being computed; neither if this worker does not have that state."""
+        status = self._members.status
+        if request.sequence in self._known:
+            return StateDigest(self._known[request.sequence])
+        if not status.has_state or request.sequence != status.ended_round + 1:
+            return StateDigest()
+        if self._task is None and clock.now() - self._taken_at > _PAUSE_SECONDS:
+            self._task = asyncio.create_task(self._take())
+        return StateDigest(pending=True)
+
+    async def _take(self) -> None:
+        try:
+            snapshot = await self._snapshot()
+            if snapshot is not None:
+                await self.digest(snapshot, own=True)
+        except Malformed as problem:
+            logger.warning("this worker's own state: %s", problem)
+        finally:
+            self._task, self._taken_at = None, clock.now()
+
+    async def digest(self, snapshot: Snapshot, *, own: bool) -> bytes:
+        """Raises Malformed."""
+        if own and self._last is not None and self._last[0]() is snapshot.data:  # several joiners share one
+            return self._last[1]
+        found = await asyncio.get_running_loop().run_in_executor(None, state_digest, snapshot)
+        if own:
+            self._last = (weakref.ref(snapshot.data), found)
+            self._known[snapshot.numbers["sequence"]] = found
+            while len(self._known) > _KEPT:
+                del self._known[min(self._known)]
+        return found
+
+    def forget(self) -> None:
+        """This worker takes over another state."""
+        self._known.clear()
+        self._last = None
+
+    # Asking witnesses
+
+    def of(self, source: str) -> list[str]:
+        """The members to ask about the state of `source`."""
+        others = [peer for peer in self._members.with_state() if peer.name != source]
+        self._random.shuffle(others)
+        others.sort(key=lambda peer: peer.status.contributed_round < 0)  # those that have been in rounds first
+        return [peer.name for peer in others[:_WITNESSES]]
+
+    async def ask(self, names: list[str], sequence: int, seconds: float) -> dict[str, bytes]:
+        """The digests of those that have the state before this round, or get it within `seconds`."""
+        found = await asyncio.gather(*(self._ask(name, sequence, clock.now() + seconds) for name in names))
+        return {name: digest for name, digest in zip(names, found, strict=True) if digest is not None}
+
+    async def _ask(self, name: str, sequence: int, end: float) -> bytes | None:
+        while clock.now() < end:
+            try:
+                answer = await self._calls.ask(name, AskStateDigest(sequence))
+                if isinstance(answer, StateDigest) and answer.digest is not None:
+                    return answer.digest
+                peer = self._members.peers.get(name)
+                behind = peer is not None and peer.live and peer.status.ended_round + 1 < sequence
+                if not (isinstance(answer, StateDigest) and answer.pending) and not behind:
+                    return None
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("%s is no witness of a state: %s", name, problem)
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+
+def most_have(digest: bytes, witnesses: Mapping[str, bytes], *, asked: int) -> bool:
+    """Whether a state with this digest is that of most: of its source and those witnesses that have answered."""
+    same = 1 + sum(other == digest for other in witnesses.values())
+    return not asked or (bool(witnesses) and 2 * same > 1 + len(witnesses))
+
+
+def none_has_more(digest: bytes, witnesses: Mapping[str, bytes]) -> bool:
+    """Whether no other state has more members behind it."""
+    others = Counter(other for other in witnesses.values() if other != digest)
+    same = 1 + sum(other == digest for other in witnesses.values())
+    return same >= max(others.values(), default=0)
