@@ -36,6 +36,7 @@ HAPPENED = [
     event("member_lost", member=7, peer=PEER, label="far", reason=f"{PEER} could not be reached a moment ago"),
     event("member_banned", member=8, peer=OTHER, label="", reason="its norm is 900"),
     event("member_expelled", member=9, peer=OTHER, label="", reason=f"revoked by {PEER}"),
+    event("state_refused", member=9, peer=OTHER, label="", reason="0 of 2 have the same state"),
     event("excluded", member=0, reason="revoked"),
     event("renumbered", before=0, member=4),
     event("alone", member=0),

@@ -65,7 +65,7 @@ class Liars:
 
     def _expel(self, peer: str, reason: str) -> None:
         number = self._members.number_of(peer)
-        self._members.on_event("member_banned", {"peer": peer, "number": number, "reason": reason})
+        self._members.on_event("member_banned", {"peer": peer, "number": number, "label": "", "reason": reason})
         self._members.expel()
         self.on_ban()
 

@@ -135,8 +135,8 @@ class StateTransfer:
             logger.info("no state from %s: %s", source.name, problem)
             if isinstance(problem, _NotTheSame):
                 self._refused_since = self._refused_since or clock.now()
-                refused = {"peer": source.name, "number": source.status.number, "reason": str(problem)}
-                self.members.on_event("state_refused", refused)
+                about = {"peer": source.name, "number": source.status.number, "label": source.status.label}
+                self.members.on_event("state_refused", {**about, "reason": str(problem)})
             if isinstance(problem, _NoLongerKept):
                 self.recent.next_to_merge = None
             if isinstance(problem, Unreachable):
