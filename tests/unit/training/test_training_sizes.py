@@ -10,6 +10,7 @@ import torch
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.data.corpus import Corpus
+from diloco.engines.asynchronous.engine import AsynchronousEngine
 from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
@@ -26,7 +27,14 @@ from diloco.training.sizes import disk, estimate
 from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import OUTER_STATES, check_disk, disk_use, size_text
 from diloco.training.sizes.estimate import Estimate, memory_warning
-from diloco.training.sizes.memory import ACTIVATIONS, Place, encoded_vectors, network_memory, process_memory
+from diloco.training.sizes.memory import (
+    ACTIVATIONS,
+    OF_WORKER_0,
+    Place,
+    encoded_vectors,
+    network_memory,
+    process_memory,
+)
 from diloco.training.sizes.network import bits_per_second, measured_bits_per_second, measured_step_seconds
 from support.pretrained_models import make_folder
 from support.saved_runs import events_of, quick_runs, small_config, small_corpus, train
@@ -73,11 +81,11 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
     assert sizes.parameters == sum(p.numel() for p in worker.model.parameters())
     _check_tensors(sizes.memory, worker)
     saved = saved_tensors(worker_folder(tmp_path / "run", 6, 0))
-    left_out = ("rng.", "also.", "inner.step.", *(("in_flight.",) if case == "overlap" else ()))
-    model_tensors = [one for name, one in saved.items() if not name.startswith(left_out)]
+    model_tensors = [one for name, one in saved.items() if not name.startswith(("rng.", "also.", "inner.step."))]
+    assert any(name.startswith("in_flight.") for name in saved) == (case in ("overlap", "eager"))
     written = sum(4 * torch.Size(one.shape).numel() for one in model_tensors) * config.workers
     assert written <= sizes.disk.checkpoint_bytes
-    assert case == "muon" or written == sizes.disk.checkpoint_bytes
+    assert case in ("muon", "overlap") or written == sizes.disk.checkpoint_bytes
     rounds = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 0]
     if config.mode == "diloco":
         rest = worker.mode.averager.bytes_sent - sum(rounds)
@@ -87,6 +95,30 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
         assert sum(rounds[groups : 2 * groups]) == sizes.round_bytes + sizes.second_moment_bytes
     else:
         assert abs(worker.mode.averager.bytes_sent / 6 - sizes.round_bytes) < 200
+
+
+def test_what_is_told_of_asynchronous_workers_has_the_anchor_of_worker_0(
+    text: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    config, corpus = replace(text[0], workers=3, sync=SyncConfig(3, codec="int8", asynchronous=True)), text[1]
+    sizes = told(config, corpus, tmp_path)
+    worker = train(tmp_path / "run", config, corpus)[0]
+    written = sum(
+        4 * torch.Size(one.shape).numel()
+        for number in range(3)
+        for name, one in saved_tensors(worker_folder(tmp_path / "run", 6, number)).items()
+        if not name.startswith(("rng.", "also.", "inner.step."))
+    )
+    assert written == sizes.disk.checkpoint_bytes
+    loop = worker.mode.averager
+    assert isinstance(loop, OuterLoop) and isinstance(loop.engine, AsynchronousEngine)
+    [fragment], server = loop.state.fragments, loop.engine.server
+    assert server is not None
+    held = [*fragment.state.values(), server._anchor, *server._state.values(), server._vector.data]
+    assert sum(tensor.nbytes for tensor in held) <= sizes.memory[OF_WORKER_0]
+    assert sizes.memory["encoded outer gradient"] == loop.replica.lanes[0].sending[0].vector.num_bytes
+    sent = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 1]
+    assert sent[0] == sizes.round_bytes
 
 
 def _check_tensors(memory: dict[str, int], worker: Training) -> None:

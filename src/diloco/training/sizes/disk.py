@@ -38,11 +38,17 @@ class DiskUse:
 
 
 def saved_copies(config: RunConfig) -> int:
-    """How many fp32 copies of the parameters a worker's checkpoint holds: parameters, moments, anchor,
-    outer state, error feedback, starts of eager updates."""
-    outer = 1 + OUTER_STATES[config.outer.optimizer] + (config.sync.feedback_decay is not None) + eager_copies(config)
-    in_flight = config.sync.outer_overlap != "none"  # the mean of the round that travels when the worker is saved
+    """How many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, anchor,
+    outer state, error feedback, starts of eager updates, and the means of rounds that travel when it is saved."""
+    sync, states = config.sync, 0 if config.sync.asynchronous else OUTER_STATES[config.outer.optimizer]
+    outer = 1 + states + (sync.feedback_decay is not None) + eager_copies(config)
+    in_flight = sync.outer_overlap != "none" or sync.overlap_steps > 0  # of fragments: at most all of them
     return 1 + _INNER_STATES + (outer + in_flight if config.mode == "diloco" else 0)
+
+
+def anchor_copies(config: RunConfig) -> int:
+    """Copies that worker 0 of asynchronous workers saves besides: the anchor that all move, and its two buffers."""
+    return 3 if config.mode == "diloco" and config.sync.asynchronous else 0
 
 
 def eager_copies(config: RunConfig) -> int:
@@ -53,7 +59,8 @@ def eager_copies(config: RunConfig) -> int:
 
 def disk_use(config: RunConfig, parameters: int, workers: int | None = None) -> DiskUse:
     """`workers`: those of this machine (default: the configuration's)."""
-    one = _FP32 * parameters * saved_copies(config) * (config.workers if workers is None else workers)
+    copies = saved_copies(config) * (config.workers if workers is None else workers) + anchor_copies(config)
+    one = _FP32 * parameters * copies
     count = config.num_checkpoints
     return DiskUse(one if count else 0, count, min(count, config.checkpoint.keep + 1), _FP32 * parameters)
 

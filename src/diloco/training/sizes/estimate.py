@@ -16,7 +16,7 @@ from diloco.training.config.rounds import num_rounds, turns
 from diloco.training.config.run import RunConfig
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
-from diloco.training.sizes.memory import ACTIVATIONS, Place, network_memory, process_memory
+from diloco.training.sizes.memory import ACTIVATIONS, OF_WORKER_0, Place, network_memory, process_memory
 from diloco.training.sizes.network import (
     DAY_SECONDS,
     measured_bits_per_second,
@@ -153,7 +153,8 @@ def _mean_round_steps(config: RunConfig) -> float:
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
     """What to say if the processes of this machine need more memory than it has."""
     each = sizes.process_bytes + sum(sizes.network_memory.values())
-    needed, there = sizes.processes * each, sizes.memory_available
+    needed = sizes.processes * each - (sizes.processes - 1) * sizes.memory.get(OF_WORKER_0, 0)
+    there = sizes.memory_available
     if there is None or needed <= there:
         return None
     ways = ["fewer --workers"] if sizes.processes > 1 else []

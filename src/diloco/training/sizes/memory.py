@@ -24,6 +24,7 @@ from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import eager_copies
 
 ACTIVATIONS = "activations, estimated"
+OF_WORKER_0 = "anchor that all workers move, of worker 0 alone"
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
@@ -137,6 +138,8 @@ def _averaging(
     if config.mode == "data-parallel":  # a gradient is encoded and decoded as a whole
         return {}, {"encoded and decoded gradient": encoded + _FP32 * own * (1 if lossless else 2)}
     outer = {"anchor": _FP32 * own}
+    if config.sync.asynchronous:
+        return outer, _asynchronous(encoded, _FP32 * own, place.workers)
     states = len(OUTER_OPTIMIZERS[config.outer.optimizer].state_names)
     if states:
         outer["outer optimizer"] = _FP32 * own * states
@@ -161,6 +164,15 @@ def _averaging(
     if config.sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
         travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
     return outer, travelling
+
+
+def _asynchronous(encoded: int, copy: int, workers: int) -> dict[str, int]:
+    """What travels between asynchronous workers, and what worker 0 holds (engines/asynchronous/server.py)."""
+    return {
+        "encoded outer gradient": encoded,
+        "anchor that arrives, and the way to it": 3 * copy,
+        OF_WORKER_0: 6 * copy + encoded * workers,  # where it is, where it is saved, and what arrives for it
+    }
 
 
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:

@@ -25,6 +25,8 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
     if workers == 1:
         return 0
     vectors, moments = encoded_vectors(config, shapes), moments_vectors(config, shapes)
+    if config.sync.asynchronous and config.mode == "diloco":  # to worker 0, which sends anchors in fp32 back
+        return sum(vector.num_bytes for vector in vectors) + HEADER_BYTES
     headers = (len(vectors) + len(moments)) * HEADER_BYTES * (workers - 1)
     return sum(_sent(vector, workers) for vector in vectors) + headers
 
