@@ -25,6 +25,7 @@ from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.arguments import (
     asynchronous_parts,
+    check_merge,
     check_model_inner_engine,
     chosen_faults,
     chosen_outer,
@@ -131,6 +132,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         """
         check_model_inner_engine(model, inner, engine)
         sync = sync_config(sync, H)
+        check_merge(sync, engine)
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"weight = {weight} must be a finite number above 0")
         self.inner = inner

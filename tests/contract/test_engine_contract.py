@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
+from diloco.core.clipping import FEWEST
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import cosines
@@ -81,6 +82,17 @@ def absurd_clipped(engine: Engine) -> tuple[bytes, tuple[int, ...], dict[int, st
     """Worker 1's contribution is longer than 1000 times the median."""
     result = average(engine, tensor=values(engine.worker) * (1e6 if engine.worker == 1 else 1.0))
     return result.mean.data.numpy().tobytes(), result.contributors, dict(result.clipped)
+
+
+def clipped(engine: Engine) -> tuple[bytes, str]:
+    """As four and more do it; a sidecar, a process of its own, keeps to four."""
+    reduction.FEWEST = 2
+    try:
+        posted = replace(contribution(engine, name="int8", weight=1.0 + engine.worker), merge="clipped")
+        result = engine.start_round(RoundKey(0, 0), posted, 60.0).wait()
+    finally:
+        reduction.FEWEST = FEWEST
+    return result.mean.data.numpy().tobytes(), result.merge
 
 
 def all_refused(engine: Engine) -> tuple[str, list[float]]:
@@ -182,6 +194,7 @@ SCENARIOS: dict[str, Scenario] = {
         one_without_work,
         nan_refused,
         absurd_clipped,
+        clipped,
         all_refused,
         all_refused_says_who_stops,
         all_refused_says_that_all_are_done,
@@ -380,6 +393,13 @@ def test_a_contribution_that_is_too_long_is_scaled_to_the_same_bits_by_every_eng
     mean, contributors, clipped = equal(answers(engine, workers, "absurd_clipped"))
     assert contributors == tuple(range(workers)) and clipped.keys() == {1}
     assert mean == answers("local", workers, "absurd_clipped")[0][0]
+
+
+@over_fixed_engines
+@several_workers
+def test_a_clipped_mean_has_the_same_bits_with_every_engine(engine: str, workers: int) -> None:
+    mean, merge = equal(answers(engine, workers, "clipped"))
+    assert merge == "clipped" and mean == answers("local", workers, "clipped")[0][0]
 
 
 @over_engines

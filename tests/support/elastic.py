@@ -137,12 +137,13 @@ class Round:
         for worker in present:
             check_same_round([self.headers[w] for w in present], self.headers[worker])
         first = self.posted[present[0]]
-        self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
+        self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio, first.merge)
         if self.decision.total_weight > 0:
             self.mean = torch.empty_like(first.vector.mean.data)
             encoded = [self.posted[w].vector.data for w in self.decision.contributors]
-            part, scales = first.vector.layout.part_elements, self.decision.scales
-            reduce_parts(first.vector.codec, encoded, self.decision.weights, part, self.mean, scales=scales)
+            part, scales, merge = first.vector.layout.part_elements, self.decision.scales, self.decision.merge
+            weights, mean = self.decision.weights, self.mean
+            reduce_parts(first.vector.codec, encoded, weights, part, mean, scales=scales, merge=merge)
 
 
 class ElasticEngine(Engine):
@@ -223,6 +224,7 @@ class _Pending(PendingRound):
             contributors=decision.contributors,
             refused=decision.refused,
             clipped=decision.clipped,
+            merge=decision.merge,
             total_weight=decision.total_weight,
             bytes_sent=others,
             bytes_received=others,

@@ -13,6 +13,8 @@ _DATA_PARALLEL = ("mode", "data-parallel")
 _DEFAULTS_OFF = {
     "overlap_steps": 0, "mixing": 0.0, "outer_overlap": "none", "fragments": 1, "warm_start": 0, "offload": False,
 }  # fmt: skip
+Merge = Literal["mean", "clipped"]
+"""How contributions become a mean: core/merging.py, core/clipping.py."""
 COARSE_CODECS = ("2bit", "topk")
 """They leave out so much of a vector that they are made for error feedback."""
 OUTER_NUMBERS: dict[str, dict[str, float]] = {
@@ -149,6 +151,8 @@ class SyncConfig:
     """Keep anchors and outer momentum in CPU memory between rounds; for workers on a GPU."""
     max_norm_ratio: float | None = 3.0
     """A contribution counts with at most this many times the round's median norm; none: with any finite norm."""
+    merge: Literal["mean", "clipped"] = option("mean", unused_with=_DATA_PARALLEL)
+    """clipped: one worker of four and more that sends a wrong direction cannot pull the mean far (centred clipping)."""
     timeout_seconds: float = option(600.0, may_change=True)
     """A round that takes longer than this has failed."""
     warm_start: int = option(0, unused_with=_DATA_PARALLEL)
@@ -210,6 +214,7 @@ class SyncConfig:
         if not 0 <= self.mixing < 1:
             raise ConfigError(f"sync.mixing = {self.mixing} must be at least 0 and below 1")
         self._check_codec()
+        self._check_merge()
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
             raise ConfigError(f"sync.max_norm_ratio = {self.max_norm_ratio} must be above 1")
         if not 0 < self.timeout_seconds <= _LONGEST_SECONDS:
@@ -232,6 +237,20 @@ class SyncConfig:
                 raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
         if self.prune is not None and not 0 < self.prune < 1:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
+
+    def _check_merge(self) -> None:
+        if self.merge not in ("mean", "clipped"):
+            raise ConfigError(f"sync.merge = {self.merge!r} must be mean or clipped")
+        reasons = {
+            f"outer_overlap = {self.outer_overlap}": self.outer_overlap == "eager",
+            "asynchronous = true": self.asynchronous,
+            f"codec = {self.codec}": self.codec == "topk",
+        }
+        for given in (name for name, is_given in reasons.items() if is_given and self.merge == "clipped"):
+            raise ConfigError(
+                f"sync.merge = clipped and sync.{given}: clipping needs all outer gradients of a round, whole, at one "
+                "place; leave out one of the two"
+            )
 
     def _check_asynchronous(self) -> None:
         if not self.asynchronous:

@@ -195,7 +195,7 @@ class _Round:
             self.decision = Decision((), (), {}, resync=False)
             return
         first = self.contributions[present[0]]
-        self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio)
+        self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio, first.merge)
         vector = first.vector
         self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.device)
         if self.decision.total_weight > 0:
@@ -206,6 +206,7 @@ class _Round:
                 vector.layout.part_elements,
                 self.mean.data,
                 scales=self.decision.scales,
+                merge=self.decision.merge,
             )
             self.products = tuple(products)
 
@@ -265,6 +266,7 @@ class _LocalPending(PendingRound):
             contributors=decision.contributors,
             refused=decision.refused,
             clipped=decision.clipped,
+            merge=decision.merge,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

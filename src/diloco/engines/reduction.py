@@ -14,6 +14,8 @@ from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
+from diloco.core.clipping import FEWEST, clipped_mean
+from diloco.core.config import Merge
 from diloco.core.fragments import span_elements
 from diloco.core.merging import (
     Claim,
@@ -46,13 +48,17 @@ class Decision:
     """By what each contribution is multiplied before it is averaged; none: all by 1."""
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker -> why its contribution is scaled down."""
+    merge: Merge = "mean"
+    """As in SyncConfig; `mean` also where too few contribute to be clipped."""
 
     @cached_property
     def total_weight(self) -> float:
         return sum(self.weights)
 
 
-def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None) -> Decision:
+def decide(
+    workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None, merge: Merge = "mean"
+) -> Decision:
     """The same claims give the same decision on every worker."""
     reasons = admit(claims)
     admitted = [index for index, reason in enumerate(reasons) if reason is None]
@@ -70,6 +76,7 @@ def decide(workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: floa
         weights=tuple(weight for _, weight in accepted),
         scales=tuple(min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)) if clipped else (),
         clipped=clipped,
+        merge=merge if len(accepted) >= FEWEST else "mean",
         refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
         resync=bool(diverged([claim.anchor_digest for claim in claims])),
     )
@@ -89,6 +96,7 @@ def reduce_parts(
     out: Tensor,
     *,
     scales: Sequence[float] = (),
+    merge: Merge = "mean",
     on_decoded: Callable[[int, Tensor], None] | None = None,
     first_part: int = 0,
     batch_elements: int | None = None,
@@ -97,7 +105,7 @@ def reduce_parts(
 
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
-    `scales` as in Decision.
+    `scales` and `merge` as in Decision.
     `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
     Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
     from `first_part`, are in them: it costs no more than with four.
@@ -121,17 +129,23 @@ def reduce_parts(
         shape, device = (some.stop - some.start, part), out.device
         mean = scratch("mean", shape, device)
         values: Iterable[Tensor]
-        if num_products > 1 and (first_part + some.start) % every == 0:
+        with_products = num_products > 1 and (first_part + some.start) % every == 0
+        if with_products or merge == "clipped":
             terms = [scratch(f"term {index}", shape, device) if index else mean for index in range(len(encoded))]
             for index, data in enumerate(encoded):
                 codec.decode(data[some], terms[index])
                 if on_decoded is not None:
                     on_decoded(index, terms[index])
-            products[some.start] = inner_products(terms)
+            if with_products:
+                products[some.start] = inner_products(terms)
             values = terms
         else:
             values = decode_one_by_one(some, mean)
-        codec.for_means.encode(weighted_mean(values, weights, mean, scales), out[some])
+        if merge == "clipped":
+            clipped_mean(list(values), weights, mean, scales)
+        else:
+            weighted_mean(values, weights, mean, scales)
+        codec.for_means.encode(mean, out[some])
 
     if len(rows) > 1 and out.device.type == "cpu":
         for_each(reduce, rows)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
+from diloco.core.config import Merge
+
 if TYPE_CHECKING:  # a sidecar's link has no need of torch
     from torch import Tensor
 
@@ -63,6 +65,8 @@ class Contribution:
     """The weight of H inner steps: with an elastic engine it bounds `weight` (core.merging.bounded_weights)."""
     work: float = 1.0
     """The inner steps behind it as a share of H, at most 1."""
+    merge: Merge = "mean"
+    """As in SyncConfig."""
     patience_seconds: float = 0.0
     """Added to the round's deadline by a worker that has no steps left: the others may need H steps to post."""
 
@@ -119,6 +123,8 @@ class RoundResult:
     phases: RoundPhases = RoundPhases()
     clipped: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution was scaled down."""
+    merge: Merge = "mean"
+    """How the mean was made: `mean` or `clipped` (core/clipping.py)."""
 
     @property
     def stopping(self) -> bool:

@@ -198,7 +198,8 @@ class TorchDistributedEngine(Fixed):
         heard = time.monotonic()
         headers = [unpack(worker, row) for worker, row in enumerate(rows)]
         check_same_round(headers, headers[self.worker])
-        decision = decide(range(self.workers), [header.claim for header in headers], contribution.max_norm_ratio)
+        claims = [header.claim for header in headers]
+        decision = decide(range(self.workers), claims, contribution.max_norm_ratio, contribution.merge)
         self._members = tuple(header.member for header in headers)
         if decision.resync and decision.contributors:
             self._source = decision.contributors[0]
@@ -220,6 +221,7 @@ class TorchDistributedEngine(Fixed):
             contributors=decision.contributors,
             refused=decision.refused,
             clipped=decision.clipped,
+            merge=decision.merge,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

@@ -165,7 +165,10 @@ class _Memory(ABC):
 
     def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> list[float]:
         codec, part = self.vector.codec, self.vector.layout.part_elements
-        return reduce_parts(codec, parts, decision.weights, part, out, scales=decision.scales, first_part=rows.start)
+        scales, merge = decision.scales, decision.merge
+        return reduce_parts(
+            codec, parts, decision.weights, part, out, scales=scales, merge=merge, first_part=rows.start
+        )
 
     @abstractmethod
     def finish(self) -> None:

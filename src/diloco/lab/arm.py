@@ -62,6 +62,8 @@ class Arm:
     """Adaptive compute: how many workers train in equal parts of the run, in order ((4, 8): doubled at half time)."""
     drop: float = 0.0
     """The probability that a worker's outer gradient is dropped: it trains on from its own θ (Figure 8)."""
+    hostile: tuple[int, ...] = ()
+    """Workers that turn every outer gradient around before they send it: the wrong direction at an honest norm."""
     absences: tuple[tuple[int, int, int], ...] = ()
     """(worker, first step, end step): takes no steps from the first to before the end. From 0 on: a late joiner."""
     speeds: tuple[float, ...] = ()
@@ -134,6 +136,11 @@ class Arm:
             raise ConfigError(f"active_workers = {self.active_workers} must be from 1 to workers = {self.workers}")
         if not 0 <= self.drop < 1:
             raise ConfigError(f"drop = {self.drop} must be at least 0 and below 1")
+        sync = self.sync_config
+        if self.hostile and (self.mode != "diloco" or sync.fragments > 1 or not sync.merges_at_once):
+            raise ConfigError(f"hostile = {self.hostile} is for mode diloco with one fragment and without overlap")
+        if any(not 0 <= worker < self.workers for worker in self.hostile):
+            raise ConfigError(f"hostile = {self.hostile} must be workers below {self.workers}")
         for worker, first, end in self.absences:
             if not (0 <= worker < self.workers and 0 <= first < end):
                 raise ConfigError(
@@ -187,7 +194,7 @@ class Arm:
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"an arm has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
         plain = dict(values)
-        for name in ("active_workers", "speeds"):
+        for name in ("active_workers", "speeds", "hostile"):
             plain[name] = tuple(plain.get(name, ()))
         plain["absences"] = tuple(tuple(one) for one in plain.get("absences", ()))
         return cls(**plain)
@@ -195,6 +202,8 @@ class Arm:
     def key(self) -> str:
         """Twelve hexadecimal digits of everything but the name: equal arms have equal keys."""
         values = {key: value for key, value in self.as_json().items() if key != "name"}
+        if not self.hostile:  # arms that ran before it existed keep their keys
+            del values["hostile"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from diloco.codecs.registry import codec
+from diloco.core.clipping import FEWEST
 from diloco.core.config import FaultsConfig, SyncConfig, check_faults
 from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
@@ -69,6 +70,15 @@ def sync_config(sync: object, H: object) -> SyncConfig:
             f"H = {steps}, but sync.num_inner_steps = {sync.num_inner_steps}, which is the same thing: give one of them"
         )
     return sync or SyncConfig(num_inner_steps=steps)
+
+
+def check_merge(sync: SyncConfig, engine: Connection) -> None:
+    """A fixed set of workers must be large enough for the way in which it averages."""
+    if sync.merge == "clipped" and not engine.elastic and engine.workers < FEWEST:
+        raise ConfigError(
+            f"sync.merge = clipped with {engine.workers} workers: among fewer than {FEWEST} no contribution can be "
+            "told from the others; leave it out"
+        )
 
 
 def growing_rounds(sync: SyncConfig, rates: LearningRateCurve | None) -> GrowingRounds | None:

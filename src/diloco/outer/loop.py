@@ -206,13 +206,11 @@ class OuterLoop:
 
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
-        H = self.sync.num_inner_steps
-        if self.schedule.growth is not None:
-            H = self.schedule.turn_steps(self.sequence // self.state.num_fragments)
+        H = self.schedule.turn_steps(self.sequence // self.state.num_fragments)
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
-        ratio = None if index == _CONFIRMATION else self.replica.groups[index].max_norm_ratio
+        group = None if index == _CONFIRMATION else self.replica.groups[index]
         contributions = [
             Contribution(
                 vector,
@@ -220,7 +218,8 @@ class OuterLoop:
                 norm,
                 anchor_digest=digest,
                 layout_digest=lane.layout_digest,
-                max_norm_ratio=ratio,
+                max_norm_ratio=None if group is None else group.max_norm_ratio,
+                merge="mean" if group is None else group.merge,
                 report=report,
                 note=self.note(),
                 round_weight=self.weight * H if self.engine.elastic else math.inf,

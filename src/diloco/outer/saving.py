@@ -91,7 +91,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     return numbers | {"result": result, "failure": None}
 
 
-_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync")
+_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync", "merge")
 
 
 def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:
@@ -133,5 +133,5 @@ def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
         roster=tuple(saved["roster"]),
         products=tuple(saved.get("products", ())),  # an earlier version saved none
         clipped={int(worker): reason for worker, reason in saved.get("clipped", {}).items()},
-        **{name: saved[name] for name in _RESULT_NUMBERS},
+        **{name: saved[name] for name in _RESULT_NUMBERS if name in saved},
     )

@@ -10,6 +10,7 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
+from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, RoundKey
@@ -82,6 +83,7 @@ class MemoryWorker:
         seconds: float = 30.0,
         sequence: int | None = None,
         round_weight: float = 1.0,
+        merge: Merge = "mean",
     ) -> PostedRound:
         vector = EncodedVector(codec(self.codec), PartLayout(values.numel()))
         vector.encode(0, values)
@@ -94,7 +96,7 @@ class MemoryWorker:
         mean = SharedMemory.create(vector.mean.num_bytes)
         return PostedRound(
             key, header, b"note", self.codec, vector.layout.part_elements, parts, data, mean, 1000.0,
-            seconds,
+            seconds, merge,
         )  # fmt: skip
 
     async def post(self, values: torch.Tensor, **options: Any) -> tuple[RoundOutcome, bytes]:

@@ -40,6 +40,16 @@ def run(corpus: Corpus, how: str = "stacked", **options: Any) -> ArmResult:
     return simulate(arm(**options), 0, corpus, "cpu", how=how)
 
 
+def test_a_hostile_worker_harms_the_plain_mean_and_clipping_mends_some_of_it(corpus: Corpus) -> None:
+    def last(**options: Any) -> float:
+        return run(corpus, workers=5, steps=24, **options).curve[-1][1]
+
+    sync = {"num_inner_steps": 4, "codec": "fp32"}
+    calm, harmed = last(sync=sync), last(sync=sync, hostile=(4,))
+    mended = last(sync={**sync, "merge": "clipped"}, hostile=(4,))
+    assert calm < mended < harmed
+
+
 SAME = [
     {},
     {"inner": {"lr": 3e-3, "warmup_steps": 2, "optimizer": "muon"}, "pretraining_steps": 3},

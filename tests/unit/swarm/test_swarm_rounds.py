@@ -10,6 +10,7 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
+from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.node.proofs.certificate import Certificate
@@ -40,7 +41,9 @@ def told(workers: int, story: Story, **settings: Any) -> Any:
     return virtual_clock.run(run())
 
 
-def mean_of(contributions: list[torch.Tensor], weights: list[float], name: str = "fp32") -> bytes:
+def mean_of(
+    contributions: list[torch.Tensor], weights: list[float], name: str = "fp32", merge: Merge = "mean"
+) -> bytes:
     """The very bytes that the reference engine ends with."""
     vectors = []
     for tensor in contributions:
@@ -48,7 +51,7 @@ def mean_of(contributions: list[torch.Tensor], weights: list[float], name: str =
         vectors[-1].encode(0, tensor)
     out = EncodedVector(codec(name), PartLayout(contributions[0].numel()))
     part = out.layout.part_elements
-    reduce_parts(codec(name), [vector.data for vector in vectors], weights, part, out.data)
+    reduce_parts(codec(name), [vector.data for vector in vectors], weights, part, out.data, merge=merge)
     return out.data.numpy().tobytes()
 
 
@@ -227,6 +230,21 @@ def test_a_norm_out_of_bounds_is_an_offence_among_four_except_of_a_worker_that_m
 
     clipped, roster = told(count, story)
     assert clipped == [{1}] * 3 and (1 in roster) == (bool(missed) or count == 3)
+
+
+def test_four_workers_clip_their_mean_to_the_bits_of_the_reference_and_three_average_plainly() -> None:
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[list[tuple[RoundOutcome, bytes]]]:
+        posts = (worker.post(values(worker.node.number), merge="clipped") for worker in workers)
+        four = list(await asyncio.gather(*posts))
+        await workers[3].node.leave()
+        await asyncio.sleep(0.3)
+        posts = (worker.post(values(worker.node.number), merge="clipped", sequence=1) for worker in workers[:3])
+        return [four, list(await asyncio.gather(*posts))]
+
+    four, three = told(4, story)
+    assert {mean for _, mean in four} == {mean_of([values(i) for i in range(4)], [1.0] * 4, merge="clipped")}
+    assert {mean for _, mean in three} == {mean_of([values(i) for i in range(3)], [1.0] * 3)}
+    assert [one.merge for one, _ in (*four, *three)] == ["clipped"] * 4 + ["mean"] * 3
 
 
 def test_a_worker_that_claims_any_weight_counts_as_five_rounds_of_the_others() -> None:

@@ -124,6 +124,7 @@ class SwarmEngine(Engine):
             mean=memory.mean,
             max_norm_ratio=contribution.max_norm_ratio,
             deadline_seconds=min(deadline_seconds, self.settings.timeout_seconds),
+            merge=contribution.merge,
         )
         message = messages.PostRound(self._sidecar.new_number(), posted)
         return SwarmRound(self, contribution, message, self._sidecar.request(message))

@@ -201,6 +201,7 @@ class SwarmRound(PendingRound):
             contributors=outcome.contributors,
             refused=outcome.refused,
             clipped=outcome.clipped,
+            merge=outcome.merge,
             total_weight=outcome.total_weight,
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,

@@ -15,6 +15,7 @@ from diloco.lab.experiments import (
     f9,
     f10,
     fp16,
+    hostile,
     muon,
     streaming,
     t2,
@@ -28,7 +29,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
         *(t2, f4, f8, t6, f6, f9, t3, f3, streaming),
-        *(f5, fp16, f7, f10, equal_tokens, muon, error_feedback, eager, workers_and_h, t4),
+        *(f5, fp16, f7, f10, equal_tokens, muon, error_feedback, eager, hostile, workers_and_h, t4),
     )
 }
 

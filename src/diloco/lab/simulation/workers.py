@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+import torch
+
 from diloco.core.config import FaultsConfig
 from diloco.core.merging import cosines
 from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
@@ -98,7 +100,9 @@ class Workers:
 
     def _post(self, there: list[bool]) -> None:
         first = self.optimizers[0].loop
-        for optimizer in self.optimizers:
+        for worker, optimizer in enumerate(self.optimizers):
+            if worker in self.arm.hostile and optimizer.loop.policy.due():
+                _turn_around(optimizer)
             optimizer.post()
         for posted in first.in_flight:
             if posted.at_step == first.inner_steps:
@@ -120,7 +124,9 @@ class Workers:
             states = [optimizer.loop.state for optimizer in self.optimizers]
             if all(state.steps_taken == state.merged_at[fragment] for state in states):
                 continue  # no worker has taken a step since
-            for optimizer in self.optimizers:
+            for worker, optimizer in enumerate(self.optimizers):
+                if worker in self.arm.hostile:
+                    _turn_around(optimizer)
                 optimizer.loop.post_fragment(fragment)
             self._count(loop.in_flight[-1].key.sequence, fragment, there)
             for optimizer in self.optimizers:
@@ -138,6 +144,14 @@ class Workers:
                 if event.failure is None:
                     self.clock.merge(sequence, worker)
             self.statistics.append(_statistics([event for _, event in events]))
+
+
+@torch.no_grad()
+def _turn_around(optimizer: DiLoCo) -> None:
+    """θ ← 2A − θ: the outer gradient A − θ changes its sign and keeps its norm. The merge that follows replaces θ."""
+    for _, fragment in optimizer.loop.state.fragments_of(0):
+        for span, anchor, _ in fragment.visit():
+            fragment.write(span, 2 * anchor - fragment.read(span))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco.core.config import SyncConfig
+from diloco.core.config import Merge, SyncConfig
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, build_fragments
 from diloco.core.methods.round_lengths import GrowingRounds
@@ -23,6 +23,8 @@ class Group:
     outer: OuterOptimizer
     max_norm_ratio: float | None
     """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
+    merge: Merge = "mean"
+    """As in SyncConfig; buffers and second moments are always averaged plainly."""
     buffers: bool = False
     """Counted buffers, which are few: they travel whole, with 16 bits at least."""
     moments: SecondMoments | None = None
@@ -37,7 +39,9 @@ def lay_groups(
     moments: SecondMoments | None,
 ) -> tuple[list[Group], Schedule]:
     """What each fragment holds, and when it is posted."""
-    groups = [Group(tuple(names), outer, sync.max_norm_ratio) for names in assign(list(tensors.averaged), sync)]
+    groups = [
+        Group(tuple(names), outer, sync.max_norm_ratio, sync.merge) for names in assign(list(tensors.averaged), sync)
+    ]
     offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
     if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
         groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))

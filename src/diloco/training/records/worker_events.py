@@ -49,6 +49,7 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
         "seconds": None if result is None else result.seconds,
         "contributors": [] if result is None else list(result.contributors),
         "refused": {} if result is None else dict(result.refused),
+        "merge": None if result is None else result.merge,
         "clipped": {} if result is None else dict(result.clipped),
         "bytes_sent": 0 if result is None else result.bytes_sent,
         "members": [] if result is None else [member.as_json() for member in result.members],

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
+from diloco.core.config import Merge
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node import guest_messages as guests
 from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
@@ -111,6 +112,7 @@ class Ready(PeerMessage, frozen=True):
 
     contribution: PresentWorker
     max_norm_ratio: float | None
+    merge: Merge = "mean"
 
 
 class Waiting(PeerMessage, frozen=True):

@@ -6,12 +6,14 @@ leader does decide whose headers are in the plan, and which workers have sent ot
 """
 
 import hashlib
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
+from diloco.core.config import Merge
 from diloco.core.merging import diverged
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
@@ -95,6 +97,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
     majority: bool
     """Most members of the round before it are in it (quorum.py): no other plan of this round can be committed."""
     max_norm_ratio: float | None
+    merge: Merge = "mean"
 
     def __post_init__(self) -> None:
         numbers = [entry.number for entry in self.entries]
@@ -111,7 +114,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     @cached_property
     def decision(self) -> Decision:
         entries, excluded = self.entries, {offence.number: offence.reason for offence in self.excluded}
-        decided = decide([e.number for e in entries], [e.parsed.claim for e in entries], self.max_norm_ratio)
+        claims = [entry.parsed.claim for entry in entries]
+        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge)
         return replace(decided, refused={**decided.refused, **excluded})
 
     @cached_property
@@ -139,9 +143,13 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     @property
     def longest(self) -> float:
-        """The norm of the mean is at most this: a mean is never longer than the longest contribution in it."""
+        """The norm of the mean is at most this: a mean is never longer than the longest contribution in it.
+
+        The centre of a clipped one has an element of each of them, so that their squares add up at worst.
+        """
         scales = self.decision.scales or (1.0,) * len(self.contributors)
-        return max(e.parsed.claim.norm * scale for e, scale in zip(self.contributors, scales, strict=True))
+        longest = max(e.parsed.claim.norm * scale for e, scale in zip(self.contributors, scales, strict=True))
+        return longest * math.sqrt(len(self.contributors)) if self.decision.merge == "clipped" else longest
 
     def entry(self, peer: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.peer == peer), None)

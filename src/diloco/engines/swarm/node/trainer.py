@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct, field
 
+from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey, RoundPhases
 from diloco.engines.swarm.shared_memory import SharedMemory
 
@@ -30,6 +31,8 @@ class PostedRound(Struct, frozen=True, eq=False):
     """All parts as the codec's `for_means` encodes them, when the round has succeeded."""
     max_norm_ratio: float | None
     deadline_seconds: float
+    merge: Merge = "mean"
+    """As in SyncConfig."""
 
 
 class PresentWorker(Struct, frozen=True):
@@ -65,6 +68,8 @@ class RoundOutcome(Struct, frozen=True):
     phases: RoundPhases = RoundPhases()
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker number -> why its contribution was scaled down."""
+    merge: Merge = "mean"
+    """How the mean was made."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):

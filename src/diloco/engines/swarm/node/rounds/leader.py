@@ -50,7 +50,7 @@ class Leader:
         if entry.number != self.members.number_of(sender) or clashes(self.members, sender):
             raise CallRefused(f"{entry.number} is the number of another worker, or not yet this one's here", "number")
         if led is None:
-            led = self._rounds[key.sequence] = LedRound(self, key, ready.max_norm_ratio)
+            led = self._rounds[key.sequence] = LedRound(self, key, ready.max_norm_ratio, ready.merge)
             task = asyncio.create_task(led.run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

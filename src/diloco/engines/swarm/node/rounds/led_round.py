@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
@@ -60,8 +61,8 @@ class Leading(Protocol):
 
 
 class LedRound:
-    def __init__(self, leader: Leading, key: RoundKey, max_norm_ratio: float | None) -> None:
-        self._leader, self.key, self._max_norm_ratio = leader, key, max_norm_ratio
+    def __init__(self, leader: Leading, key: RoundKey, max_norm_ratio: float | None, merge: Merge) -> None:
+        self._leader, self.key, self._limits = leader, key, (max_norm_ratio, merge)
         self._participant, self._outcomes = leader.participant, leader.participant.outcomes
         self._quorum = self._outcomes.quorum
         self._members, self._heartbeats = self._participant.members, self._participant.heartbeats
@@ -222,7 +223,7 @@ class LedRound:
             majority = bool(self._quorum.counted()) and self._quorum.is_majority(names)
             self.plan = Plan(
                 self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
-                self._max_norm_ratio,
+                *self._limits,
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):

@@ -100,7 +100,7 @@ class Participant:
             round_.fail("no live member has the state of the run", resync=True)
             return
         try:
-            answer = await self.calls.ask(leader, Ready(round_.contribution, round_.posted.max_norm_ratio))
+            answer = await self.calls.ask(leader, Ready(round_.contribution, *round_.limits))
         except Unreachable as problem:
             self.heartbeats.suspect(leader, problem)
         except CallRefused as reason:
@@ -180,8 +180,8 @@ class Participant:
             raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}", "plan")
         if own is None or own.contribution != round_.contribution:
             raise CallRefused("the plan does not have this worker's header as it was sent", "plan")
-        if plan.max_norm_ratio != round_.posted.max_norm_ratio or plan.key != round_.posted.key:
-            raise CallRefused("the plan has another fragment or another max_norm_ratio", "plan")
+        if (plan.max_norm_ratio, plan.merge) != round_.limits or plan.key != round_.posted.key:
+            raise CallRefused("the plan has another fragment, max_norm_ratio or merge", "plan")
         if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
             raise CallRefused("the plan has a worker that trains another model", "plan")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from diloco.core.config import Merge
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
@@ -48,6 +49,11 @@ class Round:
         return self.posted.key.sequence
 
     @property
+    def limits(self) -> tuple[float | None, Merge]:
+        """What the run says of norms and of the mean."""
+        return self.posted.max_norm_ratio, self.posted.merge
+
+    @property
     def ended(self) -> bool:
         return self.outcome.done()
 
@@ -79,6 +85,7 @@ class Round:
                 contributors=decision.contributors,
                 refused=decision.refused,
                 clipped=decision.clipped,
+                merge=decision.merge,
                 total_weight=decision.total_weight,
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,

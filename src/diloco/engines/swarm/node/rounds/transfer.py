@@ -274,6 +274,7 @@ class Transfer:
             part,
             mean,
             scales=self.plan.decision.scales,
+            merge=self.plan.decision.merge,
             on_decoded=add_square,
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,

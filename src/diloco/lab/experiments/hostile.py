@@ -1,0 +1,61 @@
+"""One worker of eight that turns its outer gradients around: the plain mean against centred clipping, and its price."""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.scales import Scale
+
+LIAR = (7,)
+PLAIN, CLIPPED = "mean", "clipped"
+
+
+def _hostile(merge: str) -> str:
+    return f"{merge}, one hostile"
+
+
+def arms(scale: Scale) -> Arms:
+    made: Arms = {}
+    for merge in (PLAIN, CLIPPED):
+        sync = {} if merge == PLAIN else {"merge": merge}
+        made[_hostile(merge)] = scale.diloco(hostile=LIAR, sync=sync)
+        made[merge] = scale.diloco(sync=sync)
+    return made
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    del scale
+    return (
+        Claim(
+            "Without an attacker clipping costs at most 0.3 %",
+            "none to 0.3 %",
+            lambda m: m.change(CLIPPED, PLAIN),
+            at_most=0.003,
+        ),
+        Claim(
+            "With one hostile worker of eight, clipping is better than the plain mean",
+            "better",
+            lambda m: m.change(_hostile(CLIPPED), _hostile(PLAIN)),
+            at_most=0.0,
+        ),
+        Claim(
+            "With clipping, one hostile worker of eight costs at most 2 %",
+            "not published",
+            lambda m: m.change(_hostile(CLIPPED), PLAIN),
+            at_most=0.02,
+        ),
+    )
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    return (Curves("One hostile worker of eight"),)
+
+
+EXPERIMENT = Experiment(
+    name="hostile",
+    title="A hostile worker",
+    source="centred clipping, arXiv 2012.10333",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    note="The centre is the median of the round, and the radius the median distance from it.",
+)
