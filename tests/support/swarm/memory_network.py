@@ -31,6 +31,8 @@ class MemoryNetwork:
         self.cut: set[str] = set()
         self.sides: list[set[str]] = []
         """A peer of one side hears and says nothing to one of another; a peer of no side talks to all."""
+        self.pairs: list[set[str]] = []
+        """Two peers that do not hear each other, and talk to all others."""
         self.dead: set[str] = set()
         self.fate: Callable[[str, str, bytes], Fate] = lambda *_: "arrives"
         """(caller, peer, request) -> what becomes of a call."""
@@ -54,7 +56,7 @@ class MemoryNetwork:
             self._at = None
             self._action()
         apart = any(one in side and other in rest for side in self.sides for rest in self.sides if rest is not side)
-        return apart or one in self.cut or other in self.cut
+        return apart or {one, other} in self.pairs or one in self.cut or other in self.cut
 
     def kill(self, name: str) -> None:
         self.dead.add(name)

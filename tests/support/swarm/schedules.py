@@ -78,7 +78,6 @@ class Schedule:
         self._busy: set[int] = set()
         """Workers that are down, asleep or about to be so: one thing at a time."""
         self._loss = self._delay = 0.0
-        self._pairs: list[set[str]] = []
         self._log: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._full: list[int] = []
         """Rounds that had the work of all workers."""
@@ -86,8 +85,7 @@ class Schedule:
     async def run(self) -> Ended:
         self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
         network = self._swarm.network
-        network.fate, network.delay, silent = self._fate, lambda: self._chance.uniform(0.0, self._delay), network.silent
-        network.silent = lambda one, other: silent(one, other) or {one, other} in self._pairs  # type: ignore[method-assign]
+        network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)
         for index in range(self.ended.workers):
             await self._start(index)
         begun = asyncio.get_running_loop().time()
@@ -170,9 +168,9 @@ class Schedule:
                 await asyncio.sleep(fault.seconds)
                 network.sides = []
             case "pair":
-                self._pairs.append(set(names[:2]))
+                network.pairs.append(set(names[:2]))
                 await asyncio.sleep(fault.seconds)
-                self._pairs.remove(set(names[:2]))
+                network.pairs.remove(set(names[:2]))
             case "cut" | "crash" | "sleep" if fault.who[0] not in self._busy and self._may_hurt(fault.kind):
                 self._busy.add(fault.who[0])
                 await self._hurt(fault.who[0], fault)

@@ -9,6 +9,7 @@ import hashlib
 import math
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
@@ -30,6 +31,7 @@ _FEWEST_FOR_NORMS = 4
 
 
 _MOST = 1 << 53
+Share = Annotated[int, Meta(ge=0, le=1 << 10)]
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
@@ -98,8 +100,12 @@ class Plan(PeerMessage, frozen=True, dict=True):
     """Most members of the round before it are in it (quorum.py): no other plan of this round can be committed."""
     max_norm_ratio: float | None
     merge: Merge = "mean"
+    shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """Of each entry in the reduction (rounds/shares.py); () if all have the same one."""
 
     def __post_init__(self) -> None:
+        if self.shares and (len(self.shares) != len(self.entries) or not any(self.shares)):
+            raise Malformed(f"{len(self.shares)} shares for {len(self.entries)} entries, or no share at all")
         numbers = [entry.number for entry in self.entries]
         if numbers != sorted(set(numbers)) or len({entry.peer for entry in self.entries}) != len(self.entries):
             raise Malformed("the entries of a plan are not in worker order, each once")
@@ -159,7 +165,9 @@ class Plan(PeerMessage, frozen=True, dict=True):
         return self.decision.total_weight > 0
 
     def ranges(self, num_parts: int) -> dict[str, range]:
-        """Contributor -> the parts that it reduces: consecutive ones, divided as evenly as whole parts allow."""
-        count = len(self.contributors)
-        bounds = [num_parts * index // count for index in range(count + 1)] if count else [0]
+        """Contributor -> the parts that it reduces: consecutive ones, divided by shares as whole parts allow."""
+        shares = dict(zip((entry.peer for entry in self.entries), self.shares, strict=False))
+        mine = [shares.get(entry.peer, 1) for entry in self.contributors]
+        sums = list(accumulate(mine if any(mine) else [1 for _ in mine], initial=0))
+        bounds = [num_parts * below // (sums[-1] or 1) for below in sums]
         return {entry.peer: range(bounds[i], bounds[i + 1]) for i, entry in enumerate(self.contributors)}

@@ -27,6 +27,7 @@ from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, pars
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Leading(Protocol):
     """What a led round needs of leader.py."""
 
     participant: Participant
+    shares: Shares
 
     @property
     def patience_seconds(self) -> float: ...
@@ -223,7 +225,7 @@ class LedRound:
             majority = bool(self._quorum.counted()) and self._quorum.is_majority(names)
             self.plan = Plan(
                 self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
-                *self._limits,
+                *self._limits, self._leader.shares.make(entries),
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):
@@ -304,6 +306,10 @@ class LedRound:
         await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None
+        pairs = [(sender, one.peer) for sender, one in self.troubles if plan.entry(one.peer) and sender != one.peer]
+        if True in [self._leader.shares.record_failure(*pair) for pair in pairs]:
+            self.troubles = []
+            return _Dropped({})  # these two exchange no parts in the next attempt
         accused = Counter(one.peer for _, one in self.troubles if plan.entry(one.peer))
         accusers = Counter(sender for sender, _ in self.troubles)
         me, self.troubles = self._members.me, []

@@ -240,7 +240,7 @@ class Participant:
             if round_.transfer is not None:
                 started = clock.now()
                 await round_.transfer.run()
-                self.transfers.record(plan, clock.now() - started)
+                self.transfers.record(plan, clock.now() - started, round_.transfer.rates)
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
             vote = self._vote(round_, plan)

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
+_LEAST_MEASURED_BYTES = 1 << 18
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
@@ -86,6 +87,8 @@ class Transfer:
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
         self.reduce_seconds = 0.0
+        self.rates: dict[str, float] = {}
+        """Bytes a second at which the parts of others have arrived."""
 
     def _contribution(self, rows: range) -> memoryview:
         return self.posted.contribution.view[rows.start * self._width : rows.stop * self._width]
@@ -104,7 +107,8 @@ class Transfer:
 
     async def run(self) -> None:
         """Raises TransferFailed."""
-        others = [entry for entry in self.plan.contributors if entry.peer != self._transport.peer]
+        contributors, me = self.plan.contributors, self._transport.peer
+        others = [entry for entry in contributors if entry.peer != me and len(self._ranges[entry.peer])]
         tasks = [asyncio.create_task(self._reduce()), *(asyncio.create_task(self._exchange(e)) for e in others)]
         try:
             waiting = {*tasks, asyncio.ensure_future(self._trouble)}
@@ -195,11 +199,15 @@ class Transfer:
 
     async def _receive(self, stream: Stream) -> None:
         into, width = self._parts[stream.peer], self._width
+        await stream.read_into(into[:1], self._stall)
+        started = clock.now()
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
-            await stream.read_into(into[first * width : last * width], self._stall)
+            await stream.read_into(into[max(1, first * width) : last * width], self._stall)
             self._arrived[stream.peer] = last
             self._notify()
+        if len(into) >= _LEAST_MEASURED_BYTES:
+            self.rates[stream.peer] = len(into) / max(clock.now() - started, 1e-6)
 
     async def _send_mean(self, stream: Stream) -> None:
         sent, width = 0, self._mean_width

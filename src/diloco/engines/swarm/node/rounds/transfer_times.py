@@ -1,10 +1,12 @@
-"""How long the transfer of a round takes, as this worker has seen it, and how long one may take at most.
+"""How long the transfer of a round takes, as this worker has seen it, how long one may take at most, and at which rate
+each worker sends.
 
 All participants of a transfer wait for the slowest, so its time is known of each of them. A participant whose line has
 become much slower is left out once; after that its time is unknown again, and the next transfer waits for it.
 """
 
 import math
+from collections.abc import Mapping
 
 from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
@@ -16,10 +18,18 @@ class TransferTimes:
     def __init__(self) -> None:
         self._seconds: LruCache[float] = LruCache(MAX_WORKERS)
         """Of the last transfer that each peer was in."""
+        self._rates: LruCache[float] = LruCache(MAX_WORKERS)
+        """Bytes a second from each peer, in the last transfer that had enough of them."""
 
-    def record(self, plan: Plan, seconds: float) -> None:
+    def record(self, plan: Plan, seconds: float, rates: Mapping[str, float]) -> None:
         for entry in plan.contributors:
             self._seconds.put(entry.peer, seconds)
+        for peer, rate in rates.items():
+            self._rates.put(peer, rate)
+
+    def rate(self, peer: str) -> float | None:
+        """Bytes a second; None if it is not known."""
+        return self._rates.get(peer)
 
     def forget(self, peer: str) -> None:
         self._seconds.drop(peer)
