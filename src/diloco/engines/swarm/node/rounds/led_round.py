@@ -132,7 +132,8 @@ class LedRound:
         answers = await inquire(self._participant, self.key, self.authority)
         self.authority = answers.authority
         if (plan := answers.plan) is not None:
-            if (certificate := certify(plan, votes := answers.votes(plan))) is not None:
+            certificate = certify(plan, votes := answers.votes(plan))
+            if certificate is not None and self._quorum.is_majority(votes):
                 await self._commit(plan, certificate)
                 return True
             if self._may_count(plan, {*votes, *(e.peer for e in plan.entries if e.peer not in answers.answered)}):
@@ -216,8 +217,8 @@ class LedRound:
                 for e in self.ready.values()
                 if e.peer not in dropped and self._members.is_live(e.peer) and not clashes(self._members, e.peer)
             ]
-            if not here:
-                raise SteppedDown("no worker is left in it")
+            if not here or not self._quorum.is_majority([entry.peer for entry in here]):
+                raise SteppedDown("too few workers are left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
             entries = tuple(sorted(here, key=lambda entry: entry.number))
             roster = tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)}))

@@ -81,14 +81,12 @@ class Transfer:
         """By reducer, once its whole range is here."""
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._trouble.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # read, also if `run` is over
+        # Read, also if `run` is over.
+        self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._streams: set[Stream] = set()
         self.bytes_sent = self.bytes_received = 0
         self.reduce_seconds = 0.0
-        self.rates: dict[str, float] = {}
-        """Bytes a second at which the parts of others have arrived."""
+        self.rates: dict[str, float] = {}  # bytes a second at which the parts of others have arrived
 
     def _contribution(self, rows: range) -> memoryview:
         return self.posted.contribution.view[rows.start * self._width : rows.stop * self._width]
