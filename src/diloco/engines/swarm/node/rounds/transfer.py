@@ -13,8 +13,7 @@ bounded, and a reducer that must wait for others sends an empty frame every seco
 import asyncio
 import logging
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -30,6 +29,7 @@ from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs.certificate import RangeDigest, SignedRange, Vote
 from diloco.engines.swarm.node.proofs.notary import Notary
+from diloco.engines.swarm.node.rounds import products as products_of
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_frame_into, write_frame
 
@@ -155,7 +155,7 @@ class Transfer:
                 checked = received // width
         if rows:
             data = await read_frame(stream, 8 * len(self._products), self._stall)
-            self._products = _add(self._products, _unpack(data, len(self._products)))
+            self._products = products_of.add(self._products, products_of.unpack(data, len(self._products)))
         squares = sum(await asyncio.gather(*norms))
         if rows:
             self._record_signature(stream.peer, await read_frame(stream, 64, self._stall))
@@ -176,7 +176,7 @@ class Transfer:
     @property
     def products(self) -> tuple[float, ...]:
         """The inner products of the contributions, once `run` has returned; the reducers may lie about them."""
-        return tuple(_add(self._products, self._own_products))
+        return tuple(products_of.add(self._products, self._own_products))
 
     # As a reducer
 
@@ -216,7 +216,7 @@ class Transfer:
             await write_frame(stream, mean[sent * width : last * width], self._stall)
             sent = last
         if len(self._mine):
-            await write_frame(stream, struct.pack(f"<{len(self._own_products)}d", *self._own_products), self._stall)
+            await write_frame(stream, products_of.pack(self._own_products), self._stall)
             await write_frame(stream, self._signed[self._transport.peer].signature, self._stall)
 
     async def _reduce(self) -> None:
@@ -231,7 +231,7 @@ class Transfer:
             mean, squares, products = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self.reduce_seconds += clock.now() - started
             self._check(squares)
-            self._own_products = _add(self._own_products, products)
+            self._own_products = products_of.add(self._own_products, products)
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
                 digest = self._digests[self._transport.peer].digest()
@@ -330,16 +330,6 @@ class Transfer:
             self._close_stream(stream)
         if not self._trouble.done():
             self._trouble.cancel()
-
-
-def _unpack(data: bytes, count: int) -> Sequence[float]:
-    if len(data) != 8 * count:
-        raise Malformed(f"inner products of {len(data)} bytes instead of {8 * count}")
-    return struct.unpack(f"<{count}d", data)
-
-
-def _add(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(some, others, strict=True)]
 
 
 def _rows(memory: memoryview, count: int) -> Tensor:
