@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+_LARGEST = 1 << 60
 
 
 class Columns:
@@ -24,7 +25,7 @@ class Columns:
     def append(self, values: Mapping[str, object]) -> None:
         for name, column in self._columns.items():
             value = values.get(name)
-            column.append(value if type(value) is float else number(value))
+            column.append(number(value))
         before = self._columns[self.names[0]]
         if len(before) > 1 and before[-1] < before[-2]:  # clocks of several processes
             before[-1] = before[-2]
@@ -59,13 +60,23 @@ class Columns:
 
 
 def number(value: object) -> float:
-    """As a float; nan if it is none, or too large for one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """As a float; nan if it is none, or larger than anything that a run counts."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         return float("nan")
-    try:
-        return float(value)
-    except OverflowError:
-        return float("nan")
+    return float(value)
+
+
+def finite(value: object) -> float | None:
+    """The same, with None instead of nan."""
+    found = number(value)
+    return None if found != found else found
+
+
+def count(value: object) -> int:
+    """ValueError if it is no whole number, or larger than anything that a run counts."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def thin_out(values: Numbers, points: int) -> NDArray[np.int64]:

@@ -6,10 +6,9 @@ resume has taken back are left out, as in training/records/history.py.
 """
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
-from diloco.dashboard.columns import Columns
+from diloco.dashboard.columns import Columns, count, finite
 from diloco.dashboard.members import Members
 from diloco.dashboard.rounds import Rounds
 from diloco.training.records.events import Event
@@ -25,7 +24,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.local = False
-        self.started: Mapping[str, Any] = {}
+        self.started: dict[str, Any] = {}
         self.ended: Event | None = None
         self.columns = Columns(
             "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "learning_rate",
@@ -66,7 +65,13 @@ class RunRecord:
                 handler(event)
             self.members.update(event)
             self.notes.update(event, self._here)
-        except (KeyError, TypeError, AttributeError, ValueError):  # an event of another version, or made up
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            ArithmeticError,
+        ):  # an event of another version, or made up
             self.refused_events += 1
             logger.debug("an event was left out: %.200r", event, exc_info=True)
 
@@ -85,19 +90,20 @@ class RunRecord:
 
     def usual_workers(self, contributors: list[int]) -> int:
         """As many workers a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
-        count = sum(contributors) / len(contributors) if contributors else 1.0
+        usual = sum(contributors) / len(contributors) if contributors else 1.0
         if self.resolved.get("engine") != "swarm":
-            count = max((int(one.started.get("workers") or 0) for one in self.workers.values()), default=0) or count
-        return max(1, round(count))
+            usual = max((one.started.get("workers") or 0 for one in self.workers.values()), default=0) or usual
+        return max(1, round(usual))
 
     def _on_worker_started(self, event: Event) -> None:
         worker = self.worker(event)
         worker.ended = None
-        worker.started = {key: event.get(key) for key in ("device", "precision", "threads", "ranks", "workers")}
+        worker.started = {key: event.get(key) for key in ("device", "precision", "threads", "ranks")}
+        worker.started |= {"workers": count(event.get("workers") or 0)}
         worker.states.append((event["time"], "starting"))
-        self.parameters = int(event.get("parameters") or 0)
-        self.tokens_per_step = int(event.get("tokens_per_step") or 0)
-        self.unigram_perplexity = event.get("unigram_perplexity")
+        self.parameters = count(event.get("parameters") or 0)
+        self.tokens_per_step = count(event.get("tokens_per_step") or 0)
+        self.unigram_perplexity = finite(event.get("unigram_perplexity"))
         self.resolved = dict(event.get("resolved") or {})
         self.rounds.began(event["worker"], event["time"])
 
@@ -121,13 +127,13 @@ class RunRecord:
         first = self.rounds.ended(event)
         _set_state(self.worker(event), event["time"], "training")
         for member in (event.get("members") or ()) if first else ():
-            worker = self._numbered(int(member["worker"]))
+            worker = self._numbered(count(member["worker"]))
             report = member.get("report") or {}
             if not worker.local and (report.get("inner_steps") or 0) > (worker.columns.last("step") or -1):
                 worker.columns.append(report | {"time": event["time"], "step": report.get("inner_steps")})
 
     def _on_validation(self, event: Event) -> None:
-        if (self.validations.last("step") or -1.0) >= event["step"]:
+        if (self.validations.last("step") or -1.0) >= count(event["step"]):
             self.validations.drop("step", event["step"] - 1)
         self.validations.append(event)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.dashboard.columns import number
+from diloco.dashboard.columns import count, finite, number
 from diloco.training.records.events import Event
 from diloco.training.records.waterfall import TOLD
 
@@ -105,10 +105,10 @@ class Rounds:
     def ended(self, event: Event) -> bool:
         """Whether it is the first that tells of this round's members."""
         one, round_ = self._worker(event), self.by_sequence[event["sequence"]]
-        one.ended, one.norm, one.failure = event["time"], _finite(event.get("norm")), _text(event.get("failure"))
+        one.ended, one.norm, one.failure = event["time"], finite(event.get("norm")), _text(event.get("failure"))
         one.phases = _phases(event, one)
         self._ended[event["worker"]] = event["time"]
-        round_.step, round_.fragment = event.get("step", 0), event.get("fragment", 0)
+        round_.step, round_.fragment = count(event.get("step", 0)), count(event.get("fragment", 0))
         round_.time = round_.time or event["time"]
         if one.failure is not None:
             round_.failure = one.failure
@@ -119,9 +119,9 @@ class Rounds:
     def _merged(self, event: Event, round_: Round) -> bool:
         round_.merged = round_.merged or event.get("mean_norm") is not None
         for name in ("mean_norm", "similarity", "codec_error", "seconds"):
-            setattr(round_, name, _finite(event.get(name)))
-        round_.bytes_sent = max(round_.bytes_sent, event.get("bytes_sent") or 0)
-        round_.contributors = list(event.get("contributors") or ())
+            setattr(round_, name, finite(event.get(name)))
+        round_.bytes_sent = max(round_.bytes_sent, count(event.get("bytes_sent") or 0))
+        round_.contributors = [count(worker) for worker in event.get("contributors") or ()]
         round_.refused |= {str(worker): str(why) for worker, why in (event.get("refused") or {}).items()}
         if round_.digests:
             return False
@@ -129,7 +129,7 @@ class Rounds:
         digests: dict[str, list[int]] = {}
         for member in event.get("members") or ():
             if member.get("anchor_digest"):
-                digests.setdefault(str(member["anchor_digest"]), []).append(member["worker"])
+                digests.setdefault(str(member["anchor_digest"]), []).append(count(member["worker"]))
             self._told_part(member, round_)
         round_.digests = {digest: len(workers) for digest, workers in digests.items()}
         most = max(digests.values(), key=len, default=[])
@@ -137,8 +137,8 @@ class Rounds:
         return True
 
     def _keep_cosines(self, cosines: list[list[float]], round_: Round) -> None:
-        round_.cosines = cosines[:_MOST_COSINES]
-        found = [pair[2] for pair in cosines if pair[2] is not None]
+        round_.cosines = [pair for pair in cosines[:_MOST_COSINES] if len(pair) == 3]
+        found = [value for pair in cosines if (value := number(pair[2])) == value]
         round_.cosine_low, round_.cosine_high = min(found, default=None), max(found, default=None)
         self._with_cosines.append(round_)
         if len(self._with_cosines) > _KEPT_COSINES:
@@ -146,7 +146,7 @@ class Rounds:
 
     def _told_part(self, member: dict[str, Any], round_: Round) -> None:
         """A member reports its seconds at every round: the difference is this round's work."""
-        worker, report = member["worker"], member.get("report") or {}
+        worker, report = count(member["worker"]), member.get("report") or {}
         worked = number(report.get("elapsed_seconds")) - number(report.get("sync_seconds"))
         before = self._worked.get(worker)
         if before is None or worked > before:
@@ -157,7 +157,7 @@ class Rounds:
         if not one.elsewhere:
             return
         one.compute_seconds = one.worked_seconds
-        one.norm = _finite(member.get("norm"))
+        one.norm = finite(member.get("norm"))
         self._remote_phases(worker, report.get("last_round_seconds") or ())
 
     def _remote_phases(self, worker: int, told: Sequence[object]) -> None:
@@ -187,9 +187,9 @@ class Rounds:
         return sorted(ended, key=lambda one: one.sequence)
 
     def _worker(self, event: Event) -> WorkerRound:
-        sequence = event["sequence"]
+        sequence, step = count(event["sequence"]), count(event.get("step", 0))
         round_ = self.by_sequence.setdefault(sequence, Round(sequence))
-        round_.step = round_.step or event.get("step", 0)
+        round_.step = round_.step or step
         return round_.workers.setdefault(event["worker"], WorkerRound())
 
 
@@ -211,11 +211,6 @@ def _seconds(value: object) -> float:
     """0 for what is unknown, or cannot be: it comes from another machine."""
     found = number(value)
     return found if 0 <= found < _LONGEST_SECONDS else 0.0
-
-
-def _finite(value: object) -> float | None:
-    as_number = number(value)
-    return None if as_number != as_number or abs(as_number) == float("inf") else as_number
 
 
 def _text(value: object) -> str | None:

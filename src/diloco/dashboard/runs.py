@@ -131,8 +131,14 @@ class Run:
             problems.append(f"{self._tail.damaged_lines} damaged lines of {EVENTS_FILE} are left out.")
         if self._record.refused_events:
             problems.append(f"{self._record.refused_events} events have unknown fields and are left out.")
-        if not self._tail.path.exists():
+        if not self.folder.exists():
+            problems.append("The folder of this run is gone: this is what was read before.")
+        elif not self._tail.path.exists() and self._record.events:
+            problems.append(f"{EVENTS_FILE} of this run is gone: this is what was read before.")
+        elif not self._tail.path.exists():
             problems.append(f"There is no {EVENTS_FILE} yet: the run has not started to train.")
+        elif self._tail.problem is not None:
+            problems.append(f"{EVENTS_FILE} cannot be read: {self._tail.problem}.")
         return problems
 
 
@@ -141,7 +147,11 @@ class RunFolder:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise ConfigError(f"{root} is not a run folder, nor a folder of runs: there is no such folder")
+            what = "it is a file" if root.exists() else "there is no such folder"
+            raise ConfigError(
+                f"{root} is not a run folder, nor a folder of runs: {what}. "
+                "`diloco train` prints the run folder; the default is the folder `runs` in the current one"
+            )
         self.root = root
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
@@ -151,43 +161,54 @@ class RunFolder:
             )
 
     def find(self) -> dict[str, Run]:
-        """By name, newest first."""
+        """By name, newest first; without those whose folder is gone."""
         with self._lock:
+            found = {}
             for folder, name in _run_folders(self.root):
-                if name not in self._runs:
-                    self._runs[name] = Run(folder, name)
-            return dict(sorted(self._runs.items(), key=lambda item: -_changed(item[1].folder)))
+                found[name] = self._runs.get(name) or Run(folder, name)
+            self._runs |= found
+            return dict(sorted(found.items(), key=lambda item: -_changed(item[1].folder)))
 
     def run(self, name: str) -> Run | None:
-        """Only a run that `find` has found: a name in a request is never made into a path."""
+        """Only a run that `find` has found, also earlier: a name in a request is never made into a path."""
         return self._runs.get(name) or self.find().get(name)
 
 
 def _run_folders(root: Path) -> list[tuple[Path, str]]:
     if _is_run(root):
         return [(root, _readable(root.resolve().name or "run"))]
-    found = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, [_MOST_FOLDERS])]
+    found = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, set())]
     return sorted(found, key=lambda item: -_changed(item[0]))[:_MOST_RUNS]
 
 
-def _below(folder: Path, deepest: int, left: list[int]) -> Iterator[Path]:
+def _below(folder: Path, deepest: int, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    """Each folder once, though links lead to it too."""
     try:
-        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+        children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:
         return
-    for child in children:
-        left[0] -= 1
-        if left[0] < 0:
-            return
+    for child in sorted(children, key=lambda one: (one.is_symlink(), one)):
+        place = _place(child)
+        if place is None or place in seen or len(seen) >= _MOST_FOLDERS:
+            continue
+        seen.add(place)
         if _is_run(child):
             yield child
         elif deepest > 1:
-            yield from _below(child, deepest - 1, left)
+            yield from _below(child, deepest - 1, seen)
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _readable(name: str) -> str:
     """A name that is not UTF-8 can be neither sent nor shown as it is."""
-    return name.encode("utf-8", "replace").decode()
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_run(folder: Path) -> bool:

@@ -1,12 +1,12 @@
 """The state of a run at a moment, as JSON: what the page shows beside its curves."""
 
-import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from diloco.dashboard.columns import finite
 from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord, Worker
 from diloco.dashboard.rounds import Round
@@ -27,7 +27,7 @@ def snapshot(
     members = record.members.until(until)
     _agree(workers, members)
     local = [one for one in workers if one["local"]] or workers
-    steps = _number(options.get("steps"))
+    steps = finite(options.get("steps"))
     step = _step(local, swarm=options.get("engine") == "swarm")
     running = [one for one in workers if one["active"]] or workers
     rate = sum(one["tokens_per_second"] or 0.0 for one in running)
@@ -128,9 +128,9 @@ def _validation(record: RunRecord, until: float | None) -> Json | None:
     best = None if np.isnan(losses).all() else int(np.nanargmin(losses))
     return {
         "step": int(values["step"][-1]),
-        "loss": _finite(losses[-1]),
-        "perplexity": _finite(values["perplexity"][-1]),
-        "best_perplexity": None if best is None else _finite(values["perplexity"][best]),
+        "loss": finite(losses[-1]),
+        "perplexity": finite(values["perplexity"][-1]),
+        "best_perplexity": None if best is None else finite(values["perplexity"][best]),
         "best_step": None if best is None else int(values["step"][best]),
     }
 
@@ -219,11 +219,3 @@ def _status(record: RunRecord, workers: list[Json], summary: Json | None, until:
 def _mean(values: list[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,13 +1,15 @@
 """Reads events.jsonl while a run writes it: each call returns the events that were appended since the last one.
 
 Half a line at the end is left for the next call. A line that cannot be an event is counted and left out. A file that
-has become shorter, or was replaced, is read from its beginning (`restarted`). Nothing is ever written.
+has become shorter, or was replaced, is read from its beginning (`restarted`). One that cannot be read, or is gone,
+changes nothing: `problem` says why. Nothing is ever written.
 """
 
 import json
-import math
+import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -21,6 +23,7 @@ _OF_ALL_WORKERS = ("cosines", "members")
 _CHUNK_BYTES = 16 << 20
 _LONGEST_LINE = 64 << 20
 _MOST_WORKERS = 1 << 20
+_LATEST = 1e11  # seconds since 1970: the year 5138
 
 
 class EventTail:
@@ -31,6 +34,8 @@ class EventTail:
         self.damaged_lines = 0
         self.newest_version = EVENTS_VERSION
         """The largest `v` that was read: above EVENTS_VERSION, a newer diloco wrote the log."""
+        self.problem: str | None = None
+        """Why the log could not be read at the last call."""
         self._offset = 0
         self._file_id: tuple[int, int] | None = None
         self._rounds: set[bytes] = set()  # whose large fields have been decoded
@@ -38,18 +43,25 @@ class EventTail:
     def read(self) -> tuple[list[Event], bool]:
         """New events, at most _CHUNK_BYTES of them, and whether the log was replaced and is read from its start."""
         try:
-            status = self.path.stat()
-        except OSError:
-            return [], self._restart(None)
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError("not a file")
+                self.problem = None
+                return self._read(file)
+        except OSError as error:
+            self.problem, self._file_id = error.strerror or str(error), None
+            return [], False
+
+    def _read(self, file: BinaryIO) -> tuple[list[Event], bool]:
+        status = os.fstat(file.fileno())
         file_id = (status.st_dev, status.st_ino)
         restarted = self._restart(file_id) if file_id != self._file_id or status.st_size < self._offset else False
         if status.st_size == self._offset:
             return [], restarted
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read(_CHUNK_BYTES)
-            while b"\n" not in data and len(data) < _LONGEST_LINE and (more := file.read(_CHUNK_BYTES)):
-                data += more
+        file.seek(self._offset)
+        data = file.read(_CHUNK_BYTES)
+        while b"\n" not in data and len(data) < _LONGEST_LINE and (more := file.read(_CHUNK_BYTES)):
+            data += more
         end = data.rfind(b"\n") + 1
         if not end and len(data) >= _LONGEST_LINE:
             self.damaged_lines, end = self.damaged_lines + 1, len(data)
@@ -90,7 +102,7 @@ class EventTail:
                 isinstance(event["type"], str)
                 and isinstance(event["worker"], int)
                 and -1 <= event["worker"] < _MOST_WORKERS
-                and math.isfinite(event["time"])
+                and 0 <= event["time"] < _LATEST
             )
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError):
             known = False

@@ -22,7 +22,7 @@ export function short(value, unit = "") {
 }
 
 export const bytes = (value) => short(value, "B");
-export const share = (value) => (Number.isFinite(value) && value !== null ? `${(100 * value).toFixed(value > 0.995 ? 1 : 0)} %` : missing);
+export const share = (value) => (Number.isFinite(value) && value !== null ? `${(100 * value).toFixed(value > 0.995 && value < 0.9995 ? 1 : 0)} %` : missing);
 
 export function bits(bytesPerSecond) {
   if (bytesPerSecond === null || !Number.isFinite(bytesPerSecond)) return missing;
