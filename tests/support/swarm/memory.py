@@ -84,18 +84,20 @@ class MemoryWorker:
         sequence: int | None = None,
         round_weight: float = 1.0,
         merge: Merge = "mean",
+        fragment: int = 0,
+        ratio: float | None = 1000.0,
     ) -> PostedRound:
         vector = EncodedVector(codec(self.codec), PartLayout(values.numel()))
         vector.encode(0, values)
         norm = float(torch.linalg.vector_norm(values.double())) if claimed is None else claimed
-        key = RoundKey(self.trainer.sequence if sequence is None else sequence, 0)
-        contribution = Contribution(vector, weight, norm, digest, layout, 1000.0, round_weight=round_weight)
+        key = RoundKey(self.trainer.sequence if sequence is None else sequence, fragment)
+        contribution = Contribution(vector, weight, norm, digest, layout, ratio, round_weight=round_weight)
         header = pack_header(key, contribution)
         data = SharedMemory.copy_of(vector.data.numpy().tobytes())
         parts = len(vector.data)
         mean = SharedMemory.create(vector.mean.num_bytes)
         return PostedRound(
-            key, header, b"note", self.codec, vector.layout.part_elements, parts, data, mean, 1000.0,
+            key, header, b"note", self.codec, vector.layout.part_elements, parts, data, mean, ratio,
             seconds, merge,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from diloco.cli.main import run
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.engines.swarm.trust.signatures import sign
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
@@ -271,14 +272,24 @@ def test_a_clock_that_is_off_by_a_minute_is_refused_with_the_remedy(off: float) 
         check_clock(time.time() + off)
 
 
-def test_what_two_workers_tell_of_the_run_must_agree_but_for_what_may_change() -> None:
-    first = RunDescription.of(CONFIG, "ab" * 32)
-    longer = RunDescription.of(replace(CONFIG, steps=800), "ab" * 32)
-    assert agreed_description([first, longer, first]) == first
-    with pytest.raises(ConfigError, match=r"describe it differently \(seed\), so one of them is not to be trusted"):
-        agreed_description([first, longer, RunDescription.of(replace(CONFIG, seed=5), "ab" * 32)])
-    with pytest.raises(ConfigError, match="the text"):
-        agreed_description([first, RunDescription.of(CONFIG, "cd" * 32)])
+def test_a_joiner_takes_the_description_that_the_runs_key_has_signed_and_most_members_tell() -> None:
+    key, other = RunKey.create(), RunKey.create()
+
+    def signed(config: RunConfig, corpus: str = "ab" * 32, by: RunKey = key) -> RunDescription:
+        plain = RunDescription.of(config, corpus)
+        return replace(plain, signature=sign(by.seed, "run", plain.lasting_bytes()).hex())
+
+    first, longer = signed(CONFIG), signed(replace(CONFIG, steps=800))
+    assert first.signature == longer.signature, "steps may change on resume, without the run's key"
+    assert agreed_description([longer, first, first], key.public) == first
+    lies = [
+        RunDescription.of(CONFIG, "ab" * 32),
+        signed(replace(CONFIG, seed=5), by=other),
+        replace(signed(CONFIG), corpus="cd" * 32),
+    ]
+    assert agreed_description([*lies, first], key.public) == first
+    with pytest.raises(ConfigError, match="3 members of the swarm describe its run, and the run's key has signed none"):
+        agreed_description(lies, key.public)
 
 
 def test_a_false_description_of_the_text_is_asked_of_the_next_one(tmp_path: Path) -> None:

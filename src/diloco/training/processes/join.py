@@ -6,6 +6,7 @@ and executed) is decided by this machine's command line alone.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -28,7 +29,7 @@ from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FO
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import check_run_model
-from diloco.training.config.run import RunConfig, may_change
+from diloco.training.config.run import RunConfig
 from diloco.training.processes.run import EndedRun, Observer
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import check_device, check_out, check_room, create_run_folder
@@ -107,31 +108,37 @@ def describe_run(
 
 
 def _fetch_description(guest: "Guest") -> RunDescription:
-    """Fetched from every member that answered, since it is not signed."""
-    descriptions = []
+    """Fetched from every member that answered."""
+    descriptions, problem = [], ConfigError("no member of the swarm has told what it trains: try again")
     with TemporaryDirectory(prefix="diloco-") as temporary:
         path = Path(temporary) / RUN_JSON
         for first in range(guest.hosts):
             guest.fetch(RUN_JSON, path, MAX_BYTES, first=first)
-            descriptions.append(RunDescription.read(path))
-    return agreed_description(descriptions)
+            try:
+                descriptions.append(RunDescription.read(path))
+            except ConfigError as error:
+                problem = error
+    if not descriptions:
+        raise problem
+    return agreed_description(descriptions, guest.run_public)
 
 
-def agreed_description(descriptions: Sequence[RunDescription]) -> RunDescription:
-    """The first one. Refused if another differs in an option that cannot change on resume (`steps` can)."""
-    lasting = [
-        {key: value for key, value in one.values.items() if not may_change(key)}
-        | {"the model": one.model, "the text": one.corpus}
+def agreed_description(descriptions: Sequence[RunDescription], run_public: bytes) -> RunDescription:
+    """What most members say, of those whose description the run's key has signed. (`steps` may change, unsigned.)"""
+    from diloco.engines.swarm.trust.signatures import is_signed
+
+    texts = [
+        one.text()
         for one in descriptions
+        if is_signed(run_public, bytes.fromhex(one.signature), "run", one.lasting_bytes())
     ]
-    for other in lasting[1:]:
-        differs = sorted(key for key, value in lasting[0].items() if other[key] != value)
-        if differs:
-            raise ConfigError(
-                f"two workers of this run describe it differently ({', '.join(differs[:3])}), so one of them is not to "
-                "be trusted: ask the run's owner for a fresh invitation"
-            )
-    return descriptions[0]
+    if not texts:
+        raise ConfigError(
+            f"{len(descriptions)} members of the swarm describe its run, and the run's key has signed none of it: they "
+            "are not to be trusted; ask the run's owner for a fresh invitation"
+        )
+    most = Counter(texts).most_common(1)[0][0]
+    return next(one for one in descriptions if one.text() == most)
 
 
 def check_unfinished(description: RunDescription, status: "RunStatus") -> int:

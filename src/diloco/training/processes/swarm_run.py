@@ -6,7 +6,7 @@ run_swarm_workers is also the second half of joining (join.py).
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.data.corpus import Corpus
@@ -138,7 +138,20 @@ def _write_swarm_files(folder: Path, config: RunConfig, corpus_digest: str) -> N
     key.save(swarm / RUN_KEY_FILE)
     first = invite(key, (), config.swarm.invitation_days * _DAY_SECONDS, time.time())
     write_private(swarm / INVITATION_FILE, first.text() + "\n")
-    write_private(swarm / RUN_JSON, RunDescription.of(config, corpus_digest).text())
+    _write_description(swarm, RunDescription.of(config, corpus_digest))
+
+
+def _write_description(swarm: Path, description: RunDescription) -> None:
+    """Signed, on the machine that has the run's key; elsewhere with the signature that it came with."""
+    from diloco.engines.swarm.trust.run_key import RunKey
+    from diloco.engines.swarm.trust.signatures import sign
+
+    path, signature = swarm / RUN_JSON, ""
+    if (swarm / RUN_KEY_FILE).exists():
+        signature = sign(RunKey.load(swarm / RUN_KEY_FILE).seed, "run", description.lasting_bytes()).hex()
+    elif path.exists():
+        signature = RunDescription.read(path).signature
+    write_private(path, replace(description, signature=signature).text())
 
 
 def _check_resumable(folder: Path, config: RunConfig, corpus_digest: str) -> None:
@@ -150,5 +163,6 @@ def _check_resumable(folder: Path, config: RunConfig, corpus_digest: str) -> Non
         check_same_run(checkpoint, config.lasting(corpus_digest, model))
         check_steps(checkpoint, config.steps)
     description = RunDescription.of(config, corpus_digest)
-    if RunDescription.read(folder / SWARM_FOLDER / RUN_JSON) != description:
-        write_private(folder / SWARM_FOLDER / RUN_JSON, description.text())
+    saved = RunDescription.read(folder / SWARM_FOLDER / RUN_JSON)
+    if replace(saved, signature="") != description or not saved.signature:
+        _write_description(folder / SWARM_FOLDER, description)

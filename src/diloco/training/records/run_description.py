@@ -1,11 +1,13 @@
 """run.json: the description of a swarm's run that joiners receive, and the checks that they make.
 
-    {"version": "0.1.0", "model": "tiny", "corpus": "<sha256>", "config": {"steps": 800, "sync.codec": "fp16", …}}
+    {"version": "0.1.0", "model": "tiny", "corpus": "<sha256>", "config": {"steps": 800, "sync.codec": "fp16", …},
+     "signature": "<hex>"}
 
 It has the keys that must be the same on all machines (`RunConfig.shared`), each a number, a truth value or a short
 word. It can name no file, no dataset, no address and nothing to execute: such keys are each machine's own, and a
 description that has one is refused. A model is named only if it is a preset: a machine that joins a run of another
-model names it itself (--model), and so decides what is loaded. Torch-free.
+model names it itself (--model), and so decides what is loaded. The run's key signs all that cannot change on resume, on
+the machine where the run began: no other member can say something else of the run. Torch-free.
 """
 
 import json
@@ -17,12 +19,13 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.models.native.presets import PRESETS
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import RunConfig, may_change
 from diloco.version import __version__
 
 RUN_JSON = "run.json"
 MAX_BYTES = 1 << 16
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(r"([0-9a-f]{128})?")
 _LONGEST_WORD = 64
 
 
@@ -36,6 +39,8 @@ class RunDescription:
     """The digest of the text."""
     values: Mapping[str, Any]
     """By dotted key."""
+    signature: str = ""
+    """Of the run's key over `lasting_bytes`, in hex."""
 
     @classmethod
     def of(cls, config: RunConfig, corpus_digest: str) -> "RunDescription":
@@ -43,7 +48,12 @@ class RunDescription:
 
     def text(self) -> str:
         values = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}
-        return json.dumps(values, indent=1) + "\n"
+        return json.dumps(values | {"signature": self.signature}, indent=1) + "\n"
+
+    def lasting_bytes(self) -> bytes:
+        """All that cannot change when a run is resumed: what the run's key signs."""
+        lasting = {key: value for key, value in self.values.items() if not may_change(key)}
+        return json.dumps({"model": self.model, "corpus": self.corpus, "config": lasting}, sort_keys=True).encode()
 
     @classmethod
     def read(cls, path: Path) -> "RunDescription":
@@ -51,6 +61,7 @@ class RunDescription:
         try:
             raw = json.loads(path.read_bytes()[: MAX_BYTES + 1])
             version, model, corpus, values = (raw[name] for name in ("version", "model", "corpus", "config"))
+            signature = raw.get("signature", "")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"the swarm's description of its run cannot be read ({error!r})") from error
         if version != __version__:
@@ -59,8 +70,10 @@ class RunDescription:
             )
         if not (model is None or model in PRESETS) or not isinstance(corpus, str) or not _DIGEST.fullmatch(corpus):
             raise ConfigError("the swarm's description names a model or a text that no member of this version names")
+        if not isinstance(signature, str) or not _SIGNATURE.fullmatch(signature):
+            raise ConfigError("the swarm's description of its run has a signature that is none")
         _check(values)
-        return cls(model, corpus, values)
+        return cls(model, corpus, values, signature)
 
     def tokens(self) -> list[str]:
         """As options of `diloco train`."""

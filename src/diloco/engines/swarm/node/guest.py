@@ -71,6 +71,11 @@ class Guest:
     # Questions
 
     @property
+    def run_public(self) -> bytes:
+        """The run's public key, with which its description is checked."""
+        return self._invitation.run_public
+
+    @property
     def hosts(self) -> int:
         """The number of members that have admitted this guest."""
         return len(self._hosts)

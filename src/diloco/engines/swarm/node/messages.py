@@ -175,6 +175,8 @@ class Voted(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Posted(PeerMessage, frozen=True):
     contribution: PresentWorker
+    max_norm_ratio: float | None = None
+    merge: Merge = "mean"
     complete: Voted | None = None
     seen: Authority = NO_AUTHORITY
     """The highest that the worker had seen in this round before."""

@@ -52,13 +52,11 @@ class Leader:
         if entry.number != self.members.number_of(sender) or clashes(self.members, sender):
             raise CallRefused(f"{entry.number} is the number of another worker, or not yet this one's here", "number")
         if led is None:
-            led = self._rounds[key.sequence] = LedRound(self, key, ready.max_norm_ratio, ready.merge)
+            led = self._rounds[key.sequence] = LedRound(self, key)
             task = asyncio.create_task(led.run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        led.check(entry)
-        led.ready[sender] = entry  # a worker that was restarted may post another one
-        self.members.changed()
+        led.add(entry, ready.max_norm_ratio, ready.merge)
         return Waiting()
 
     def record_complete(self, sender: str, message: Complete) -> PeerMessage:

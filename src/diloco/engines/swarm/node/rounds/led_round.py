@@ -23,11 +23,12 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded, Trouble
 from diloco.engines.swarm.node.numbers import clashes
-from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan, parse_header
+from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
+from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
 from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,14 @@ class Leading(Protocol):
 
 
 class LedRound:
-    def __init__(self, leader: Leading, key: RoundKey, max_norm_ratio: float | None, merge: Merge) -> None:
-        self._leader, self.key, self._limits = leader, key, (max_norm_ratio, merge)
+    def __init__(self, leader: Leading, key: RoundKey) -> None:
+        self._leader, self.key = leader, key
         self._participant, self._outcomes = leader.participant, leader.participant.outcomes
         self._quorum = self._outcomes.quorum
         self._members, self._heartbeats = self._participant.members, self._participant.heartbeats
         self._settings = self._participant.settings
-        self.ready: dict[str, Entry] = {}
+        self._gathered = ReadyWorkers(self._participant.layout)
+        self.ready = self._gathered.entries
         self.votes: dict[str, Vote] = {}
         """Of the workers that have the whole mean of `plan`."""
         self.troubles: list[tuple[str, Trouble]] = []
@@ -80,24 +82,14 @@ class LedRound:
         self.half_ready_at: float | None = None
         self._troubles_of: Counter[str] = Counter()
 
-    def check(self, entry: Entry) -> None:
-        """Refuse a worker that trains another model or fragment, and tell it so."""
-        key = entry.parsed.key
-        if key != self.key:
-            raise CallRefused(
-                f"round {key.sequence} is of fragment {self.key.fragment} here, not {key.fragment}", "model"
-            )
-        layouts = Counter(known.parsed.layout_digest for known in self.ready.values())
+    def add(self, entry: Entry, max_norm_ratio: float | None, merge: Merge) -> None:
+        """A worker is ready. Raises CallRefused if it trains something else than this one."""
+        self._gathered.add(entry, Terms(*own_layout(entry), max_norm_ratio, merge), self._own_terms())
+        self._members.changed()
+
+    def _own_terms(self) -> Terms | None:
         own = self._participant.rounds.get(self.key.sequence)
-        mine = own and parse_header(0, own.posted.header).layout_digest
-        reference = mine or (layouts.most_common(1)[0][0] if layouts else entry.parsed.layout_digest)
-        if entry.parsed.layout_digest != reference:
-            raise CallRefused(
-                f"worker {entry.number} trains something else than the others (layout {entry.parsed.layout_digest} "
-                f"against {reference}): model, data, codec, schedule and outer optimizer must be the same everywhere; "
-                "compare the workers' config.toml and versions",
-                "model",
-            )
+        return None if own is None else own_terms(own.posted)
 
     def record_vote(self, sender: str, vote: Vote) -> None:
         """Raises Malformed."""
@@ -151,12 +143,11 @@ class LedRound:
     def _add(self, peer: str, answer: Posted) -> None:
         try:
             entry = Entry(peer, answer.contribution)
-            self.check(entry)
+            fits = entry.number == self._members.number_of(peer) and not clashes(self._members, peer)
+            if fits and peer not in self.ready and entry.parsed.key.sequence == self.key.sequence:
+                self.add(entry, answer.max_norm_ratio, answer.merge)
         except (CallRefused, Malformed) as problem:
             logger.info("round %d: %s is not in it: %s", self.key.sequence, peer, problem)
-            return
-        if entry.number == self._members.number_of(peer) and not clashes(self._members, peer):
-            self.ready.setdefault(peer, entry)
 
     # Gather
 
@@ -212,6 +203,9 @@ class LedRound:
         dropped: set[str] = set()
         while True:
             await self._wait_until_it_may_go_on()
+            if (terms := self._gathered.settle(self._own_terms())) is None:
+                raise SteppedDown("no worker in it trains what this one does")
+            self.key = RoundKey(self.key.sequence, terms.fragment)
             here = [
                 e
                 for e in self.ready.values()
@@ -226,7 +220,7 @@ class LedRound:
             majority = bool(self._quorum.counted()) and self._quorum.is_majority(names)
             self.plan = Plan(
                 self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
-                *self._limits, self._leader.shares.make(entries),
+                terms.max_norm_ratio, terms.merge, self._leader.shares.make(entries),
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):

@@ -36,6 +36,7 @@ from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
+from diloco.engines.swarm.node.rounds.terms import own_terms
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 from diloco.engines.swarm.node.trainer import PostedRound, RoundOutcome
@@ -58,6 +59,8 @@ class Participant:
         self.transfers = TransferTimes()
         self._promised: dict[int, Authority] = {}
         """The highest authority that has inquired about a round which this worker has not posted."""
+        self.layout: str | None = None
+        """Of what this worker trains, once it has posted."""
         self.rounds: dict[int, Round] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
 
@@ -69,6 +72,7 @@ class Participant:
         status = self.members.status
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority)
+        self.layout = own_terms(posted).layout
         status.next_round = max(status.next_round, round_.sequence)
         status.waiting_round = min(self.rounds)
         try:
@@ -107,7 +111,7 @@ class Participant:
             if reason.code in OUT_OF_THE_RUN and leader in self.members.peers:  # it counts when most say so
                 self.members.record_rejected(self.members.peers[leader], str(reason), reason.code)
             elif reason.code == "model":
-                round_.fail(str(reason), fatal=True)
+                self._record_other_model(round_, str(reason))
             elif reason.code == "number" and await settle_number(self.heartbeats):
                 round_.number = self.members.status.number
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
@@ -123,6 +127,12 @@ class Participant:
             else:  # NotLeader: the views of both settle within a beat
                 self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(_POLL_SECONDS)
+
+    def _record_other_model(self, round_: Round, reason: str) -> None:
+        """The leader says that this worker trains another model. If the last round had this one's, the leader errs."""
+        last = self.outcomes.quorum.last
+        if last is None or self.layout not in {entry.parsed.layout_digest for entry in last.entries}:
+            round_.fail(reason, fatal=True)
 
     async def _watch(self, round_: Round) -> None:
         """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
@@ -209,8 +219,8 @@ class Participant:
             return refusal or NotPosted()
         seen, round_.authority = round_.authority, inquire.authority
         if round_.plan is None or round_.vote is None:
-            return Posted(round_.contribution, None, seen)
-        return Posted(round_.contribution, Voted(round_.plan, round_.vote), seen)
+            return Posted(round_.contribution, *round_.limits, None, seen)
+        return Posted(round_.contribution, *round_.limits, Voted(round_.plan, round_.vote), seen)
 
     def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
         """Why a leader's message is not obeyed, if so."""
