@@ -6,12 +6,14 @@ the computation of a large model. Each way of averaging runs by itself, the clas
     classic   every worker takes H inner steps in a round
     dynamic   sync.dynamic_steps: a slower worker takes fewer, by its measured speed
     streamed  the same with fragments, overlap and mixing
+    warm      dynamic, after five steps of a warm start, in which the workers learn each other's speeds
 
     idle      the share of a worker's time that it spends on rounds instead of inner steps: waiting, above all
     in means  the inner steps of a worker that are in a mean, of those that it took
     steps/s   inner steps of all workers together, in a second
 
-The first round is of H steps everywhere, since no speed is known before it; `idle` counts it, `later` does not.
+Without a warm start the first round is of H steps everywhere (streamed: until its first fragment is merged), since no
+speed is known before it: the fast workers wait 2 H of their steps. `idle` counts it, `later` does not.
 Target: with dynamic steps the fast workers idle at most 5 %, and every step of every worker is in a mean.
 """
 
@@ -40,6 +42,7 @@ WORKERS, SLOW, TIMES_SLOWER, H = 3, 2, 3.0, 30
 WAYS = {
     "classic": SyncConfig(H, timeout_seconds=120.0),
     "dynamic": SyncConfig(H, dynamic_steps=True, timeout_seconds=120.0),
+    "warm": SyncConfig(H, dynamic_steps=True, warm_start=5, timeout_seconds=120.0),
     "streamed": SyncConfig(H, fragments=2, overlap_steps=5, mixing=0.5, dynamic_steps=True, timeout_seconds=120.0),
 }
 
@@ -80,7 +83,7 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
     )
     compute = step_seconds * (TIMES_SLOWER if rank == SLOW else 1.0)
     began, first = time.monotonic(), (0.0, 0.0)
-    while optimizer.position < rounds * H:
+    while optimizer.position < rounds * H + WAYS[way].warm_start:
         x = torch.randn(8, 64)
         optimizer.zero_grad()
         (model(x) - x.roll(1, 1)).square().mean().backward()
@@ -94,7 +97,7 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
     results.send(
         Measured(
             steps,
-            sum(in_means) / fragments,
+            sum(in_means) / fragments + WAYS[way].warm_start,  # whose gradients are averaged
             seconds,
             waited / seconds,
             (waited - first[1]) / (seconds - first[0]),

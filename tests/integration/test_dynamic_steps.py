@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -95,6 +96,27 @@ def test_after_the_first_round_each_takes_steps_by_its_speed_and_all_its_work_is
             first = runs[0][0]
             in_means = sum(weights[worker] for weights in first.weights)
             assert in_means == taken[-1] * first.loop.state.num_fragments
+
+
+@pytest.mark.parametrize(
+    ("sync", "slow_steps"),
+    [
+        (PLAIN, [12, 4]),
+        (SYNCS["warm start"], [4, 4]),  # its steps tell the speeds
+        (SYNCS["fragments"], [4 + 2, 4]),  # of three: known after the first, 8 of 12 positions are left
+    ],
+    ids=["plain", "warm start", "fragments"],
+)
+def test_a_slow_worker_takes_all_steps_only_until_the_speeds_are_known(sync: SyncConfig, slow_steps: list[int]) -> None:
+    def work(engine: Engine) -> list[int]:
+        run, taken = Run(engine, sync, (1.0, 3.0)), [sync.warm_start]
+        for turn in (1, 2):
+            run.until(sync.warm_start + turn * H)
+            taken.append(run.loop.state.steps_taken)
+        run.optimizer.finish()
+        return [after - before for before, after in pairwise(taken)]
+
+    assert in_threads(2, work) == [[H, H], slow_steps]
 
 
 @over_syncs

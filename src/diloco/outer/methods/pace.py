@@ -2,8 +2,9 @@
 
 Only with `sync.dynamic_steps` (core/methods/dynamic_steps.py). A *turn* is the H positions between two multiples of H.
 At the beginning of a turn a worker takes its number of steps from the speeds that the latest round's headers told, and
-keeps it: the same headers give the same numbers, and a resumed run goes on with them. Every worker stands at the end of
-every turn exactly, whatever its speed.
+keeps it: the same headers give the same numbers, and a resumed run goes on with them. Only when it hears of speeds for
+the first time, it plans the rest of the turn anew. Every worker stands at the end of every turn exactly, whatever its
+speed.
 """
 
 import time
@@ -45,6 +46,7 @@ class Pace:
         self._measured = (self._now(), 0)  # when, and after how many steps
         self._start = self._end = self._taken = 0
         self.steps = 0
+        self._first_heard: int | None = None  # speeds were told for the first time in this turn, after so many steps
 
     # Speeds
 
@@ -64,6 +66,8 @@ class Pace:
 
     def hear(self, members: Sequence[Member]) -> None:
         """What the headers of a round tell of the workers' speeds."""
+        if not any(self._heard.values()) and any(one.report.step_seconds for one in members):
+            self._first_heard = self._state.steps_taken
         self._heard = {member.worker: member.report.step_seconds for member in members}
 
     def _training_seconds(self) -> float:
@@ -85,9 +89,11 @@ class Pace:
         """
         state = self._state
         position, number = state.inner_steps, state.steps_taken - self._taken
-        if number <= self.steps and self._place(number) == position:
+        anew = self._first_heard is not None and state.steps_taken > self._first_heard
+        if not anew and number <= self.steps and self._place(number) == position:
             return range(self._place(number - 1) + 1, position + 1)
-        if number > self.steps or self._place(number - 1) + 1 != position:  # the next turn, or a jump that others made
+        jumped = number > self.steps or self._place(number - 1) + 1 != position  # the next turn, or others called
+        if anew or jumped:
             self._begin(position - 1, state.steps_taken - 1)
             number = 1
         place = self._place(number)
@@ -96,7 +102,7 @@ class Pace:
 
     def _begin(self, start: int, taken: int) -> None:
         warm_start = self._schedule.warm_start
-        self._start, self._taken = start, taken
+        self._start, self._taken, self._first_heard = start, taken, None
         if start < warm_start:  # all take these steps together
             self._end, share = warm_start, 1.0
         else:
@@ -117,11 +123,13 @@ class Pace:
             "step_seconds": self.step_seconds,
             "heard": {str(worker): seconds for worker, seconds in self._heard.items()},
             "measured": [self._now() - then, taken],
+            "first_heard": self._first_heard,
         }
 
     def loaded(self, saved: dict[str, Any]) -> None:
         self._start, self._end, self._taken, self.steps = saved["turn"]
         self.step_seconds = saved["step_seconds"]
         self._heard = {int(worker): seconds for worker, seconds in saved["heard"].items()}
+        self._first_heard = saved.get("first_heard")  # an earlier version saved none
         elapsed, taken = saved["measured"]
         self._measured = (self._now() - elapsed, taken)

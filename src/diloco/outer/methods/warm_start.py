@@ -26,6 +26,7 @@ from diloco.errors import ConfigError, EngineError, RoundFailed
 from diloco.outer.loop import OuterLoop
 from diloco.outer.methods.eager_starts import eagers
 from diloco.outer.methods.gradient_mean import GradientMean
+from diloco.outer.methods.pace import Pace
 from diloco.outer.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -123,11 +124,20 @@ class WarmStart:
 
     def _report(self) -> Report:
         loop = self._loop
-        if loop.pace is not None and loop.inner_steps and loop.inner_steps % loop.sync.num_inner_steps == 0:
-            loop.report = loop.pace.report(loop.report)
+        if loop.pace is not None:
+            self._measure_speed(loop.pace)
         return replace(
             loop.report, inner_steps=loop.inner_steps, bytes_sent=loop.bytes_sent, sync_seconds=loop.sync_seconds
         )
+
+    def _measure_speed(self, pace: Pace) -> None:
+        """Every H steps, and at the last step: speeds are then known when the rounds begin. The first step, which
+        may wait for compilers and data, does not count."""
+        step, H = self._loop.inner_steps, self._loop.sync.num_inner_steps
+        if step == 1:
+            pace.restart()
+        elif step and (step % H == 0 or step == self.steps - 1):
+            self._loop.report = pace.report(self._loop.report)
 
     def _round(self, key: RoundKey, contribution: Contribution) -> RoundResult:
         loop = self._loop

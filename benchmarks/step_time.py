@@ -1,0 +1,218 @@
+"""How long an inner step takes while a round is in flight, and while none is: on one GPU, or on a CPU.
+
+    python benchmarks/step_time.py                                         the 60m model on the GPU, under a minute
+    python benchmarks/step_time.py --device cpu --model tiny --batch 8 --sequence 64
+
+Two workers over gloo on this machine, streaming in five fragments, overlap, int4. Worker 0 trains: forward, backward
+and AdamW of a real model. Worker 1 takes its steps without computing, so that beside worker 0's steps there is the
+transfer alone: on one GPU two that compute would slow each other down whether or not a round travels. Its kernels of a
+round run on the same GPU, which gives the two processes turns: it is a harder case than a GPU for each.
+
+    step      from the start of the forward pass to the end of the inner optimizer's step: CUDA events, or a clock
+    with      a round is posted and not merged; `without`: none is
+    outer     from there to the start of the next step, a full-model sync: posts, merges, and waiting for a late mean
+    round     from a post until the whole mean is there
+
+Medians after the first sync, which is not counted. The steps of a sync are alike: every fragment is in flight for two
+of four steps. Target: `with` at most 2 % above `without`.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import diloco
+from diloco.models.native.model import NativeModel
+from diloco.models.native.presets import preset
+from measuring import Spread, write_results
+
+H, FRAGMENTS, OVERLAP = 20, 4, 2
+LIMIT_SECONDS = 120.0
+MOST_SLOWER = 1.02
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both workers are told."""
+
+    device: str
+    model: str
+    batch: int
+    sequence: int
+    syncs: int
+    codec: str
+    port: int
+
+
+@dataclass
+class Measured:
+    """Of worker 0, in seconds, after the first sync."""
+
+    with_transfer: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    outer: list[float] = field(default_factory=list)
+    """Of each sync."""
+    rounds: list[float] = field(default_factory=list)
+    waited: float = 0.0
+
+
+class Clock:
+    """Moments on a device: CUDA events in the trainer's stream, or the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1000 if self._cuda else end - start)
+
+
+def connected(task: Task, rank: int) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    return diloco.connect(timeout_seconds=LIMIT_SECONDS)
+
+
+def built(task: Task) -> tuple[Any, diloco.SyncConfig]:
+    torch.manual_seed(0)
+    with torch.device(task.device):
+        model = NativeModel(preset(task.model))
+    codec: Any = task.codec
+    sync = diloco.SyncConfig(
+        H,
+        codec,
+        fragments=FRAGMENTS,
+        overlap_steps=OVERLAP,
+        mixing=0.5,
+        max_norm_ratio=None,
+        timeout_seconds=LIMIT_SECONDS,
+    )
+    return model, sync
+
+
+def train(task: Task, pipe: Connection) -> None:
+    """Worker 0."""
+    with connected(task, 0) as engine:
+        model, sync = built(task)
+        device = torch.device(task.device)
+        optimizer = diloco.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-4), engine, sync=sync)
+        tokens = torch.randint(model.config.vocab_size, (task.batch, task.sequence + 1), device=device)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.inner_step()
+
+        pipe.send(measured(optimizer, step, Clock(device), task.syncs))
+        optimizer.finish()
+
+
+def measured(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, syncs: int) -> Measured:
+    found, loop = Measured(), optimizer.loop
+    steps: list[tuple[bool, Any, Any, Any]] = []
+    for _ in range(H * (syncs + 1)):
+        in_flight, started = bool(loop.in_flight), clock.now()
+        step()
+        stepped = clock.now()
+        if len(steps) == H:  # the second sync begins
+            loop.on_round = lambda event: found.rounds.append(event.result.seconds if event.result else float("nan"))
+        waiting = loop.sync_seconds
+        optimizer.post()
+        optimizer.merge()
+        steps.append((in_flight, started, stepped, clock.now()))
+        found.waited += loop.sync_seconds - waiting if len(steps) > H else 0.0
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for in_flight, started, stepped, _ in steps[H:]:
+        (found.with_transfer if in_flight else found.without).append(clock.seconds(started, stepped))
+    for first in range(H, len(steps), H):
+        found.outer.append(sum(clock.seconds(one[2], one[3]) for one in steps[first : first + H]))
+    found.waited /= syncs
+    return found
+
+
+def follow(task: Task) -> None:
+    """Worker 1: the same rounds, and no computing between them."""
+    with connected(task, 1) as engine:
+        model, sync = built(task)
+        optimizer = diloco.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=1e-4), engine, sync=sync)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(H * (task.syncs + 1)):
+            optimizer.step()
+        optimizer.finish()
+
+
+def run(task: Task) -> Measured:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    processes = [context.Process(target=train, args=(task, theirs)), context.Process(target=follow, args=(task,))]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        found: Measured = mine.recv()
+    except EOFError:
+        raise SystemExit("worker 0 gave no result") from None
+    finally:
+        for process in processes:
+            process.join(LIMIT_SECONDS)
+            process.kill()
+    return found
+
+
+def summarise(task: Task, found: Measured) -> dict[str, Any]:
+    row = {name: value for name, value in asdict(task).items() if name != "port"} | {"H": H, "overlap_steps": OVERLAP}
+    spreads = {"with": found.with_transfer, "without": found.without, "outer": found.outer, "round": found.rounds}
+    for name, values in spreads.items():
+        row[f"{name}_seconds"] = vars(Spread.of(values))
+        print(f"{name:8} {1e3 * statistics.median(values):8.2f} ms  ({len(values)})")
+    row["slower"] = statistics.median(found.with_transfer) / statistics.median(found.without)
+    row["waited_seconds"] = found.waited
+    share = sum(found.with_transfer) + sum(found.without)
+    row["utilization"] = share / (share + sum(found.outer))
+    print(
+        f"a step with a round in flight takes {row['slower']:.3f} of one without; utilisation {row['utilization']:.1%}"
+    )
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", default="60m")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--syncs", type=int, default=8, help="that are measured, of 20 steps each")
+    parser.add_argument("--codec", default="int4")
+    given = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    task = Task(given.device, given.model, given.batch, given.sequence, given.syncs, given.codec, port)
+    row = summarise(task, run(task))
+    device = torch.cuda.get_device_name() if given.device == "cuda" else None
+    print(write_results("step-time", row, device=device))
+    return 0 if row["slower"] <= MOST_SLOWER else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
