@@ -1,6 +1,8 @@
 """A member that lies: honest members end with equal means, and the liar is named where it can be proved."""
 
 import asyncio
+import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from msgspec import structs
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.plan import Entry, Offence
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
     RangeDigest,
@@ -19,7 +22,8 @@ from diloco.engines.swarm.node.proofs.certificate import (
     range_digests,
 )
 from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.rounds.led_round import LedRound
+from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest
 from diloco.engines.swarm.node.wire import Malformed, write_frame
@@ -348,3 +352,88 @@ def test_a_state_digest_covers_what_members_have_alike_and_nothing_of_the_worker
 def test_a_state_that_is_no_safetensors_file_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         state_digest(Snapshot(SharedMemory.copy_of(data), {"sequence": 0}, "layout", b""))
+
+
+# False accusations
+
+
+def accuses(liar: MemoryWorker, victim: MemoryWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round it says that the victim's parts are not what was claimed."""
+    honest = Transfer.run
+
+    async def run(transfer: Transfer) -> None:
+        if transfer._transport.peer == liar.name and transfer.plan.entry(victim.name) is not None:
+            raise TransferFailed(victim.name, "its parts have the norm 900, it claimed 1", lie=True)
+        await honest(transfer)
+
+    monkeypatch.setattr(Transfer, "run", run)
+
+
+def test_one_accuser_alone_has_no_worker_banned_and_is_left_out_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[tuple[int, ...]], list[set[str]], set[bytes]]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 1)
+        accuses(workers[3], workers[1], monkeypatch)
+        seen, means = [], set()
+        for sequence in range(1, 6):
+            posts = (w.post(values(w.node.number, sequence), sequence=sequence) for w in workers)
+            results = await asyncio.gather(*posts)
+            seen += [results[number][0].contributors for number in (0, 2, 4)]
+            means |= {results[number][1] for number in (0, 2, 4)}
+            for worker in workers:
+                worker.node.own.has_state = True
+        return seen, banned(workers), means
+
+    contributors, bans, means = told(story)
+    assert contributors == [(0, 2, 4)] * 15 and len(means) == 5
+    assert bans == [set()] * 5
+
+
+def test_two_accusers_that_sign_are_believed_and_one_or_a_forged_one_is_not() -> None:
+    made = plan([0, 1, 2, 3])
+    accused, one, two = (made.entries[number].peer for number in (0, 1, 2))
+    signed = {name: notary(name).accuse(made, accused) for name in (one, two)}
+
+    def believed(accusers: dict[str, bytes]) -> list[str]:
+        return notary(one).accusers(made.key, Offence(accused, 0, "", made.digest, accusers))
+
+    assert believed(signed) == [one, two]
+    assert believed({one: signed[one], two: signed[one]}) == [one]
+    assert believed({one: signed[one], accused: notary(accused).accuse(made, accused)}) == [one]
+
+
+def test_a_leader_that_changes_a_header_or_invents_an_offence_has_no_worker_banned() -> None:
+    """It makes plans in which one worker claims NaN and another is accused; most others vote for them."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 1)
+        leader, victim, other = workers[0], workers[1], workers[2]
+        attempt, own = LedRound._attempt, leader.node.outcomes.notary
+
+        async def lie(led: LedRound, honest: Any) -> Any:
+            bad = [structs.replace(e.contribution, header=_nan(e.contribution.header)) for e in honest.entries]
+            entries = tuple(Entry(e.peer, bad[e.number] if e.peer == victim.name else e.contribution)
+                            for e in honest.entries if e.peer != other.name)  # fmt: skip
+            accusers = {leader.name: own.accuse(honest, other.name), victim.name: bytes(64)}
+            offences = (Offence(other.name, 2, "it lies", honest.digest, accusers), Offence(other.name, 2, "it lies"))
+            led.plan = made = structs.replace(honest, entries=entries, excluded=offences)
+            return await attempt(led, made)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LedRound, "_attempt", lie)
+            for sequence in range(1, 6):
+                posts = (w.post(values(w.node.number, sequence), sequence=sequence, seconds=9.0) for w in workers)
+                await asyncio.gather(*posts)
+                for worker in workers:
+                    worker.node.own.has_state = True
+        return banned([victim, other, workers[3], workers[4]]), leader.name
+
+    bans, leader = told(story)
+    assert all(one <= {leader} for one in bans)
+
+
+def _nan(header: bytes) -> bytes:
+    """The same header with a norm of NaN."""
+    magic_key_weight = 4 + 8 + 8 + 8
+    return header[:magic_key_weight] + struct.pack("<d", math.nan) + header[magic_key_weight + 8 :]

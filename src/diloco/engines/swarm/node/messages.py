@@ -17,6 +17,7 @@ from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, Tw
 from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.engines.swarm.trust.signatures import Signature
 
 T = TypeVar("T", bound=PeerMessage)
 
@@ -136,13 +137,13 @@ class Complete(PeerMessage, frozen=True):
 
 
 class Trouble(PeerMessage, frozen=True):
-    """The worker cannot exchange parts with `peer`, or that one has sent other parts than it claimed (`lie`)."""
+    """The worker cannot exchange parts with `peer`; or accuses it of other parts than it claimed, and signs that."""
 
     sequence: Sequence
     authority: Authority
     peer: PeerName
     reason: Text
-    lie: bool
+    signature: Signature | None = None
 
 
 # From the leader to the workers of its round; a Plan is a message too

@@ -41,6 +41,7 @@ from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.processes import addressed, open_addressed
+from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.leader import Leader
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
@@ -226,19 +227,9 @@ class Node:
 
         self._start_task(call())
 
-    def _on_round_end(self, plan: Plan) -> None:
-        """Every member counts offences from the same plans, and so bans the same peers."""
-        self.leader.record_end_elsewhere(plan.key.sequence)
-        offences = plan.offences()
-        for offence in offences:
-            name = offence.peer
-            if name in self.members.peers and self.permissions.record_offence(name, offence.reason):
-                self._emit("member_banned", {"peer": name, "number": offence.number, "reason": offence.reason})
-                self.members.expel()
-                save(self.members)
-        for entry in plan.contributors:
-            if entry.peer not in {offence.peer for offence in offences}:
-                self.permissions.record_accepted(entry.peer)
+    def _on_round_end(self, agreed: Agreed) -> None:
+        self.leader.record_end_elsewhere(agreed.plan.key.sequence)
+        self.outcomes.liars.count_offences(agreed)
 
     # For the peers
 

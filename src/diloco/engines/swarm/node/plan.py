@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from diloco.core.config import Merge
 from diloco.core.merging import diverged
@@ -22,6 +22,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.status import PeerName
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage, encode
+from diloco.engines.swarm.trust.signatures import Signature
 from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
@@ -85,6 +86,9 @@ class Offence(Struct, frozen=True, forbid_unknown_fields=True):
     peer: PeerName
     number: Annotated[int, Meta(ge=0, le=1 << 20)]
     reason: Annotated[str, Meta(max_length=200)]
+    plan: Annotated[bytes, Meta(max_length=32)] = b""
+    """The plan in which others accuse it; empty where its own header tells."""
+    accusers: Annotated[dict[PeerName, Signature], Meta(max_length=MAX_WORKERS)] = field(default_factory=dict)
 
 
 class Plan(PeerMessage, frozen=True, dict=True):
@@ -94,7 +98,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
     entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_WORKERS)]
     """In worker order: the order in which contributions are added up."""
     excluded: Annotated[tuple[Offence, ...], Meta(max_length=MAX_WORKERS)]
-    """Workers whose parts differ from their header, as a reducer has found."""
+    """Workers whose parts differ from their header, as two reducers have found."""
     roster: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)]
     majority: bool
     """Most members of the round before it are in it (quorum.py): no other plan of this round can be committed."""

@@ -13,11 +13,14 @@ from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.messages import Done, Proof
 from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.proofs.certificate import Certificate, TwoRanges, Vote, find_two_ranges
+from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate, TwoRanges, Vote, find_two_ranges
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
+
+ACCUSERS = 2
+"""So many members must accuse a worker of the same lie."""
 
 
 class Liars:
@@ -48,9 +51,25 @@ class Liars:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
+    def count_offences(self, agreed: Agreed) -> None:
+        """Every member counts offences from the same plans, and so bans the same peers.
+
+        What a header says counts against its sender only if that one has voted for the plan with it: a leader may have
+        changed it. An accusation counts with two accusers.
+        """
+        plan, permissions = agreed.plan, self._members.permissions
+        offences = plan.offences()
+        for offence in offences:
+            own = not offence.plan and offence.peer in agreed.certificate.signatures
+            if own or len(self._notary.accusers(plan.key, offence)) >= ACCUSERS:
+                self.record_unproved(offence.peer, offence.reason)
+        for entry in plan.contributors:
+            if entry.peer not in {offence.peer for offence in offences}:
+                permissions.record_accepted(entry.peer)
+
     def record_unproved(self, peer: str, reason: str) -> None:
-        """This worker has seen a lie that it cannot prove to others: it counts here alone, and bans when repeated."""
-        logger.warning("%s: %s", peer, reason)
+        """A lie that is no proof by itself counts as an offence; the third one bans."""
+        logger.info("an offence of %s: %s", peer, reason)
         if peer in self._members.peers and self._members.permissions.record_offence(peer, reason):
             self._expel(peer, reason)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.identity import public_key_of
-from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.plan import Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
     SignedRange,
@@ -43,6 +43,10 @@ class Notary:
     def _sign(self, purpose: Purpose, key: RoundKey, plan: bytes, digest: bytes) -> bytes:
         return sign(self._seed, purpose, _statement(self._run, key, plan, digest))
 
+    def accuse(self, plan: Plan, peer: str) -> bytes:
+        """Of a lie in this plan."""
+        return self._sign("accusation", plan.key, plan.digest, peer.encode())
+
     # Checking
 
     def has_signed_range(self, plan: Plan, reducer: str, signed: SignedRange) -> bool:
@@ -74,6 +78,16 @@ class Notary:
         digests = range_digests(plan, parts, mean) if not parts or len(mean) % parts == 0 else []
         if digests != [one.digest for one in certificate.ranges]:
             raise Malformed(f"a mean of round {plan.key.sequence} that is not the one that was voted for")
+
+    def accusers(self, key: RoundKey, offence: Offence) -> list[str]:
+        """The members that have signed an accusation, without the accused."""
+        return [
+            name
+            for name, signature in offence.accusers.items()
+            if name != offence.peer
+            and self.is_invited(name)
+            and self._has_signed(name, signature, "accusation", key, offence.plan, offence.peer.encode())
+        ]
 
     def is_proof(self, proof: TwoRanges) -> bool:
         signed = (proof.one, proof.other)

@@ -66,7 +66,7 @@ class Leader:
 
     def record_trouble(self, sender: str, message: Trouble) -> PeerMessage:
         if (led := self._current(sender, message)) is not None:
-            led.troubles.append((sender, message))
+            led.troubles.add(sender, message)
             self.members.changed()
         return Done()
 

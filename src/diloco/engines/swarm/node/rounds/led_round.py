@@ -12,39 +12,28 @@ A leader that finds a higher authority, or the round ended, steps down. Its own 
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded, Trouble
+from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded
 from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
+from diloco.engines.swarm.node.proofs.liars import ACCUSERS
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
+from diloco.engines.swarm.node.rounds.troubles import Dropped, Troubles
 from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
 
 _LEAST_GRACE = 0.6  # times `lost_seconds`
-_MAX_TROUBLES = 2
-
-
-@dataclass(frozen=True)
-class _Dropped:
-    """Workers that cannot be in the next attempt, and why."""
-
-    peers: dict[str, str]
-    lie: bool = False
-    lost: bool = False
-    """They may come back: left out only while they are lost."""
 
 
 class Leading(Protocol):
@@ -74,13 +63,11 @@ class LedRound:
         self.ready = self._gathered.entries
         self.votes: dict[str, Vote] = {}
         """Of the workers that have the whole mean of `plan`."""
-        self.troubles: list[tuple[str, Trouble]] = []
-        """Sender and message, about `plan`."""
+        self.troubles = Troubles(self._members)
         self.plan: Plan | None = None
         self.phase = "gathering"
         self.authority = Authority(1, -self._members.status.number)
         self.half_ready_at: float | None = None
-        self._troubles_of: Counter[str] = Counter()
 
     def add(self, entry: Entry, max_norm_ratio: float | None, merge: Merge) -> None:
         """A worker is ready. Raises CallRefused if it trains something else than this one."""
@@ -230,8 +217,7 @@ class LedRound:
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
                 if not problem.lost:
                     dropped.add(peer)
-                if problem.lie:
-                    excluded.append(Offence(peer, self.ready[peer].number, reason[:200]))
+            excluded += problem.offences
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
@@ -242,10 +228,11 @@ class LedRound:
         if len(self._members.live()) > live:
             raise SteppedDown("other workers are back, and may have gone on")
 
-    async def _attempt(self, plan: Plan) -> "_Dropped | Certificate":
+    async def _attempt(self, plan: Plan) -> "Dropped | Certificate":
         """A certificate: all live workers have the whole mean; or most have it, and the others take too long."""
         self.phase = "averaging"
-        self.votes, self.troubles = {}, []
+        self.votes = {}
+        self.troubles.begin()
         refusals: dict[str, object] = {}
         end = clock.now() + self._participant.transfers.limit(plan, self._settings.stall_seconds)
         offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
@@ -258,7 +245,7 @@ class LedRound:
                 if not live and certificate is not None:
                     return certificate
                 if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
-                    return _Dropped(lost, lost=True)
+                    return Dropped(lost, lost=True)
                 if clock.now() > end and certificate is not None:
                     for peer in waiting:  # they are in the mean, and fetch it from the others
                         self._participant.transfers.forget(peer)
@@ -266,7 +253,7 @@ class LedRound:
                 if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
                     raise SteppedDown("another worker leads it now, or it has ended")
                 if refusals:
-                    return _Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
+                    return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
                 if (problem := await self._judge(plan)) is not None:
                     return problem
                 await self._members.wait_for_change(POLL_SECONDS)
@@ -291,32 +278,27 @@ class LedRound:
             refusals[peer] = answer
             self._members.changed()
 
-    async def _judge(self, plan: Plan) -> _Dropped | None:
-        """The workers to leave out after the reported troubles; _Dropped({}) to try the same plan again."""
-        liars = {one.peer: one.reason for _, one in self.troubles if one.lie and plan.entry(one.peer)}
-        if liars:
-            return _Dropped(liars, lie=True)
+    async def _judge(self, plan: Plan) -> Dropped | None:
+        """The workers to leave out after the reported troubles; Dropped({}) to try the same plan again."""
         if not self.troubles:
             return None
+        if self.troubles.accusers(plan):
+            await self._wait_for_accusers(plan)
+            return self.troubles.judge_lies(plan)
         await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None
-        pairs = [(sender, one.peer) for sender, one in self.troubles if plan.entry(one.peer) and sender != one.peer]
+        pairs = self.troubles.pairs(plan)
         if True in [self._leader.shares.record_failure(*pair) for pair in pairs]:
-            self.troubles = []
-            return _Dropped({})  # these two exchange no parts in the next attempt
-        accused = Counter(one.peer for _, one in self.troubles if plan.entry(one.peer))
-        accusers = Counter(sender for sender, _ in self.troubles)
-        me, self.troubles = self._members.me, []
-        if not accused:
-            return None
-        worst = max(accused, key=lambda peer: (accused[peer], self._members.number_of(peer)))
-        if worst == me:
-            worst = accusers.most_common(1)[0][0]
-        self._troubles_of[worst] += 1
-        if self._troubles_of[worst] < _MAX_TROUBLES or worst == me:
-            return _Dropped({})
-        return _Dropped({worst: "others cannot exchange parts with it"})
+            self.troubles.begin()
+            return Dropped({})  # these two exchange no parts in the next attempt
+        return self.troubles.judge(plan)
+
+    async def _wait_for_accusers(self, plan: Plan) -> None:
+        """One alone proves nothing; others find the same lie at about the same time."""
+        end = clock.now() + self._settings.lost_seconds
+        while clock.now() < end and max(map(len, self.troubles.accusers(plan).values())) < ACCUSERS:
+            await self._members.wait_for_change(POLL_SECONDS)
 
     # Commit
 

@@ -38,7 +38,7 @@ class Outcomes:
         self.liars = Liars(self.members, calls, notary)
         self.recent = RecentRounds()
         self.quorum = Quorum(self.members)
-        self.on_end: Callable[[Plan], None] = lambda _: None
+        self.on_end: Callable[[Agreed], None] = lambda _: None
         self._rounds = 0
         """Rounds whose mean this worker has counted."""
         self._shared: dict[str, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ class Outcomes:
             self._shared |= {entry.peer: (self._rounds, status.tokens) for entry in plan.entries}
         if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
             self.recent.next_to_merge = round_.sequence + 1
-        self.on_end(plan)
+        self.on_end(Agreed(plan, round_.certificate))
         round_.succeed(plan)
         self.members.changed()
 

@@ -260,7 +260,8 @@ class Participant:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
             if not problem.lie:
                 self.heartbeats.beat_soon(problem.peer)
-            message = Trouble(round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie)
+            signature = self.outcomes.notary.accuse(plan, problem.peer) if problem.lie else None
+            message = Trouble(round_.sequence, plan.authority, problem.peer, str(problem)[:200], signature)
         while not round_.ended:  # another plan cancels this task
             try:
                 await self.calls.ask(plan.leader, message)
