@@ -25,7 +25,7 @@ class Columns:
     def append(self, values: Mapping[str, object]) -> None:
         for name, column in self._columns.items():
             value = values.get(name)
-            column.append(number(value))
+            column.append(value if type(value) is float and -_LARGEST < value < _LARGEST else number(value))
         before = self._columns[self.names[0]]
         if len(before) > 1 and before[-1] < before[-2]:  # clocks of several processes
             before[-1] = before[-2]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.dashboard.columns import Columns
+from diloco.dashboard.columns import Columns, count
 from diloco.training.records.events import Event
 from diloco.training.records.notes import reason_of
 
@@ -42,9 +42,13 @@ class Members:
 
     def __init__(self) -> None:
         self.by_number: dict[int, Member] = {}
-        self.left_out = 0
+        self._left_out: set[int] = set()
         self.last_digests: dict[str, str] = {}
         """Worker -> the digest of its last parameters, as all confirmed them at the end."""
+
+    @property
+    def left_out(self) -> int:
+        return len(self._left_out)
 
     def update(self, event: Event) -> None:
         if event["type"] in _CHANGES:
@@ -72,9 +76,9 @@ class Members:
         self.last_digests.setdefault(str(ended["worker"]), str(ended.get("anchor_digest")))
 
     def _member(self, number: int) -> Member | None:
-        number = int(number)
+        number = count(number)
         if number not in self.by_number and len(self.by_number) >= _MOST_MEMBERS:
-            self.left_out += 1
+            self._left_out.add(number)
             return None
         return self.by_number.setdefault(number, Member())
 

@@ -97,7 +97,10 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     for worker in state["workers"]:
         label = {"worker": str(worker["worker"])}
         yield "diloco_bytes_sent_total", (label, worker["bytes_sent"])
-        yield "diloco_worker_tokens_per_second", (label, worker["tokens_per_second"] if trains else None)
+        yield (
+            "diloco_worker_tokens_per_second",
+            (label, worker["tokens_per_second"] if trains and worker["active"] else None),
+        )
         yield "diloco_worker_loss", (label, worker["loss"])
     steps = _steps(state)
     for number, step in sorted(steps.items()):

@@ -15,6 +15,7 @@ from diloco.training.records.summary import data_parallel_bytes
 Json = dict[str, Any]
 SILENT_SECONDS = 120.0
 _LISTED = 50
+_USUAL = 5  # a straggler was the last in a fifth of the rounds
 
 
 def snapshot(
@@ -145,6 +146,7 @@ def _rounds(rounds: list[Round]) -> Json:
     stragglers = [one.straggler for one in rounds[-100:] if one.straggler is not None]
     usual = statistics.mode(stragglers) if stragglers else -1
     often = {"worker": usual, "rounds": stragglers.count(usual), "of": len(rounds[-100:])}
+    is_usual = often["rounds"] * _USUAL >= often["of"]
     return {
         "refused": sum(len(one.refused) for one in rounds),
         "last": None if last is None else last.as_json(),
@@ -163,7 +165,7 @@ def _rounds(rounds: list[Round]) -> Json:
             {"sequence": one.sequence, "step": one.step, "time": one.time, "refused": one.refused}
             for one in refused[-_LISTED:]
         ],
-        "straggler": often if stragglers else None,
+        "straggler": often if stragglers and is_usual else None,
     }  # fmt: skip
 
 

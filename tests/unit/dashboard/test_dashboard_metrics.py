@@ -97,6 +97,15 @@ def test_members_of_a_swarm_are_counted_by_state_and_those_that_are_gone_do_not_
     assert ("diloco_worker_lag_steps", ("run", "3")) not in found
 
 
+def test_a_worker_elsewhere_that_is_lost_has_no_speed() -> None:
+    events = [*calm_events(workers=2, steps=40), event("member_lost", 60.0, member=1, peer="p", reason="silent")]
+    events = [one for one in events if one["worker"] == 0]
+    found = parsed(exposition([state(events, engine="swarm") | {"status": "training"}]))
+    assert ("diloco_worker_tokens_per_second", ("run", "0")) in found
+    assert ("diloco_worker_tokens_per_second", ("run", "1")) not in found
+    assert found["diloco_tokens_per_second", ("run",)] == found["diloco_worker_tokens_per_second", ("run", "0")]
+
+
 def test_the_server_answers_prometheus(tmp_path: Path) -> None:
     write_run(tmp_path / "one", calm_events(steps=40))
     write_run(tmp_path / "two", calm_events(steps=60))
@@ -118,5 +127,10 @@ def test_the_grafana_dashboard_asks_for_metrics_that_exist() -> None:
         for name in re.findall(r"diloco_\w+", target["expr"])
     }
     assert asked <= METRICS.keys() and len(asked) > 12
+    running = state([*EVENTS, event("member_joined", 131.0, member=5, peer="p")], engine="swarm") | {
+        "status": "training"
+    }
+    answered = {name for name, _ in parsed(exposition([running]))}
+    assert asked <= answered, "a query that no run can answer"
     documented = (Path(__file__).parents[3] / "docs/dashboard.md").read_text()
     assert all(f"`{name}`" in documented for name in METRICS)

@@ -147,7 +147,9 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
 
 def test_thousands_of_members_are_counted_and_the_rest_left_out(tmp_path: Path) -> None:
     joined = [event("member_joined", 1.0, member=n, peer=f"p{n}", label="") for n in range(5000)]
-    state = Run(write_run(tmp_path, [started(0, 1), *joined]), "run").state()
+    listed = {"where": "", "step": 1, "loss": 2.0, "contributed": 0, "state": "training"}
+    again = event("members", 2.0, present=[listed | {"member": number} for number in range(5000)])
+    state = Run(write_run(tmp_path, [started(0, 1), *joined, again, again]), "run").state()
     assert len(state["members"]) + state["members_left_out"] == 5000
     assert len(state["notes"]) <= 200
 

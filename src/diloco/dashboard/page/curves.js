@@ -59,7 +59,7 @@ function drawRounds(series, { axis }) {
     ...band(at, rounds.cosine_low, rounds.cosine_high, blue),
     line(at, rounds.similarity, { name: "mean cosine", color: blue }),
     line(at, rounds.contributors, { name: "contributors", color: purple, axis: "y2", width: 1.2, dash: "dot" }),
-  ], { axis, y: { title: { text: "cosine", font: { size: 11 } } }, y2: { rangemode: "tozero", tickformat: "d", nticks: 5 }, legend: true, empty: "no round has been merged yet" });
+  ], { axis, y: { title: { text: "cosine", font: { size: 11 } } }, y2: { rangemode: "tozero", tickformat: "d", nticks: 5, ...(Math.max(0, ...rounds.contributors) < 5 ? { dtick: 1 } : {}) }, legend: true, empty: "no round has been merged yet" });
   show("norms", [
     ...band(at, rounds.norm_low, rounds.norm_high, orange),
     line(at, rounds.norm_high, { name: "largest of a worker", color: orange, width: 1 }),

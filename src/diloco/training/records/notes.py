@@ -44,6 +44,8 @@ class RunNotes:
 
     def update(self, event: Event, local_workers: Collection[int]) -> None:
         """`local_workers`: workers of this machine, whose coming and going is known without a note."""
+        if event["type"] not in _TYPES:
+            return
         if event["type"] == "worker_started":
             self._workers = int(event.get("workers") or 1)
         if event["type"] in ("member_joined", "member_left") and event["member"] in local_workers:
@@ -206,3 +208,4 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     ),
     "shards_not_fetched": ("warning", _shards),
 }
+_TYPES = frozenset(("worker_started", "corpus", "resumed", "round", "diverged", *_SENTENCES))
