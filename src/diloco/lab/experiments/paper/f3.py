@@ -13,7 +13,7 @@ def _steps(scale: Scale, part: float | None) -> int:
     if part is None:
         return scale.pretraining_steps
     total = scale.pretraining_steps + scale.steps
-    return total - round(total * (1 - part) / scale.H) * scale.H
+    return total - min(round(total * (1 - part) / scale.H), total // scale.H) * scale.H
 
 
 def _name(steps: int) -> str:

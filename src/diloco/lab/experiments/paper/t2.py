@@ -55,7 +55,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 def tuning(scale: Scale) -> Mapping[str, Arms]:
     """Inner rates of the three sides; outer rate and momentum of DiLoCo at the best of them."""
-    factors = (2 / 3, 1.0, 1.5)
+    factors = (0.5, 0.7, 1.0, 1.4, 2.0)
     return {
         ONE: {f"lr {lr:g}": scale.one_worker(inner={"lr": lr}) for lr in (scale.one_worker_lr * f for f in factors)},
         BATCH: {
@@ -64,7 +64,7 @@ def tuning(scale: Scale) -> Mapping[str, Arms]:
         DILOCO: {f"lr {lr:g}": scale.diloco(inner={"lr": lr}) for lr in (scale.inner_lr * f for f in factors)},
         "outer": {
             f"outer {lr} / {momentum}": scale.diloco(outer={"lr": lr, "momentum": momentum})
-            for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (0.7, 0.5), (1.0, 0.8), (0.4, 0.9))
+            for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (0.7, 0.7), (0.7, 0.5), (1.0, 0.8), (1.0, 0.6))
         },
     }
 

@@ -7,22 +7,25 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-LR = {"smoke": 5e-3, "cpu": 4e-3, "gpu": 4e-3}
+LR = {"smoke": (5e-3, 5e-3), "cpu": (4e-3, 4e-3), "gpu": (16e-3, 16e-3)}
+"""The best of `tuning` by scale: inside DiLoCo, and data-parallel."""
+PRETRAINING_LR = 4e-3
+CANDIDATES = (4e-3, 8e-3, 16e-3)
 ADAMW, ADAMW_DP, MUON, MUON_DP = "AdamW, DiLoCo", "AdamW, data-parallel", "Muon, DiLoCo", "Muon, data-parallel"
 
 
 def _muon(scale: Scale, lr: float) -> dict[str, Any]:
     """Inner rate and the pre-training that these arms share."""
     inner = {"optimizer": "muon", "lr": lr}
-    return {"inner": inner, "pretraining_inner": scale.inner(LR[scale.name], optimizer="muon")}
+    return {"inner": inner, "pretraining_inner": scale.inner(PRETRAINING_LR, optimizer="muon")}
 
 
 def arms(scale: Scale) -> Arms:
-    lr = LR[scale.name]
+    inside, data_parallel = LR[scale.name]
     return {
-        MUON: scale.diloco(**_muon(scale, lr)),
+        MUON: scale.diloco(**_muon(scale, inside)),
         ADAMW: scale.diloco(),
-        MUON_DP: scale.data_parallel(**_muon(scale, lr)),
+        MUON_DP: scale.data_parallel(**_muon(scale, data_parallel)),
         ADAMW_DP: scale.data_parallel(),
     }
 
@@ -51,10 +54,9 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 def tuning(scale: Scale) -> Mapping[str, Arms]:
-    rates = [LR[scale.name] * factor for factor in (0.5, 1.0, 2.0)]
     return {
-        MUON: {f"lr {lr:g}": scale.diloco(**_muon(scale, lr)) for lr in rates},
-        MUON_DP: {f"lr {lr:g}": scale.data_parallel(**_muon(scale, lr)) for lr in rates},
+        MUON: {f"lr {lr:g}": scale.diloco(**_muon(scale, lr)) for lr in CANDIDATES},
+        MUON_DP: {f"lr {lr:g}": scale.data_parallel(**_muon(scale, lr)) for lr in CANDIDATES},
     }
 
 

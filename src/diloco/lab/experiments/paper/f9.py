@@ -2,17 +2,24 @@
 
 from collections.abc import Mapping
 
+from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
 ONE, OUTER = "1× baseline", "one worker with outer steps"
-TUNED = {"lr": 0.7, "momentum": 0.5}
-"""The best of `tuning` at gpu scale."""
+TUNED = {"smoke": (0.7, 0.5, 1.0), "cpu": (0.7, 0.5, 1.0), "gpu": (0.7, 0.5, 1.0)}
+"""The best of `tuning` by scale: outer rate, momentum, and the inner rate as a factor of one worker's."""
+CANDIDATES = ((0.7, 0.9, 1.0), (0.7, 0.5, 1.0), (0.7, 0.5, 1.5), (1.0, 0.5, 1.0), (0.7, 0.8, 1.0), (0.7, 0.8, 1.5))
+
+
+def _arm(scale: Scale, lr: float, momentum: float, factor: float) -> Arm:
+    inner = {"lr": factor * scale.one_worker_lr}
+    return scale.diloco(workers=1, outer={"lr": lr, "momentum": momentum}, inner=inner)
 
 
 def arms(scale: Scale) -> Arms:
-    return {OUTER: scale.diloco(workers=1, outer=TUNED, inner={"lr": scale.one_worker_lr}), ONE: scale.one_worker()}
+    return {OUTER: _arm(scale, *TUNED[scale.name]), ONE: scale.one_worker()}
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
@@ -33,15 +40,8 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 def tuning(scale: Scale) -> Mapping[str, Arms]:
-    return {
-        OUTER: {
-            f"outer {lr} / {momentum}, inner {inner:g}": scale.diloco(
-                workers=1, outer={"lr": lr, "momentum": momentum}, inner={"lr": inner}
-            )
-            for lr, momentum in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.5))
-            for inner in (scale.one_worker_lr, 1.5 * scale.one_worker_lr)
-        }
-    }
+    made = {f"outer {one[0]} / {one[1]}, inner × {one[2]:g}": _arm(scale, *one) for one in CANDIDATES}
+    return {OUTER: made}
 
 
 EXPERIMENT = Experiment(

@@ -2,6 +2,7 @@
 
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.experiments.after import eager
 from diloco.lab.scales import Scale
 
 PLAIN, STREAMING, OVERLAP, BITS = "DiLoCo", "streaming", "streaming + overlap", "streaming + overlap + 4-bit"
@@ -16,12 +17,12 @@ def arms(scale: Scale) -> Arms:
     overlap = streaming | {"overlap_steps": min(5, max(1, scale.H // 5)), "mixing": 0.5}
     return {
         PLAIN: scale.diloco(),
-        EAGER: scale.diloco(sync={"outer_overlap": "eager"}),
+        EAGER: eager.tuned(scale, "eager"),
         BITS: scale.diloco(sync=overlap | {"codec": "e3m0"}),
         STREAMING: scale.diloco(sync=streaming),
         FOUR: scale.diloco(sync={"codec": "e3m0"}),
         OVERLAP: scale.diloco(sync=overlap),
-        DELAYED: scale.diloco(sync={"outer_overlap": "delayed"}),
+        DELAYED: eager.tuned(scale, "delayed"),
     }
 
 
@@ -62,5 +63,6 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
-    note="Published losses are at 500M parameters.",
+    note="Published losses are at 500M parameters. Eager and delayed updates have outer rates and momenta of their "
+    "own, found with `diloco lab tune eager`.",
 )

@@ -1,0 +1,88 @@
+"""Eager and delayed updates by the size of the outer step: a mean that is one round old needs a smaller one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.lab.arm import Arm
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.scales import Scale
+
+NUMBERS = ((0.7, 0.8), (0.7, 0.5), (0.4, 0.5))
+"""Outer rate and momentum: the step is rate / (1 − momentum), 3.5, 1.4 and 0.8."""
+CANDIDATES = ((0.7, 0.5), (0.7, 0.2), (0.4, 0.7), (0.4, 0.5), (0.2, 0.8))
+METHODS = {"DiLoCo": "none", "eager": "eager", "delayed": "delayed"}
+TUNED = {
+    "smoke": {"eager": (0.4, 0.5), "delayed": (0.4, 0.5)},
+    "cpu": {"eager": (0.4, 0.5), "delayed": (0.4, 0.5)},
+    "gpu": {"eager": (0.2, 0.8), "delayed": (0.2, 0.8)},
+}
+"""The best of `tuning`: outer rate and momentum."""
+
+
+def _arm(scale: Scale, method: str, numbers: tuple[float, float]) -> Arm:
+    sync: dict[str, Any] = {} if method == "DiLoCo" else {"outer_overlap": METHODS[method]}
+    return scale.diloco(outer={"lr": numbers[0], "momentum": numbers[1]}, sync=sync)
+
+
+def tuned(scale: Scale, method: str) -> Arm:
+    """Eager or delayed updates with their own outer rate and momentum."""
+    return _arm(scale, method, TUNED[scale.name][method])
+
+
+def _name(method: str, numbers: tuple[float, float]) -> str:
+    return f"{method}, {numbers[0]} / {numbers[1]}"
+
+
+def arms(scale: Scale) -> Arms:
+    return {_name(method, numbers): _arm(scale, method, numbers) for numbers in NUMBERS for method in METHODS}
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    del scale
+    made = []
+    for lr, momentum in NUMBERS:
+        numbers = (lr, momentum)
+        made.append(
+            Claim(
+                f"Eager updates with {lr} / {momentum} cost at most 3 % over DiLoCo with the same",
+                "+0.02 nats (500M)",
+                lambda m, n=numbers: m.change(_name("eager", n), _name("DiLoCo", n)),  # type: ignore[misc]
+                at_most=0.03,
+            )
+        )
+        made.append(
+            Claim(
+                f"Eager updates are better than naive delay with {lr} / {momentum}",
+                "−0.32 nats (500M)",
+                lambda m, n=numbers: m.change(_name("eager", n), _name("delayed", n)),  # type: ignore[misc]
+                at_most=0.0,
+            )
+        )
+    return tuple(made)
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    return (
+        Curves("0.7 / 0.5", tuple(_name(method, (0.7, 0.5)) for method in METHODS)),
+        Curves("0.4 / 0.5", tuple(_name(method, (0.4, 0.5)) for method in METHODS)),
+    )
+
+
+def tuning(scale: Scale) -> Mapping[str, Arms]:
+    return {
+        method: {f"{lr} / {momentum}": _arm(scale, method, (lr, momentum)) for lr, momentum in CANDIDATES}
+        for method in ("eager", "delayed")
+    }
+
+
+EXPERIMENT = Experiment(
+    name="eager",
+    title="Eager and delayed updates by outer step",
+    source="arXiv 2502.12996",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+    tuning=tuning,
+)
