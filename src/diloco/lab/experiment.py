@@ -52,6 +52,17 @@ Figure = Curves | Sweep | Similarity
 
 @final
 @dataclass(frozen=True)
+class Fit:
+    """A line to be fitted through arms: the logarithm of perplexity over the logarithms of some numbers."""
+
+    names: tuple[str, ...]
+    """Of the numbers, such as H."""
+    places: Mapping[str, tuple[float, ...]]
+    """Arm to its numbers."""
+
+
+@final
+@dataclass(frozen=True)
 class Experiment:
     """One table or figure of a paper, or an idea of one's own."""
 
@@ -64,6 +75,7 @@ class Experiment:
     published: Mapping[str, float] = field(default_factory=dict)
     """The perplexity that the paper gives for an arm, by the arm's name."""
     figures: Callable[[Scale], tuple[Figure, ...]] = lambda scale: ()  # noqa: ARG005
+    fit: Callable[[Scale], Fit] | None = None
     tuning: Callable[[Scale], Mapping[str, Arms]] | None = None
     """Candidates by group; the best of each group belongs into the file of the experiment."""
     text: Literal["text", "domains"] = "text"

@@ -4,11 +4,11 @@ The paper trains 150M parameters for 24,000 shared steps and 64,000 more; its ba
 the batch are 6 % apart in perplexity. Here every arm begins with a shared, data-parallel pre-training of a third of the
 steps, and H is such that the DiLoCo arm has at least 50 rounds. A thousand steps from scratch would be another world:
 there the baselines are a factor of 2.5 apart, and what counts is signal per step. The report prints how far apart they
-are (`regime.py`), and says so if it is more than 15 %.
+are (`report/summary.py`), and says so if it is more than 15 %.
 
     smoke   seconds an arm on a CPU: whether everything runs; its numbers mean nothing
     cpu     a minute an arm on one core: a first look, in a steeper part of the training than the gpu scale's
-    gpu     ten seconds an arm on one large GPU
+    gpu     three seconds an arm on one large GPU, eight at a time
 
 The rates were found with `diloco lab tune`, for the data-parallel side as for DiLoCo.
 """

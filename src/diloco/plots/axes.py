@@ -219,7 +219,7 @@ def _entries(panel: Panel) -> dict[str, Series]:
 
 
 def _columns(names: dict[str, Series], characters: int) -> int:
-    longest = min(_LONG_NAME, max(map(len, names))) + 6
+    longest = min(_LONG_NAME, max(map(len, names))) + 8  # its line and the space before the next one
     most = max(1, min(len(names), characters // longest))
     return next((count for count in range(most, 1, -1) if len(names) % count == 0), most)
 

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from math import log2
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +127,18 @@ def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> N
     assert all(record["code"] and record["result"]["machine"] and record["result"]["arm"] for record in records)
     assert write_report(Path("out"), own).html.is_file()
     assert ResultFolder(Path("out")).seeds() == [0]
+
+
+def test_a_line_is_fitted_through_the_logarithms(simulated: list[tuple[str, int]], monkeypatch: Any) -> None:
+    made_up = runs.simulate
+
+    def simulate(arm: Arm, seed: int, *rest: Any, **options: Any) -> ArmResult:
+        loss = 3.0 - 0.02 * log2(arm.workers) + 0.01 * log2(arm.sync_config.num_inner_steps)
+        return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, loss)))
+
+    monkeypatch.setattr(runs, "simulate", simulate)
+    own = EXPERIMENTS["workers_and_h"]
+    _run(own, seeds=1)
+    text = write_report(Path("out"), [own]).markdown.read_text()
+    assert "-1.98% ± 0.00% with each doubling of the workers, +1.01% ± 0.00% with each doubling of H" in text
+    assert "explains 100% of the variance" in text

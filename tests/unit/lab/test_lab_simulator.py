@@ -189,6 +189,15 @@ def test_bytes_are_those_that_the_engine_counts(corpus: Corpus, monkeypatch: Any
     assert result.bytes_sent_per_worker * 3 == counted
 
 
+def test_second_moments_are_charged_in_the_rounds_in_which_they_travel(corpus: Corpus) -> None:
+    sync = {"num_inner_steps": 4, "codec": "fp32"}
+    never, every, rarely = (
+        run(corpus, sync=sync | more).bytes_sent_per_worker
+        for more in ({}, {"second_moment_every": 1}, {"second_moment_every": 3})
+    )
+    assert rarely - never == pytest.approx((every - never) / 3, rel=0.05)  # three rounds, and some headers
+
+
 def test_the_clock_charges_the_link_and_overlap_hides_it(corpus: Corpus) -> None:
     link = {"step_seconds": 0.01, "bits_per_second": 1e7, "latency_seconds": 0.005}
     plain = run(corpus, **link)

@@ -13,6 +13,7 @@ from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.lab.claims import FEWEST_SEEDS, Judgement
 from diloco.lab.experiment import Experiment
+from diloco.lab.report.fits import fit_text
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
 from diloco.lab.report.summary import ArmSummary, Summary, regime_check, summarise
@@ -121,6 +122,8 @@ def _section(summary: Summary, scale: Scale) -> list[Block]:
     if summary.missing:
         blocks.append(Text(f"Not run: {', '.join(summary.missing)}."))
     blocks.append(_table(summary))
+    if experiment.fit is not None and (line := fit_text(experiment.fit(scale), summary)) is not None:
+        blocks.append(Text(line))
     panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, summary)) is not None]
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))

@@ -67,9 +67,9 @@ class Clock:
         return sum(shares) / max(1, len(shares))
 
 
-def round_bytes(vector: EncodedVector, workers: int) -> list[int]:
-    """What each of so many workers sends for one mean, headers included; it receives about as much."""
-    if workers == 1:
-        return [0]
+def round_bytes(vector: EncodedVector | None, workers: int) -> list[int]:
+    """What each of so many workers sends for one mean, headers included; it receives about as much. None: no mean."""
     headers = HEADER_BYTES * (workers - 1)
+    if workers == 1 or vector is None:
+        return [headers] * workers
     return [traffic(vector, workers, worker)[0] + headers for worker in range(workers)]

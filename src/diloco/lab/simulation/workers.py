@@ -109,9 +109,11 @@ class Workers:
                 self._count(posted.key.sequence, posted.key.fragment, there)
 
     def _count(self, sequence: int, fragment: int, there: list[bool]) -> None:
-        """The bytes of a round, among the workers that are there."""
-        [lane] = self.optimizers[0].loop.replica.lanes
-        each = round_bytes(lane.sending[fragment].vector, sum(there))
+        """The bytes of a round, among the workers that are there; second moments that are not due are a header."""
+        loop = self.optimizers[0].loop
+        sending = loop.replica.lanes[0].sending[fragment]
+        resting = sending.moments is not None and not sending.moments.due(sequence // loop.state.num_fragments)
+        each = round_bytes(None if resting else sending.vector, sum(there))
         self.bytes_sent += sum(each)
         self.clock.post(sequence, max(each), there)
 

@@ -65,8 +65,8 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
     return (
-        Curves("0.7 / 0.5", tuple(_name(method, (0.7, 0.5)) for method in METHODS)),
-        Curves("0.4 / 0.5", tuple(_name(method, (0.4, 0.5)) for method in METHODS)),
+        Curves("Outer step 0.7 / 0.5", tuple(_name(method, (0.7, 0.5)) for method in METHODS)),
+        Curves("Outer step 0.4 / 0.5", tuple(_name(method, (0.4, 0.5)) for method in METHODS)),
     )
 
 

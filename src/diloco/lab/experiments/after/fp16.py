@@ -1,7 +1,7 @@
 """OpenDiLoCo's ablation: outer gradients averaged in 16 bits; and in fewer."""
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
 CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "e3m0")
@@ -28,7 +28,9 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    return (Curves("Outer gradients in 16, 8 and 4 bits"),)
+    whole = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0}
+    lines = {"fp32, fp16, int8, int4": whole, "bf16": {"bf16": 16.0}, "e3m0": {"e3m0": 4.0}}
+    return (Sweep("Outer gradients in 16, 8 and 4 bits", "bits a value", lines, x_log=True),)
 
 
 EXPERIMENT = Experiment(

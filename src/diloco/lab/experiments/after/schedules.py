@@ -13,7 +13,7 @@ WARM, DECAY, LAST, ALL = (
     "last round a plain mean",
     "all three of the outer step",
 )
-MOMENTS, RARELY = "second moments averaged", "second moments averaged in every 6th round"
+MOMENTS, RARELY = "second moments, every round", "second moments, every 6th"
 
 
 def _half(scale: Scale) -> int:
@@ -48,7 +48,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
     better = {LAST: "–", DECAY: "–", WARM: "better (Pier, arXiv 2511.17849)", ALL: "–", MOMENTS: "better (DES-LOC)"}
     made = [
         Claim(
-            f"Better than constant numbers: {name}",
+            f"Better than DiLoCo as it is: {name}",
             published,
             lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
             at_most=0.0,

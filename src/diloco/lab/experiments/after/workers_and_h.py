@@ -1,7 +1,7 @@
 """OpenDiLoCo's open questions: more than eight workers, and the best H for a number of workers."""
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
+from diloco.lab.experiment import Arms, Experiment, Figure, Fit, Sweep
 from diloco.lab.scales import Scale
 
 
@@ -45,6 +45,11 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Sweep("Perplexity by H and workers", "H, inner steps between rounds", lines, x_log=True),)
 
 
+def fit(scale: Scale) -> Fit:
+    places = {_name(k, H): (float(k), float(H)) for k in _counts(scale) for H in _lengths(scale)}
+    return Fit(("the workers", "H"), places)
+
+
 EXPERIMENT = Experiment(
     name="workers_and_h",
     title="Workers and H together",
@@ -52,4 +57,5 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
+    fit=fit,
 )

@@ -64,6 +64,6 @@ EXPERIMENT = Experiment(
     figures=figures,
     text="domains",
     published={IID: 15.08, OTHER: 15.02, IID_4: 15.23, OTHER_4: 15.18, ONE: 16.23},
-    note="The paper's shards are k-means clusters of one web text; here they are whole labels of the text, such as "
-    "books, law, code, French: further apart.",
+    note="The paper's shards are k-means clusters of one web text by the features of a model. Here they are those of "
+    "the text given: such clusters too (data.partition = clusters), or whole labels, which are further apart.",
 )

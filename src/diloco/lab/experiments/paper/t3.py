@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Fit, Sweep
 from diloco.lab.scales import Scale
 
 PUBLISHED = {1: 16.23, 4: 15.23, 8: 15.08, 16: 15.02, 64: 14.95}
@@ -48,6 +48,10 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Sweep("Table 3: replicas", "replicas", {"i.i.d.": places}, x_log=True), Curves("The curves"))
 
 
+def fit(scale: Scale) -> Fit:
+    return Fit(("the replicas, from 4 on",), {_name(k): (float(k),) for k in scale.replicas if k > 1})
+
+
 EXPERIMENT = Experiment(
     name="t3",
     title="The number of replicas",
@@ -55,6 +59,7 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
+    fit=fit,
     published={_name(k): value for k, value in PUBLISHED.items()},
     note="All arms share the inner and outer rates that were tuned at 8 replicas, as in the paper.",
 )
