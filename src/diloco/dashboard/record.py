@@ -16,6 +16,8 @@ from diloco.training.records.notes import RunNotes
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 200
+_OF_ANOTHER_VERSION = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What an event of another version raises, or one that is made up."""
 _COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 
 
@@ -45,6 +47,9 @@ class RunRecord:
         self.rounds = Rounds()
         self.members = Members()
         self.notes = RunNotes()
+        self.pauses: list[tuple[float, float]] = []
+        """When the run was started again, and for how many seconds nothing had run."""
+        self._starting: set[tuple[int, str]] = set()
         self._here: set[int] = set()
         self.samples: list[dict[str, Any]] = []
         self.resolved: dict[str, Any] = {}
@@ -57,6 +62,8 @@ class RunRecord:
     def update(self, event: Event) -> None:
         self.events += 1
         time = event["time"]
+        if event["type"] in ("swarm", "worker_started"):
+            self._started((event["worker"], event["type"]), time)
         self.first_time = time if self.first_time is None else min(self.first_time, time)
         self.last_time = time if self.last_time is None else max(self.last_time, time)
         try:
@@ -65,15 +72,23 @@ class RunRecord:
                 handler(event)
             self.members.update(event)
             self.notes.update(event, self._here)
-        except (
-            LookupError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            ArithmeticError,
-        ):  # an event of another version, or made up
+        except _OF_ANOTHER_VERSION:
             self.refused_events += 1
             logger.debug("an event was left out: %.200r", event, exc_info=True)
+
+    def _started(self, what: tuple[int, str], time: float) -> None:
+        """A worker that starts a second time begins another start of the run, as in training/records/history.py."""
+        if what in self._starting and self.last_time is not None:
+            self.pauses.append((time, max(0.0, time - self.last_time)))
+            self._starting.clear()
+        self._starting.add(what)
+
+    def seconds(self, until: float | None) -> float | None:
+        """From the first event on, without the pauses in which nothing ran."""
+        end = self.last_time if until is None else until
+        if end is None or self.first_time is None:
+            return None
+        return max(0.0, end - self.first_time - sum(taken for at, taken in self.pauses if at <= end))
 
     def worker(self, event: Event) -> Worker:
         """The worker that wrote the event: one of this machine."""

@@ -41,7 +41,7 @@ def snapshot(
         "first_time": record.first_time,
         "last_time": record.last_time,
         "time": end,
-        "seconds": None if end is None or record.first_time is None else end - record.first_time,
+        "seconds": record.seconds(until),
         "step": step,
         "steps": steps,
         "seconds_left": _seconds_left(local, step, steps, record.tokens_per_step),

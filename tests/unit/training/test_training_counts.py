@@ -90,6 +90,16 @@ def test_the_display_and_the_page_count_the_same(name: str) -> None:
         assert one["bytes_sent"] == pytest.approx(counts.workers[one["worker"]].bytes_sent, abs=64)  # rounds since
 
 
+def test_a_pause_is_no_time_of_the_run_on_the_page_as_in_the_report() -> None:
+    times = [*range(len(RUN)), *range(1000, 1000 + len(RESUMED))]
+    events = [one | {"time": float(time)} for time, one in zip(times, [*RUN, *RESUMED], strict=True)]
+    record = RunRecord()
+    for one in events:
+        record.update(one)
+    page = snapshot(record, CONFIG.values(), None, None, 0.0)
+    assert page["seconds"] == summarize(CONFIG, events)["seconds"] == len(events) - 2
+
+
 def test_a_failed_round_counts_once_and_a_resume_takes_it_back() -> None:
     counts = counted(RUNS["failed for all"])
     assert (counts.rounds, counts.rounds_failed) == (2, 1)
