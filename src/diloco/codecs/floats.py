@@ -5,6 +5,8 @@ fp16's normal range, so our fp16 scales each part up to the top of that range by
 never overflows, and the error of small values beside large ones stays within the stated bound.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -75,13 +77,18 @@ class Float16(Codec):
             encode_scaled_fp16(values, out, _FP16_TOP)
             return
         # Not aminmax and not an infinity norm: along a dimension both are ten times slower on the CPU.
-        largest = torch.maximum(values.amax(dim=1, keepdim=True), -values.amin(dim=1, keepdim=True))
-        _, exponent = torch.frexp(largest)  # largest < 2^exponent
-        exponent = (15 - exponent).clamp(-126, 126)  # 2^15 is within fp16's range, and 2^±126 within fp32's
-        scale = torch.ldexp(torch.ones_like(largest), exponent)
-        scaled = torch.mul(values, scale, out=scratch("encode", values.shape, values.device))
-        out[:, :-4].view(torch.float16).copy_(scaled.clamp_(-_FP16_TOP, _FP16_TOP))
-        out[:, -4:].view(torch.float32).copy_(torch.ldexp(torch.ones_like(largest), -exponent))
+        most, least = values.amax(dim=1).tolist(), values.amin(dim=1).tolist()
+        largest = [max(high, -low) for high, low in zip(most, least, strict=True)]
+        # |x| < 2^frexp(x)[1]; 2^15 is within fp16's range, and 2^±126 within fp32's
+        shifts = [min(max(15 - math.frexp(one)[1], -126), 126) for one in largest]
+        scales = torch.tensor([[2.0**shift for shift in shifts], [2.0**-shift for shift in shifts]])
+        scales = scales.to(values.device).unsqueeze(2)  # [there and back, rows, 1]
+        within = all(one * 2.0**shift <= _FP16_TOP for one, shift in zip(largest, shifts, strict=True))
+        scaled = torch.mul(values, scales[0], out=scratch("encode", values.shape, values.device))
+        if not within:
+            scaled.clamp_(-_FP16_TOP, _FP16_TOP)
+        out[:, :-4].view(torch.float16).copy_(scaled)
+        out[:, -4:].view(torch.float32).copy_(scales[1])
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         if data.is_cuda and takes_kernels(data, out):

@@ -134,9 +134,10 @@ def weighted_mean(
             torch.mul(value, factor, out=out)
     if total == 1:
         return out
-    # On a GPU, division by a number is multiplication by its reciprocal, which is exact for powers of two alone.
-    exact = not out.is_cuda or math.frexp(total)[0] == 0.5
-    return out.div_(total if exact else torch.full((), total, device=out.device))
+    if math.frexp(total)[0] == 0.5:  # a power of two: its reciprocal is exact, and multiplying is faster
+        return out.mul_(1 / total)
+    # On a GPU, division by a plain number is multiplication by its reciprocal.
+    return out.div_(torch.full((), total, device=out.device) if out.is_cuda else total)
 
 
 def num_products(contributors: int) -> int:

@@ -40,8 +40,7 @@ def outer_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterato
         elif theta_i is not None:
             delta = torch.sub(theta, theta_i[span.slice], out=fragment.scratch(span))
         else:
-            own = fragment.read(span)
-            delta = torch.sub(theta, own, out=own)
+            delta = fragment.read(span, theta)
         yield span, delta
 
 
@@ -70,7 +69,7 @@ def outer_step(
             kernels.outer_step(span.start, outer, theta, state, delta, mixing)
         else:
             if delta is None:
-                delta = theta - fragment.read(span)
+                delta = fragment.read(span, theta)
             outer.update(theta, delta, state, fragment.rounds)  # line 14
             if mixing < 1.0:
                 fragment.follow(span, theta, mixing)  # line 3

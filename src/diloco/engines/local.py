@@ -196,9 +196,9 @@ class _Round:
             return
         first = self.contributions[present[0]]
         self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio, first.merge)
-        vector = first.vector
+        vector, has_mean = first.vector, self.decision.total_weight > 0
         self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.device)
-        if self.decision.total_weight > 0:
+        if has_mean:
             products = reduce_parts(
                 vector.codec,
                 [self.contributions[worker].vector.data for worker in self.decision.contributors],
@@ -253,7 +253,8 @@ class _LocalPending(PendingRound):
         self.engine.heard(members)
         phases = self.round.phases(worker)
         present = [member for member in members if member.worker in self.round.contributions]
-        has_diverged = worker in {present[position].worker for position in diverged([m.anchor_digest for m in present])}
+        own = [member.worker for member in present].index(worker)
+        has_diverged = own in diverged([member.anchor_digest for member in present])
         if has_diverged:
             self.engine.missed(self.key, decision)
         if not decision.contributors and decision.refused:

@@ -34,6 +34,7 @@ _MIN_WAVE_BYTES_PER_WORKER = 1 << 18
 WAVES_AHEAD = 8
 """So many travel at a time (wave_exchange.py): at 200 Mbit/s and 50 ms each way, two take twice as long."""
 _PRODUCTS_OF_FOUR = 10
+_LEAST_ELEMENTS = 1 << 17  # for one of several threads
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def decide(
     workers: Sequence[int], claims: Sequence[Claim], max_norm_ratio: float | None, merge: Merge = "mean"
 ) -> Decision:
     """The same claims give the same decision on every worker."""
-    reasons = admit(claims)
+    digests = [claim.anchor_digest for claim in claims]
+    resync, reasons = bool(diverged(digests)), admit(claims)
     admitted = [index for index, reason in enumerate(reasons) if reason is None]
     weights = bounded_weights([claims[index] for index in admitted])
     accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
@@ -78,7 +80,7 @@ def decide(
         clipped=clipped,
         merge=merge if len(accepted) >= FEWEST else "mean",
         refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
-        resync=bool(diverged([claim.anchor_digest for claim in claims])),
+        resync=resync,
     )
 
 
@@ -111,7 +113,9 @@ def reduce_parts(
     from `first_part`, are in them: it costs no more than with four.
     `batch_elements`: how many to process at a time, if not as many as fit into a cache.
     """
-    batch = max(1, (batch_elements or span_elements(out.device)) // part)
+    at_once = batch_elements or span_elements(out.device) * 4 // max(4, len(encoded))
+    threads = torch.get_num_threads() if out.device.type == "cpu" else 1
+    batch = max(1, min(at_once // part, max(-(-len(out) // threads), _LEAST_ELEMENTS // part)))
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
     num_products = len(encoded) * (len(encoded) + 1) // 2
     every = -(-num_products // _PRODUCTS_OF_FOUR)
@@ -127,18 +131,17 @@ def reduce_parts(
 
     def reduce(some: slice) -> None:
         shape, device = (some.stop - some.start, part), out.device
-        mean = scratch("mean", shape, device)
-        values: Iterable[Tensor]
-        with_products = num_products > 1 and (first_part + some.start) % every == 0
-        if with_products or merge == "clipped":
-            terms = [scratch(f"term {index}", shape, device) if index else mean for index in range(len(encoded))]
+        with_products = num_products > 1 and (first_part + some.start) // batch % every == 0
+        all_at_once = with_products or merge == "clipped"
+        terms = [scratch(f"term {index}", shape, device) for index in range(len(encoded) if all_at_once else 1)]
+        mean, values = terms[0], iter(terms)
+        if all_at_once:
             for index, data in enumerate(encoded):
                 codec.decode(data[some], terms[index])
                 if on_decoded is not None:
                     on_decoded(index, terms[index])
             if with_products:
                 products[some.start] = inner_products(terms)
-            values = terms
         else:
             values = decode_one_by_one(some, mean)
         if merge == "clipped":

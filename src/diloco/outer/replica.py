@@ -140,14 +140,15 @@ class Lane:
         fragment, moments = self.fragments[index], self.sending[index].moments
         if moments is not None and mixing < 1:
             moments.take(encoded)
-        norm = 0.0
+        mean = None
         if fragment is not None:
             mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
             outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
             self.digests[index] = taken.hexdigest()
-            norm = mean.norm() if encoded.num_bytes else self._norms[index]
         self.sending[index].vector.give_back()
-        return norm
+        if mean is None:
+            return 0.0
+        return mean.norm() if encoded.num_bytes else self._norms[index]
 
     def next_anchor(self, index: int, encoded: EncodedVector, out: Tensor, turn: int) -> tuple[str, float]:
         """What `merge` will make of a fragment's anchor, into `out`: its digest, and the norm of the mean."""

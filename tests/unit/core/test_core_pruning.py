@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
+from diloco.core import fragments
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.core.lanes import Piece
@@ -26,7 +28,10 @@ def test_a_fraction_of_less_than_one_value_prunes_nothing() -> None:
     assert rows.tolist() == [[1.0, 2.0, 3.0]]
 
 
-def test_rows_are_those_of_the_tensors_also_across_spans_and_in_another_memory_order() -> None:
+def test_rows_are_those_of_the_tensors_also_across_spans_and_in_another_memory_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(fragments._SPAN_ELEMENTS, "cpu", 1 << 17)
     generator = torch.Generator().manual_seed(0)
     shapes = [(700, 300), (90,), (8, 3, 5, 5)]
     tensors = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
