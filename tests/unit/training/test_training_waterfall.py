@@ -83,6 +83,23 @@ def test_the_seconds_of_a_round_are_told_by_the_loop(overlap: int) -> None:
         assert fields["send_seconds"] is None  # nothing travels in one process
 
 
+def test_a_worker_of_another_machine_is_in_the_waterfall_from_its_reports() -> None:
+    events = [BEGIN]
+    for sequence in range(3):
+        time = 112.0 + sequence * 20
+        events.append(event("round_posted", time, sequence=sequence, step=sequence))
+        report = {"elapsed_seconds": 10.0 + sequence * 18, "sync_seconds": 1.0 + sequence * 3}
+        report["last_round_seconds"] = [sequence - 1, 0.5, 0.0, 3.0, 0.25, 2.0, 0.75, None] if sequence else []
+        times = {"waited_seconds": 7.0, "members": [{"worker": 4, "report": report}]}
+        events.append(ended(time + 8, **times, sequence=sequence, step=sequence))
+    spans = [span for span in round_spans(events) if span.worker == 4]
+    parts = [("encode", 0.5), ("wait", 2.0), ("send", 0.75), ("wait", 0.25), ("merge", 0.25)]
+    assert seconds(spans)[:5] == parts, "its inner steps are known from its second report on"
+    assert seconds(spans)[5:] == [("compute", 15.0), *parts]
+    assert spans[4].end == 120.0 and spans[-1].end == 140.0, "its rounds end when they end here"
+    assert all(one.end <= other.start for one, other in pairwise(spans))
+
+
 def test_spans_of_a_worker_never_overlap() -> None:
     events = [BEGIN]
     for sequence in range(5):

@@ -1,4 +1,4 @@
-"""The round waterfall: what each worker of this machine did at every moment, from its events. Torch-free.
+"""The round waterfall: what each worker did at every moment, from the events of this machine. Torch-free.
 
     compute   inner steps, with the evaluations and checkpoints between them
     encode    its outer gradient was computed and encoded
@@ -8,9 +8,11 @@
     merge     the outer step
 
 With overlap a round travels while the worker trains: only what training waited for is in the waterfall.
+A worker of another machine tells the seconds of a round with its next one; its round ends here when it does for this
+machine, since the two share no clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,17 +43,54 @@ class Span:
 def round_spans(events: Sequence[Event]) -> list[Span]:
     """Of all workers, each in the order of time. Steps after the last round are in none."""
     events = history.current(events)
+    events = [*events, *_told(events)]
     rounds = {(event["worker"], event["sequence"]): event for event in events if event["type"] == "round"}
     timelines: dict[int, _Timeline] = {}
     for event in events:
         timeline = timelines.setdefault(event["worker"], _Timeline(event["worker"]))
         if event["type"] in _BEGINS:
-            timeline.now = event["time"]
+            timeline.now = event["time"] if timeline.now is None else max(timeline.now, event["time"])
         elif event["type"] == "round_posted":
             timeline.posted(event, rounds.get((event["worker"], event["sequence"])))
         elif event["type"] == "round":
             timeline.ended(event)
     return [span for worker in sorted(timelines) for span in timelines[worker].spans]
+
+
+def _told(events: Sequence[Event]) -> Iterator[Event]:
+    """Events of rounds as the workers of other machines would have written them, from what they report."""
+    here = {event["worker"] for event in events if event["type"] in ("worker_started", "step", "round_posted")}
+    ended: dict[int, float] = {}  # sequence -> when it ended here
+    worked: dict[int, float] = {}  # worker -> its seconds of inner steps, at its last report
+    computed: dict[tuple[int, int], float] = {}  # worker, sequence -> seconds of inner steps for that round
+    for event in events:
+        if event["type"] != "round" or event["sequence"] in ended:
+            continue
+        ended[event["sequence"]] = event["time"]
+        for member in event.get("members") or ():
+            worker, report = member["worker"], member.get("report") or {}
+            if worker in here:
+                continue
+            so_far = _seconds(report, "elapsed_seconds") - _seconds(report, "sync_seconds")
+            computed[worker, event["sequence"]] = max(0.0, so_far - worked.get(worker, so_far))
+            worked[worker] = so_far
+            sequence, *told = report.get("last_round_seconds") or [-1]
+            if sequence in ended and len(told) == len(TOLD):
+                seconds = {f"{name}_seconds": value for name, value in zip(TOLD, told, strict=True)}
+                yield from _events_of(worker, int(sequence), ended[sequence], computed.get((worker, sequence)), seconds)
+
+
+def _events_of(
+    worker: int, sequence: int, end: float, computed: float | None, seconds: dict[str, Any]
+) -> Iterator[Event]:
+    """The beginning of its inner steps, where that is known, its post, and the round's end."""
+    common = {"worker": worker, "sequence": sequence}
+    posted = end - sum(_seconds(seconds, f"{name}_seconds") for name in ("flight", "waited", "merge"))
+    if computed is not None:
+        began = posted - _seconds(seconds, "encode_seconds") - computed
+        yield {"type": _BEGINS[0], "time": began, "worker": worker}
+    yield {"type": "round_posted", "time": posted, **common}
+    yield {"type": "round", "time": end, **common, **seconds}
 
 
 class _Timeline:
