@@ -1,16 +1,14 @@
 """`diloco lab`: the papers' tables and figures on one device, and experiments of one's own."""
 
-import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from diloco.errors import ConfigError
 from diloco.lab import commands
-from diloco.lab.runs import STDLIB, print_line
-
-ScaleName = Literal["smoke", "cpu", "gpu"]
+from diloco.lab.run_options import RunOptions, ScaleName
+from diloco.lab.runs import print_line
 
 
 def list_experiments(*, scale: ScaleName = "cpu") -> None:
@@ -19,7 +17,7 @@ def list_experiments(*, scale: ScaleName = "cpu") -> None:
     Parameters
     ----------
     scale
-        smoke: does it run; cpu: small runs, rates not tuned; gpu: ten seconds an arm on a large GPU.
+        smoke: does it run; cpu: small runs; gpu: three seconds an arm on a large GPU.
     """
     commands.list_experiments(scale, print_line)
 
@@ -27,15 +25,7 @@ def list_experiments(*, scale: ScaleName = "cpu") -> None:
 def run(
     *experiments: str,
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
-    scale: ScaleName = "smoke",
-    seeds: int = 3,
-    out: Path | None = None,
-    device: str = "auto",
-    text: str = STDLIB,
-    domains: str = STDLIB,
-    seconds: float = math.inf,
-    processes: int = 1,
-    how: str = "auto",
+    options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Run the arms of experiments that are not finished; the same command continues after an interruption.
 
@@ -45,74 +35,24 @@ def run(
         Names (diloco lab list), or files of your own (diloco lab new).
     everything
         All experiments, the most important first.
-    scale
-        smoke: does it run; cpu: small runs, rates not tuned; gpu: ten seconds an arm on a large GPU.
-    seeds
-        Seeds 0 to N − 1; a verdict needs three.
-    out
-        The folder of results (default: runs/lab-SCALE).
-    device
-        cpu, cuda, or auto: a GPU if there is one.
-    text
-        Any data.source, or the folder of a prepared corpus.
-    domains
-        The same for workers that read different texts; its files or labels are the shards.
-    seconds
-        Begin no arm after this many.
-    processes
-        Arms at a time.
-    how
-        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
     """
-    commands.run(
-        commands.chosen(experiments, everything), scale, seeds, out or Path(f"runs/lab-{scale}"), print_line,
-        device=device, text=text, domains=domains, seconds=seconds, processes=processes, how=how,
-    )  # fmt: skip
+    commands.run(commands.chosen(experiments, everything), options, print_line)
 
 
 def tune(
     experiment: str,
     /,
     *,
-    scale: ScaleName = "cpu",
-    seeds: int = 1,
-    out: Path | None = None,
-    device: str = "auto",
-    text: str = STDLIB,
-    domains: str = STDLIB,
-    seconds: float = math.inf,
-    processes: int = 1,
-    how: str = "auto",
+    options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Run the candidates for an experiment's rates and print the best of each group, for both sides.
 
     Parameters
     ----------
     experiment
-        One that has candidates: t2, f6, f9, muon, equal_tokens.
-    scale
-        smoke, cpu or gpu.
-    seeds
-        Seeds of each candidate.
-    out
-        The folder of results (default: runs/lab-SCALE, shared with run).
-    device
-        cpu, cuda, or auto.
-    text
-        As for run.
-    domains
-        As for run.
-    seconds
-        Begin no arm after this many.
-    processes
-        Arms at a time.
-    how
-        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
+        One that has candidates: t2, f6, f9, eager, muon, equal_tokens.
     """
-    commands.tune(
-        commands.chosen([experiment], False)[0], scale, seeds, out or Path(f"runs/lab-{scale}"), print_line,
-        device=device, text=text, domains=domains, seconds=seconds, processes=processes, how=how,
-    )  # fmt: skip
+    commands.tune(commands.chosen([experiment], False)[0], options, print_line)
 
 
 def report(folder: Path, /, *experiments: str, to: Path | None = None) -> None:

@@ -1,14 +1,17 @@
 """`python -m diloco.lab`: the laboratory where the command line's packages are not installed (a GPU machine, say)."""
 
 import argparse
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands
-from diloco.lab.runs import STDLIB, print_line
+from diloco.lab.run_options import RunOptions
+from diloco.lab.runs import print_line
+
+_TYPES: dict[str, Callable[[str], object]] = {"seeds": int, "out": Path, "seconds": float, "processes": int}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,15 +34,8 @@ def _parser() -> argparse.ArgumentParser:
         one = verbs.add_parser(verb)
         one.add_argument("experiments", nargs="*")
         one.add_argument("--all", action="store_true")
-        one.add_argument("--scale", default="smoke")
-        one.add_argument("--seeds", type=int, default=3 if verb == "run" else 1)
-        one.add_argument("--out", type=Path, required=True)
-        one.add_argument("--device", default="auto")
-        one.add_argument("--text", default=STDLIB)
-        one.add_argument("--domains", default=STDLIB)
-        one.add_argument("--seconds", type=float, default=math.inf)
-        one.add_argument("--processes", type=int, default=1)
-        one.add_argument("--how", default="auto")
+        for option in fields(RunOptions):
+            one.add_argument(f"--{option.name}", type=_TYPES.get(option.name, str), default=option.default)
     verbs.add_parser("new").add_argument("name")
     report = verbs.add_parser("report")
     report.add_argument("folder", type=Path)
@@ -56,14 +52,13 @@ def _call(given: argparse.Namespace) -> int:
     elif given.verb == "report":
         commands.report(given.folder, given.experiments, given.to, print_line)
     else:
-        names = ("device", "text", "domains", "seconds", "processes", "how")
-        options = {name: getattr(given, name) for name in names}
+        options = RunOptions(**{option.name: getattr(given, option.name) for option in fields(RunOptions)})
         found = commands.chosen(given.experiments, given.all)
         if given.verb == "run":
-            commands.run(found, given.scale, given.seeds, given.out, print_line, **options)
+            commands.run(found, options, print_line)
         for experiment in found if given.verb == "tune" else ():
             if experiment.tuning is not None or not given.all:
-                commands.tune(experiment, given.scale, given.seeds, given.out, print_line, **options)
+                commands.tune(experiment, options, print_line)
     return 0
 
 

@@ -1,7 +1,6 @@
 """What `diloco lab` and `python -m diloco.lab` do: list, run, tune, report, new."""
 
 import importlib.util
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +9,13 @@ import torch
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
+from diloco.lab.claims import FEWEST_SEEDS
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder, key_of
-from diloco.lab.runs import STDLIB, Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
+from diloco.lab.run_options import RunOptions
+from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
 from diloco.lab.template import TEMPLATE
 
@@ -53,41 +54,43 @@ def _find(name: str) -> Experiment:
     return made
 
 
-def run(
-    experiments: Sequence[Experiment], scale_name: str, seeds: int, out: Path, say: Say, *,
-    device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
-    how: str = "auto",
-) -> int:  # fmt: skip
+def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int:
     """Run the arms that are not finished; the number that remain."""
-    scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
+    texts = _texts(options)
     setting = setting_of(texts, {experiment.text for experiment in experiments})
-    tasks = tasks_of(experiments, scale, check_seeds(seeds), setting.texts)
-    ResultFolder(out).begin(setting)
-    return Run(tuple(tasks), texts, out, device_of(device), seconds, processes, how)(say)
+    seeds = check_seeds(FEWEST_SEEDS if options.seeds is None else options.seeds)
+    tasks = tasks_of(experiments, texts.scale, seeds, setting.texts)
+    ResultFolder(options.folder).begin(setting)
+    return _run(tasks, texts, options)(say)
 
 
-def tune(
-    experiment: Experiment, scale_name: str, seeds: int, out: Path, say: Say, *,
-    device: str = "auto", text: str = STDLIB, domains: str = STDLIB, seconds: float = math.inf, processes: int = 1,
-    how: str = "auto",
-) -> None:  # fmt: skip
+def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
     """Run the candidates of an experiment and print the best of each group."""
-    scale, texts = scale_of(scale_name), Texts(text, domains, scale_of(scale_name))
+    texts, seeds = _texts(options), check_seeds(1 if options.seeds is None else options.seeds)
     if experiment.tuning is None:
         having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
         raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
     setting = setting_of(texts, {experiment.text})
-    digest, groups = setting.texts[experiment.text], experiment.tuning(scale)
+    digest, groups = setting.texts[experiment.text], experiment.tuning(texts.scale)
     tasks = {
         key: Task(key, f"{group}, {name}", arm, seed, experiment.text)
         for group, arms in groups.items()
         for name, arm in arms.items()
-        for seed in check_seeds(seeds)
+        for seed in seeds
         if (key := key_of(arm, seed, digest))
     }
-    ResultFolder(out).begin(setting)
-    Run(tuple(tasks.values()), texts, out, device_of(device), seconds, processes, how)(say)
-    show_tuning(experiment, scale, out, seeds, digest, say)
+    ResultFolder(options.folder).begin(setting)
+    _run(list(tasks.values()), texts, options)(say)
+    show_tuning(experiment, texts.scale, options.folder, len(seeds), digest, say)
+
+
+def _texts(options: RunOptions) -> Texts:
+    return Texts(options.text, options.domains, scale_of(options.scale))
+
+
+def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions) -> Run:
+    device = device_of(options.device)
+    return Run(tuple(tasks), texts, options.folder, device, options.seconds, options.processes, options.how)
 
 
 def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: int, digest: str, say: Say) -> None:

@@ -26,6 +26,7 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm
 from diloco.lab.experiment import Experiment
 from diloco.lab.results import ResultFolder, Setting, key_of
+from diloco.lab.run_options import STDLIB
 from diloco.lab.scales import Scale
 from diloco.lab.simulation.domains import DOMAINS, library_domains
 from diloco.lab.simulation.simulator import simulate
@@ -33,7 +34,6 @@ from diloco.lab.simulation.simulator import simulate
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-STDLIB = "stdlib"
 _LARGE = 4.0
 """Times the cost of DiLoCo's arm: 64 replicas, say."""
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from diloco.cli.main import app
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands, runs, scales
+from diloco.lab.__main__ import main
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.experiments import EXPERIMENTS
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder
+from diloco.lab.run_options import RunOptions
 
 T2, F8 = EXPERIMENTS["t2"], EXPERIMENTS["f8"]
 
@@ -49,7 +52,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def _run(*experiments: object, seeds: int = 3, **options: object) -> list[str]:
     said: list[str] = []
-    commands.run(experiments, "smoke", seeds, Path("out"), said.append, device="cpu", **options)  # type: ignore[arg-type]
+    given = RunOptions(seeds=seeds, out=Path("out"), device="cpu", **options)  # type: ignore[arg-type]
+    commands.run(experiments, given, said.append)  # type: ignore[arg-type]
     return said
 
 
@@ -142,3 +146,12 @@ def test_a_line_is_fitted_through_the_logarithms(simulated: list[tuple[str, int]
     text = write_report(Path("out"), [own]).markdown.read_text()
     assert "-1.98% ± 0.00% with each doubling of the workers, +1.01% ± 0.00% with each doubling of H" in text
     assert "explains 100% of the variance" in text
+
+
+def test_both_command_lines_give_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunOptions] = []
+    monkeypatch.setattr(commands, "run", lambda *given: asked.append(given[1]))
+    words = ["run", "t2", "--scale", "cpu", "--seeds", "2", "--out", "here", "--seconds", "9", "--how", "sequential"]
+    assert main(words) == 0
+    app(["lab", *words], result_action="return_value")
+    assert asked[0] == asked[1] == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential")

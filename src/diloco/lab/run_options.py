@@ -1,0 +1,51 @@
+"""The options of `diloco lab run` and `diloco lab tune`."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+STDLIB = "stdlib"
+ScaleName = Literal["smoke", "cpu", "gpu"]
+
+
+@final
+@dataclass(frozen=True)
+class RunOptions:
+    """Which arms to run, on what, and where results go.
+
+    Parameters
+    ----------
+    scale
+        smoke: does it run; cpu: small runs; gpu: three seconds an arm on a large GPU.
+    seeds
+        Seeds 0 to N − 1 (default: 3, which a verdict needs; to tune: 1).
+    out
+        The folder of results (default: runs/lab-SCALE).
+    device
+        cpu, cuda, or auto: a GPU if there is one.
+    text
+        Any data.source, or the folder of a prepared corpus.
+    domains
+        The same for workers that read different texts; its files or labels are the shards.
+    seconds
+        Begin no arm after this many.
+    processes
+        Arms at a time.
+    how
+        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
+    """
+
+    scale: ScaleName = "smoke"
+    seeds: int | None = None
+    out: Path | None = None
+    device: str = "auto"
+    text: str = STDLIB
+    domains: str = STDLIB
+    seconds: float = math.inf
+    processes: int = 1
+    how: str = "auto"
+
+    @property
+    def folder(self) -> Path:
+        return self.out or Path(f"runs/lab-{self.scale}")
