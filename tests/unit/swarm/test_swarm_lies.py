@@ -21,6 +21,7 @@ from diloco.engines.swarm.node.proofs.certificate import (
     certify,
     range_digests,
 )
+from diloco.engines.swarm.node.proofs.messages import Proof
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
@@ -202,7 +203,7 @@ def gives_others_another_mean(liar: MemoryWorker, to: str, monkeypatch: pytest.M
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(8 * len(transfer._own_products)), 1.0)
         digest = _digest(wrong, transfer._mean_width)
-        await write_frame(stream, transfer._notary.sign_range(transfer.plan, digest).signature, 1.0)
+        await write_frame(stream, liar.node.outcomes.notary.sign_range(transfer.plan, digest).signature, 1.0)
 
     monkeypatch.setattr(Transfer, "_send_mean", send)
 
@@ -256,7 +257,7 @@ def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_a
         accuser, accused, judge = await founded(swarm, 3)
         made = plan([0, 1, 2])
         nothing = SignedRange(bytes(32), bytes(64)), SignedRange(bytes([1] * 32), bytes(64))
-        lie = messages.Proof(TwoRanges(made.key, made.digest, accused.name, *nothing))
+        lie = Proof(TwoRanges(made.key, made.digest, accused.name, *nothing))
         for _ in range(3):
             with pytest.raises(CallRefused):
                 await accuser.node.outcomes.calls.ask(judge.name, lie)

@@ -13,7 +13,8 @@ from diloco.core.config import Merge
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node import guest_messages as guests
 from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, TwoRanges, Vote
+from diloco.engines.swarm.node.proofs import messages as proofs
+from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, Vote
 from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -227,15 +228,6 @@ class Outcome(PeerMessage, frozen=True):
     """Of the workers that have signed the certificate: the receiver may not have met them."""
 
 
-# Liars
-
-
-class Proof(PeerMessage, frozen=True):
-    """A member has lied, as every other can check. Answered by Done."""
-
-    lie: TwoRanges
-
-
 # The first message on a stream, and the answer to it
 
 
@@ -269,18 +261,6 @@ class StateHead(PeerMessage, frozen=True):
             raise Malformed("the numbers of a state lack 'sequence'")
 
 
-class AskStateDigest(PeerMessage, frozen=True):
-    """A worker that fetches the state before this round asks other members for theirs. Answered by StateDigest."""
-
-    sequence: Sequence
-
-
-class StateDigest(PeerMessage, frozen=True):
-    digest: Sha256 | None = None
-    pending: bool = False
-    """It is being computed: ask again."""
-
-
 class OpenFile(PeerMessage, frozen=True):
     """FileHead and the file come back, or NotHere."""
 
@@ -300,9 +280,10 @@ Message = (
     Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
-    | AskOutcome | AskLastPlan | Outcome | Proof | guests.AskStatus | guests.StatusAnswer
+    | AskOutcome | AskLastPlan | Outcome | guests.AskStatus | guests.StatusAnswer
     | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured
-    | OpenParts | OpenMean | OpenState | StateHead | AskStateDigest | StateDigest | OpenFile | FileHead | NotHere
+    | proofs.Proof | proofs.Projections | proofs.AskPart | proofs.Part | proofs.AskStateDigest | proofs.StateDigest
+    | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
 )  # fmt: skip
 
 _decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)

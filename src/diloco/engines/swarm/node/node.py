@@ -41,6 +41,7 @@ from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.processes import addressed, open_addressed
+from diloco.engines.swarm.node.proofs import messages as proofs
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.leader import Leader
@@ -295,9 +296,13 @@ class Node:
                 return self.outcomes.answer(request)
             case messages.AskLastPlan():
                 return self.outcomes.answer_last()
-            case messages.AskStateDigest():
+            case proofs.AskStateDigest():
                 return self.states.witnesses.answer(request)
-            case messages.Proof():
+            case proofs.Projections():
+                return self.outcomes.check.record(peer, request)
+            case proofs.AskPart():
+                return self.outcomes.check.show(request)
+            case proofs.Proof():
                 return self.outcomes.liars.answer(request)
             case messages.Ready():
                 return self.leader.answer_ready(peer, request)

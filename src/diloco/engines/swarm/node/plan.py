@@ -66,6 +66,10 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def number(self) -> int:
         return self.contribution.worker
 
+    @property
+    def root(self) -> bytes:
+        return self.contribution.root
+
     @cached_property
     def parsed(self) -> Header:
         return parse_header(self.number, self.contribution.header)

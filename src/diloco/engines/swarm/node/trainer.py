@@ -41,6 +41,8 @@ class PresentWorker(Struct, frozen=True):
     worker: int
     header: bytes
     note: bytes
+    root: bytes = b""
+    """Binds the worker to its encoded parts (proofs/merkle.py)."""
 
 
 class RoundOutcome(Struct, frozen=True):

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.members import Members
-from diloco.engines.swarm.node.messages import Done, Proof
+from diloco.engines.swarm.node.messages import Done
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate, TwoRanges, Vote, find_two_ranges
+from diloco.engines.swarm.node.proofs.messages import Proof
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
@@ -45,7 +46,7 @@ class Liars:
     def record(self, proof: TwoRanges) -> None:
         """Ban the liar, and tell the others, if that is news."""
         reason = f"it gave workers different means in round {proof.key.sequence}, and has signed both"
-        if self._ban(proof.peer, reason):
+        if self.ban(proof.peer, reason):
             for peer in self._members.live():
                 task = asyncio.create_task(self._tell(peer.name, Proof(proof)))
                 self._tasks.add(task)
@@ -73,8 +74,8 @@ class Liars:
         if peer in self._members.peers and self._members.permissions.record_offence(peer, reason):
             self._expel(peer, reason)
 
-    def _ban(self, peer: str, reason: str) -> bool:
-        """Whether it was not banned before."""
+    def ban(self, peer: str, reason: str) -> bool:
+        """A lie that this worker has proof of. Whether it was not banned before."""
         permissions = self._members.permissions
         if peer in permissions.bans() or peer == self._members.me:
             return False

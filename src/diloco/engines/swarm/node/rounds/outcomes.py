@@ -20,6 +20,7 @@ from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.proofs.liars import Liars
+from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.quorum import Quorum
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
@@ -36,6 +37,7 @@ class Outcomes:
     def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary) -> None:
         self.heartbeats, self.members, self.calls, self.notary = heartbeats, heartbeats.members, calls, notary
         self.liars = Liars(self.members, calls, notary)
+        self.check = MeanCheck(self.members, calls, self.liars)
         self.recent = RecentRounds()
         self.quorum = Quorum(self.members)
         self.on_end: Callable[[Agreed], None] = lambda _: None
@@ -86,7 +88,11 @@ class Outcomes:
             self._shared |= {entry.peer: (self._rounds, status.tokens) for entry in plan.entries}
         if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
             self.recent.next_to_merge = round_.sequence + 1
-        self.on_end(Agreed(plan, round_.certificate))
+        agreed = Agreed(plan, round_.certificate)
+        self.on_end(agreed)
+        kept = self.recent.get(round_.sequence)
+        if kept is not None:
+            self.check.begin(agreed, round_.posted, round_.leaves, kept.mean, self.recent.copied)
         round_.succeed(plan)
         self.members.changed()
 

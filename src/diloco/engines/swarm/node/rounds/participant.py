@@ -32,6 +32,7 @@ from diloco.engines.swarm.node.messages import (
     Waiting,
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
+from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
@@ -69,9 +70,9 @@ class Participant:
     async def post(self, posted: PostedRound) -> RoundOutcome:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
-        status = self.members.status
+        status, leaves = self.members.status, await _leaves(posted)
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
-        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority)
+        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
         status.next_round = max(status.next_round, round_.sequence)
         status.waiting_round = min(self.rounds)
@@ -179,7 +180,9 @@ class Participant:
         round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
         if plan.has_mean:
             seconds = self.settings.stall_seconds
-            round_.transfer = Transfer(plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary)
+            round_.transfer = Transfer(
+                plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves
+            )
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
         return Done()
@@ -294,3 +297,9 @@ class Participant:
                     await round_.planned.wait()
             except TimeoutError:
                 continue
+
+
+async def _leaves(posted: PostedRound) -> list[bytes]:
+    """The digests of all parts, taken in a thread."""
+    width = posted.contribution.num_bytes // max(1, posted.num_parts)
+    return await asyncio.get_running_loop().run_in_executor(None, merkle.leaves, posted.contribution.view, width)

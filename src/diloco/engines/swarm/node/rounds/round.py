@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from msgspec import structs
 
@@ -9,6 +10,7 @@ from diloco.core.config import Merge
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
+from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
@@ -22,6 +24,8 @@ class Round:
     started: float = field(default_factory=clock.now)
     authority: Authority = NO_AUTHORITY
     """The highest that has sent a message in this round."""
+    leaves: list[bytes] = field(default_factory=list)
+    """The digests of the posted parts (proofs/merkle.py)."""
     minority_since: float | None = None
     """When this worker last began to see no majority."""
     leader: str | None = None
@@ -57,9 +61,13 @@ class Round:
     def ended(self) -> bool:
         return self.outcome.done()
 
+    @cached_property
+    def root(self) -> bytes:
+        return merkle.root(self.leaves)
+
     @property
     def contribution(self) -> PresentWorker:
-        return PresentWorker(self.number, self.posted.header, self.posted.note)
+        return PresentWorker(self.number, self.posted.header, self.posted.note, self.root)
 
     def stop_transfer(self) -> None:
         if self.task is not None:

@@ -13,7 +13,7 @@ bounded, and a reducer that must wait for others sends an empty frame every seco
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -27,8 +27,11 @@ from diloco.engines.swarm.network.transport import Stream, Transport, Unreachabl
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts
 from diloco.engines.swarm.node.plan import Entry, Plan
-from diloco.engines.swarm.node.proofs.certificate import RangeDigest, SignedRange, Vote
+from diloco.engines.swarm.node.proofs import merkle
+from diloco.engines.swarm.node.proofs.certificate import Vote
+from diloco.engines.swarm.node.proofs.committed import MAX_PROOF_BYTES, CommittedParts
 from diloco.engines.swarm.node.proofs.notary import Notary
+from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
 from diloco.engines.swarm.node.rounds import products as products_of
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_frame_into, write_frame
@@ -55,10 +58,16 @@ class Transfer:
     """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
 
     def __init__(
-        self, plan: Plan, posted: PostedRound, transport: Transport, stall_seconds: float, notary: Notary
+        self,
+        plan: Plan,
+        posted: PostedRound,
+        transport: Transport,
+        stall_seconds: float,
+        notary: Notary,
+        leaves: Sequence[bytes],
     ) -> None:
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
-        self._notary = notary
+        self._leaves = leaves
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
@@ -71,14 +80,13 @@ class Transfer:
         }
         if transport.peer in self._parts:
             self._parts[transport.peer] = self._contribution(self._mine)
+        self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._squares = dict.fromkeys(self._parts, 0.0)
         self._own_products = [0.0] * num_products(len(plan.contributors))
         self._products = list(self._own_products)
         self._reduced = 0
-        self._digests = {peer: RangeDigest(self._mean_width) for peer in self._ranges}
-        self._signed: dict[str, SignedRange] = {}
-        """By reducer, once its whole range is here."""
+        self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Read, also if `run` is over.
@@ -130,6 +138,7 @@ class Transfer:
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
+                    await write_frame(stream, merkle.prove(self._leaves, rows), self._stall)
                     both.create_task(self._send(stream, self._contribution(rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
             self._close_stream(stream)
@@ -158,20 +167,13 @@ class Transfer:
             self._products = products_of.add(self._products, products_of.unpack(data, len(self._products)))
         squares = sum(await asyncio.gather(*norms))
         if rows:
-            self._record_signature(stream.peer, await read_frame(stream, 64, self._stall))
+            self._signatures.record(stream.peer, await read_frame(stream, 64, self._stall))
         return squares
-
-    def _record_signature(self, reducer: str, signature: bytes) -> None:
-        signed = SignedRange(self._digests[reducer].digest(), signature)
-        if not self._notary.has_signed_range(self.plan, reducer, signed):
-            raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
-        self._signed[reducer] = signed
 
     @property
     def vote(self) -> Vote:
         """For the mean, once `run` has returned."""
-        ranges = tuple(self._signed[peer] for peer in self._ranges if peer in self._signed)
-        return self._notary.vote(self.plan, self.posted.num_parts, ranges)
+        return self._signatures.vote()
 
     @property
     def products(self) -> tuple[float, ...]:
@@ -197,6 +199,7 @@ class Transfer:
 
     async def _receive(self, stream: Stream) -> None:
         into, width = self._parts[stream.peer], self._width
+        self._committed.proofs[stream.peer] = await read_frame(stream, MAX_PROOF_BYTES, self._stall)
         await stream.read_into(into[:1], self._stall)
         started = clock.now()
         for first in range(0, len(self._mine), self._chunk_rows):
@@ -217,7 +220,7 @@ class Transfer:
             sent = last
         if len(self._mine):
             await write_frame(stream, products_of.pack(self._own_products), self._stall)
-            await write_frame(stream, self._signed[self._transport.peer].signature, self._stall)
+            await write_frame(stream, self._signatures.own(self._transport.peer), self._stall)
 
     async def _reduce(self) -> None:
         """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
@@ -234,8 +237,9 @@ class Transfer:
             self._own_products = products_of.add(self._own_products, products)
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
-                digest = self._digests[self._transport.peer].digest()
-                self._signed[self._transport.peer] = self._notary.sign_range(self.plan, digest)
+                if (stranger := self._committed.stranger()) is not None:
+                    raise TransferFailed(stranger, "its parts are not those that it is bound to", lie=True)
+                self._signatures.sign(self._transport.peer)
             self._reduced = last
             self._notify()
 
@@ -270,6 +274,8 @@ class Transfer:
 
         here = slice(rows.start * self._width, rows.stop * self._width)
         parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
+        for entry in self.plan.contributors:
+            self._committed.add(entry.peer, self._parts[entry.peer][here])
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
         part, first = self.posted.part_elements, self._mine.start + rows.start
@@ -285,7 +291,7 @@ class Transfer:
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
         )
-        self._digests[self._transport.peer].add(mean.view(-1).numpy().data)
+        self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
         return mean, squares, products
 
     def _check(self, squares: list[float]) -> None:
@@ -301,7 +307,7 @@ class Transfer:
     @torch.no_grad()
     def _squared_norm(self, rows: range, reducer: str) -> float:
         """Of these rows of the mean, which go into the digest of the reducer's range."""
-        self._digests[reducer].add(self._mean(rows))
+        self._signatures.add(reducer, self._mean(rows))
         values = torch.empty(len(rows), self.posted.part_elements)
         self._means.decode(_rows(self._mean(rows), len(rows)), values)
         return float(torch.linalg.vector_norm(values)) ** 2

@@ -1,0 +1,281 @@
+"""Every mean is checked after its round, beside training: has each reducer added up what the others contributed?
+
+    project   each contributor tells all others the numbers of its parts (projections.py)
+    compare   each worker compares them with the numbers of the mean that it has
+    open      where a part differs, every contributor shows that part, with the proof that it is the one it was bound
+              to before the round (merkle.py), and the worker adds it up again: either the reducer has lied, and is
+              banned, or a contributor has told a wrong number
+
+Every worker sees the same, and needs no other's word. A contributor that tells no numbers may want to hide what it
+reduced: a random part of its range is opened. One that is live and shows no part commits an offence each time.
+
+A mean that is not linear (`sync.merge = clipped`) or lacks values has no such numbers: a random part is opened now and
+then, so that this costs a hundredth of the bytes at most.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from diloco.codecs.registry import codec
+from diloco.engines.reduction import reduce_parts
+from diloco.engines.swarm.network.limits import LruCache
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.calls import Calls
+from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.messages import Done, NotHere
+from diloco.engines.swarm.node.proofs import merkle, projections
+from diloco.engines.swarm.node.proofs.certificate import Agreed
+from diloco.engines.swarm.node.proofs.liars import Liars
+from diloco.engines.swarm.node.proofs.messages import AskPart, Part, Projections
+from diloco.engines.swarm.node.proofs.projections import Numbers
+from diloco.engines.swarm.node.trainer import PostedRound
+from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 4
+_MAX_OPENED = 3
+_PARTS_A_MESSAGE = 1 << 17
+_POLL_SECONDS = 0.1
+_OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
+_STEPS_OF_ROUNDING = 3.0
+_COPIED_BYTES = 1 << 26
+_TRIES, _TRY_SECONDS = 2, 1.0
+
+
+@dataclass
+class _Counted:
+    """A round whose mean this worker has counted."""
+
+    agreed: Agreed
+    posted: PostedRound
+    contribution: memoryview
+    """This worker's own, encoded."""
+    leaves: list[bytes]
+    mean: bytes | bytearray
+    numbers: dict[str, Numbers] = field(default_factory=dict)
+    """By contributor."""
+
+
+class MeanCheck:
+    def __init__(self, members: Members, calls: Calls, liars: Liars) -> None:
+        self._members, self._calls, self._liars = members, calls, liars
+        self._me, self._seconds = members.me, members.settings.stall_seconds
+        self._rounds: LruCache[_Counted] = LruCache(_KEPT)
+        self._early: LruCache[Numbers] = LruCache(64)
+        """Numbers of rounds that have not ended here yet, by plan and sender."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._random = random.SystemRandom()
+        self.bytes = 0
+        """Sent and received for checks."""
+
+    def begin(
+        self,
+        agreed: Agreed,
+        posted: PostedRound,
+        leaves: list[bytes],
+        mean: bytes | bytearray,
+        copied: Callable[[], Awaitable[None]],
+    ) -> None:
+        """The round has ended, and this worker has its mean, in `mean` once it is `copied`."""
+        if not agreed.plan.has_mean or len(agreed.plan.contributors) < 2:
+            return
+        view = posted.contribution.view
+        small = len(view) <= _COPIED_BYTES  # a small round is soon followed by the next one, in the same memory
+        round_ = _Counted(agreed, posted, memoryview(bytearray(view)) if small else view, leaves, mean)
+        self._rounds.put(agreed.plan.digest.hex(), round_)
+        task = asyncio.create_task(self._check(round_, copied))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # For the others
+
+    def record(self, sender: str, message: Projections) -> PeerMessage:
+        values = np.frombuffer(message.values, np.float32)
+        round_ = self._rounds.get(message.plan.hex())
+        if round_ is None:
+            if message.first == 0:
+                self._early.put(f"{message.plan.hex()} {sender}", values)
+            return Done()
+        self._add(round_, sender, message.first, values)
+        return Done()
+
+    def _add(self, round_: _Counted, sender: str, first: int, values: Numbers) -> None:
+        if all(entry.peer != sender for entry in round_.agreed.plan.contributors):
+            return
+        missing = np.full(round_.posted.num_parts, np.nan, np.float32)
+        numbers = round_.numbers.setdefault(sender, missing)
+        numbers[first : first + len(values)] = values[: max(0, len(numbers) - first)]
+
+    def show(self, request: AskPart) -> PeerMessage:
+        """One part of this worker's contribution, if its memory is not in use again."""
+        round_ = self._rounds.get(request.plan.hex())
+        if round_ is None or request.part >= len(round_.leaves):
+            return NotHere()
+        width = len(round_.contribution) // len(round_.leaves)
+        data = bytes(round_.contribution[request.part * width : (request.part + 1) * width])
+        if merkle.leaves(memoryview(data), width) != [round_.leaves[request.part]]:
+            return NotHere()
+        self.bytes += width
+        return Part(data, merkle.prove(round_.leaves, range(request.part, request.part + 1)))
+
+    # The check
+
+    async def _check(self, round_: _Counted, copied: Callable[[], Awaitable[None]]) -> None:
+        plan = round_.agreed.plan
+        await copied()
+        own = codec(round_.posted.codec)
+        linear = plan.decision.merge == "mean" and not own.means_drop_values and not own.for_means.means_drop_values
+        try:
+            if linear:
+                suspects = await self._compare(round_)
+            else:
+                chance = _OPENED_SHARE * round_.posted.num_parts / len(plan.entries)
+                suspects = [self._part_of(round_, None)] if self._random.random() < chance else []
+            for part in suspects[:_MAX_OPENED]:
+                if part is not None:
+                    await self._open(round_, part)
+        except Exception:
+            logger.exception("the check of the mean of round %d", plan.key.sequence)
+
+    async def _compare(self, round_: _Counted) -> list[int | None]:
+        """The parts to open."""
+        plan, posted = round_.agreed.plan, round_.posted
+        loop = asyncio.get_running_loop()
+        sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
+        own, means = codec(posted.codec), codec(posted.codec).for_means
+        parts, mean = posted.num_parts, memoryview(round_.mean)
+        if any(entry.peer == self._me for entry in plan.contributors):
+            mine = await loop.run_in_executor(None, projections.project, own, round_.contribution, parts, sign)
+            first = round_.contribution[: len(round_.contribution) // parts]
+            if merkle.leaves(first, len(first)) != round_.leaves[:1]:
+                return []  # the trainer has posted again: these are other values
+            round_.numbers[self._me] = mine
+            await self._tell(round_, mine)
+        numbers = await loop.run_in_executor(None, projections.project, means, mean, parts, sign)
+        error = await loop.run_in_executor(None, projections.errors, means, mean, parts, posted.part_elements)
+        absent = await self._wait_for_numbers(round_)
+        if absent:
+            return [self._part_of(round_, peer) for peer in absent]
+        return list(projections.suspects(plan, projections.expected(plan, round_.numbers), numbers, error))
+
+    async def _tell(self, round_: _Counted, numbers: Numbers) -> None:
+        plan = round_.agreed.plan
+        for first in range(0, len(numbers), _PARTS_A_MESSAGE):
+            piece = numbers[first : first + _PARTS_A_MESSAGE].tobytes()
+            others = [entry.peer for entry in plan.entries if entry.peer != self._me]
+            message = Projections(plan.digest, first, piece)
+            self.bytes += 2 * len(piece) * len(others)
+            await asyncio.gather(*(self._ask(peer, message) for peer in others))
+
+    async def _wait_for_numbers(self, round_: _Counted) -> list[str]:
+        """The live contributors that have told none in time."""
+        plan, end = round_.agreed.plan, clock.now() + self._seconds
+        for entry in plan.contributors:
+            early = self._early.get(f"{plan.digest.hex()} {entry.peer}")
+            if early is not None:
+                self._add(round_, entry.peer, 0, early)
+        while True:
+            missing = [e.peer for e in plan.contributors if not _is_whole(round_.numbers.get(e.peer))]
+            live = [peer for peer in missing if self._members.is_live(peer)]
+            if not missing or not live or clock.now() > end:
+                return live or missing
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _part_of(self, round_: _Counted, peer: str | None) -> int | None:
+        """A random part that this peer has reduced; None: that any other has."""
+        ranges = round_.agreed.plan.ranges(round_.posted.num_parts)
+        parts = [part for name, rows in ranges.items() if name != self._me and peer in (None, name) for part in rows]
+        return self._random.choice(parts) if parts else None
+
+    # Opening a part
+
+    async def _open(self, round_: _Counted, part: int) -> None:
+        """Add a part up again, and name the worker that has lied about it."""
+        plan, posted = round_.agreed.plan, round_.posted
+        shown: dict[str, bytes] = {}
+        for entry in plan.contributors:
+            data = await self._shown_part(round_, entry.peer, entry.root, part)
+            if data is None:
+                logger.info("round %d: %s does not show part %d", plan.key.sequence, entry.peer, part)
+                return
+            shown[entry.peer] = data
+        wrong = await asyncio.get_running_loop().run_in_executor(None, _differs, round_, part, list(shown.values()))
+        reducer = next(peer for peer, rows in plan.ranges(posted.num_parts).items() if part in rows)
+        if wrong and reducer != self._me:
+            self._liars.ban(
+                reducer, f"part {part} of the mean of round {plan.key.sequence} is not what was contributed"
+            )
+        elif not wrong:
+            self._compare_numbers(round_, part, shown)
+
+    def _compare_numbers(self, round_: _Counted, part: int, shown: dict[str, bytes]) -> None:
+        """The mean is right: has a contributor told a wrong number?"""
+        posted, plan = round_.posted, round_.agreed.plan
+        sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
+        for peer, data in shown.items():
+            told = round_.numbers.get(peer)
+            right = float(projections.project(codec(posted.codec), memoryview(bytearray(data)), 1, sign)[0])
+            if told is not None and not abs(float(told[part]) - right) <= 1e-4 * plan.longest + 1e-3 * abs(right):
+                self._liars.record_unproved(peer, f"its number of part {part} is {told[part]:.3g}, not {right:.3g}")
+
+    async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
+        request = AskPart(round_.agreed.plan.digest, part)
+        answer = self.show(request) if peer == self._me else await self._ask(peer, request)
+        for _ in range(_TRIES):
+            if isinstance(answer, Part) or peer == self._me:
+                break
+            await asyncio.sleep(_TRY_SECONDS)
+            answer = await self._ask(peer, request)
+        if not isinstance(answer, Part):
+            if self._members.is_live(peer):
+                self._liars.record_unproved(peer, "it does not show a part of its contribution")
+            return None
+        self.bytes += len(answer.data)
+        found, total = merkle.leaves(memoryview(answer.data), len(answer.data)), round_.posted.num_parts
+        try:
+            if merkle.root_from(found, range(part, part + 1), total, answer.proof) == root:
+                return answer.data
+        except Malformed as problem:
+            logger.info("%s: %s", peer, problem)
+        self._liars.record_unproved(peer, "it shows another part than it was bound to")
+        return None
+
+    async def _ask(self, peer: str, message: PeerMessage) -> PeerMessage | None:
+        try:
+            return await self._calls.ask(peer, message)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("%s: %s", peer, problem)
+            return None
+
+
+def _is_whole(numbers: Numbers | None) -> bool:
+    return numbers is not None and not bool(np.isnan(numbers).any())
+
+
+@torch.no_grad()
+def _differs(round_: _Counted, part: int, contributions: list[bytes]) -> bool:
+    """Whether a part of the mean is another than these contributions give, by more than rounding."""
+    posted, decision = round_.posted, round_.agreed.plan.decision
+    own = codec(posted.codec)
+    means, elements = own.for_means, posted.part_elements
+    encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1) for data in contributions]
+    width = means.part_bytes(elements)
+    out = torch.empty(1, width, dtype=torch.uint8)
+    reduce_parts(own, encoded, decision.weights, elements, out, scales=decision.scales, merge=decision.merge)
+    claimed = torch.frombuffer(bytearray(round_.mean[part * width : (part + 1) * width]), dtype=torch.uint8).view(1, -1)
+    if torch.equal(out, claimed):
+        return False
+    right, theirs = torch.empty(1, elements), torch.empty(1, elements)
+    means.decode(out, right)
+    means.decode(claimed, theirs)
+    # A processor that fuses a multiplication with an addition rounds otherwise, and a codec may take another step then.
+    allowed = _STEPS_OF_ROUNDING * means.error_bound(right) + 1e-5 * right.abs().max()
+    return not bool(((theirs - right).abs() <= allowed).all())

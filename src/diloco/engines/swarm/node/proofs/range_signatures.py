@@ -1,0 +1,38 @@
+"""The digests of a mean's ranges, taken while their parts arrive, and their reducers' signatures."""
+
+from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs.certificate import RangeDigest, SignedRange, Vote
+from diloco.engines.swarm.node.proofs.notary import Notary
+from diloco.engines.swarm.node.wire import Malformed
+
+
+class RangeSignatures:
+    """Of one plan."""
+
+    def __init__(self, plan: Plan, num_parts: int, part_bytes: int, notary: Notary) -> None:
+        self._plan, self._num_parts, self._notary = plan, num_parts, notary
+        self._digests = {peer: RangeDigest(part_bytes) for peer in plan.ranges(num_parts)}
+        self._signed: dict[str, SignedRange] = {}
+
+    def add(self, reducer: str, parts: memoryview) -> None:
+        """The next whole parts of its range."""
+        self._digests[reducer].add(parts)
+
+    def sign(self, me: str) -> None:
+        """This worker's own range is whole."""
+        self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest())
+
+    def own(self, me: str) -> bytes:
+        return self._signed[me].signature
+
+    def record(self, reducer: str, signature: bytes) -> None:
+        """The range is whole, and its reducer says that this is its signature. Raises Malformed."""
+        signed = SignedRange(self._digests[reducer].digest(), signature)
+        if not self._notary.has_signed_range(self._plan, reducer, signed):
+            raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
+        self._signed[reducer] = signed
+
+    def vote(self) -> Vote:
+        """For the whole mean."""
+        ranges = tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
+        return self._notary.vote(self._plan, self._num_parts, ranges)

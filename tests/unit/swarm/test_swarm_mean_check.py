@@ -1,0 +1,225 @@
+"""Wrong means: contributions are bound before a round, every mean is checked after it, and the liar is named."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.codecs.registry import codec
+from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.node.proofs import merkle, projections
+from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.wire import Malformed
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, told
+
+NUMEL = 20_000
+
+
+async def some_rounds(workers: list[MemoryWorker], count: int) -> list[Any]:
+    """Each worker's contributors and mean, round by round; the check of each is awaited."""
+    seen = []
+    for _ in range(count):
+        sequence = max(worker.trainer.sequence for worker in workers)
+        posts = (w.post(values(w.node.number, sequence, NUMEL), sequence=sequence, seconds=20.0) for w in workers)
+        seen.append(await asyncio.gather(*posts))
+        await asyncio.sleep(3.0)
+        for worker in workers:
+            worker.node.own.has_state = True
+    return seen
+
+
+def banned(workers: list[MemoryWorker]) -> list[set[str]]:
+    return [set(worker.node.permissions.bans()) for worker in workers]
+
+
+# The tree
+
+
+def test_parts_with_their_proof_give_the_root_and_any_other_part_place_or_proof_does_not() -> None:
+    chance = random.Random(0)
+    for total in (1, 2, 3, 7, 64, 65):
+        data = memoryview(chance.randbytes(4 * total))
+        tree = merkle.leaves(data, 4)
+        for _ in range(10):
+            first = chance.randrange(total)
+            rows = range(first, chance.randrange(first + 1, total + 1))
+            proof, found = merkle.prove(tree, rows), tree[rows.start : rows.stop]
+            root = merkle.root(tree)
+            assert merkle.root_from(found, rows, total, proof) == root
+            assert len(proof) <= 2 * 32 * total.bit_length()
+            wrong = merkle.leaves(memoryview(b"else"), 4) + found[1:]
+            assert merkle.root_from(wrong, rows, total, proof) != root
+            for bad in (proof[:-1], proof + bytes(32), proof[32:]):
+                if bad != proof:
+                    with pytest.raises(Malformed):
+                        merkle.root_from(found, rows, total, bad)
+
+
+# Projections
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "int8", "int4", "e3m0"])
+def test_the_numbers_of_a_right_mean_fit_and_those_of_a_flipped_one_do_not(name: str) -> None:
+    """Over several means; a part of a wrong one may fit by chance, a range of parts does not."""
+    used, parts, part = codec(name), 16, 1024
+    weights = (1.0, 2.0, 0.5)
+
+    plan: Any = SimpleNamespace(
+        contributors=tuple(SimpleNamespace(peer=str(index)) for index in range(3)),
+        decision=SimpleNamespace(weights=weights, scales=(), total_weight=sum(weights)),
+        longest=300.0,
+        ranges=lambda _: {"0": range(5), "1": range(5, 11), "2": range(11, 16)},
+    )
+    for seed in range(8):
+        torch.manual_seed(seed)
+        found, decoded = {}, []
+        sign = projections.signs(bytes([seed] * 32), part)
+        for index in range(3):
+            encoded = torch.empty(parts, used.part_bytes(part), dtype=torch.uint8)
+            used.encode(torch.randn(parts, part), encoded)
+            decoded.append(torch.empty(parts, part))
+            used.decode(encoded, decoded[-1])
+            found[str(index)] = projections.project(used, encoded.view(-1).numpy().data, parts, sign)
+        mean = sum(w * v for w, v in zip(weights, decoded, strict=True)) / sum(weights)
+        assert isinstance(mean, torch.Tensor)
+        for factor, fits in ((1.0, True), (-1.0, False), (0.0, False)):
+            out = torch.empty(parts, used.for_means.part_bytes(part), dtype=torch.uint8)
+            used.for_means.encode(factor * mean, out)
+            data = out.view(-1).numpy().data
+            numbers = projections.project(used.for_means, data, parts, sign)
+            error = projections.errors(used.for_means, data, parts, part)
+            wanted = projections.expected(plan, found)
+            assert (projections.suspects(plan, wanted, numbers, error) == []) == fits, (name, factor)
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "e3m0"])
+def test_honest_rounds_open_no_part_and_name_no_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    async def note(_: MeanCheck, __: Any, part: int) -> None:
+        opened.append(part)
+
+    monkeypatch.setattr(MeanCheck, "_open", note)
+
+    async def story(swarm: MemorySwarm) -> tuple[list[set[str]], list[int]]:
+        workers = await founded(swarm, 4)
+        for worker in workers:
+            worker.codec = name
+        await some_rounds(workers, 3)
+        return banned(workers), [len(worker.node.outcomes.check._rounds) for worker in workers]
+
+    bans, checked = told(story)
+    assert bans == [set()] * 4 and checked == [3] * 4 and opened == []
+
+
+def reduces_wrongly(
+    liar: MemoryWorker, wrong: Callable[[torch.Tensor], torch.Tensor], patch: pytest.MonkeyPatch
+) -> None:
+    """It gives all others the same wrong mean of its range, signs it, and votes for it."""
+    honest = Transfer._reduce_rows
+
+    def reduce(transfer: Transfer, rows: range) -> Any:
+        if transfer._transport.peer != liar.name:
+            return honest(transfer, rows)
+        add = transfer._signatures.add
+        transfer._signatures.add = lambda *_: None  # type: ignore[method-assign]
+        mean, squares, products = honest(transfer, rows)
+        transfer._signatures.add = add  # type: ignore[method-assign]
+        decoded = torch.empty(len(rows), transfer.posted.part_elements)
+        transfer._means.decode(mean, decoded)
+        transfer._means.encode(wrong(decoded), mean)
+        add(liar.name, mean.view(-1).numpy().data)
+        return mean, squares, products
+
+    patch.setattr(Transfer, "_reduce_rows", reduce)
+
+
+@pytest.mark.parametrize(("name", "number", "hidden"), [("fp32", 0, False), ("int8", 2, True), ("int4", 2, False)])
+def test_a_reducer_that_gives_all_the_same_wrong_mean_is_named_by_every_honest_worker(
+    name: str, number: int, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it tells no numbers and shows no part. The honest ones have equal means throughout."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[Any], list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        for worker in workers:
+            worker.codec = name
+        liar, honest = workers[number], [worker for worker in workers if worker.node.number != number]
+        await some_rounds(workers, 1)
+        reduces_wrongly(liar, torch.neg, monkeypatch)
+        if hidden:
+            liar.node.outcomes.check.begin = lambda *_: None  # type: ignore[method-assign]
+        seen = []
+        for sequence in range(1, 5 if hidden else 3):
+            lying = asyncio.create_task(liar.post(values(number, sequence, NUMEL), sequence=sequence, seconds=6.0))
+            seen += await some_rounds(honest, 1)
+            await lying
+            liar.node.own.has_state = True
+            await asyncio.sleep(10.0)
+        return seen, banned(honest), liar.name
+
+    seen, bans, liar = told(story)
+    assert [len({mean for _, mean in results}) for results in seen] == [1] * len(seen)
+    assert bans == [{liar}] * 4
+    assert number in seen[0][0][0].contributors and number not in seen[-1][0][0].contributors
+
+
+def test_a_worker_that_sends_other_parts_than_it_is_bound_to_is_left_out_before_any_mean_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same norm, the other sign; two reducers accuse it, so that it is banned when it goes on."""
+    send = Transfer._send
+
+    async def story(swarm: MemorySwarm) -> tuple[list[Any], list[set[str]], str]:
+        workers = await founded(swarm, 4)
+        liar, honest = workers[3], workers[:3]
+
+        async def flipped(transfer: Transfer, stream: Stream, data: memoryview) -> None:
+            other = -np.frombuffer(data, np.float32) if transfer._transport.peer == liar.name else None
+            await send(transfer, stream, data if other is None else memoryview(other.tobytes()))
+
+        monkeypatch.setattr(Transfer, "_send", flipped)
+        seen = []
+        for _ in range(3):
+            lying = asyncio.create_task(
+                liar.post(values(3, 0, NUMEL), sequence=honest[0].trainer.sequence, seconds=9.0)
+            )
+            seen += await some_rounds(honest, 1)
+            await lying
+            liar.node.own.has_state = True
+        return seen, banned(honest), liar.name
+
+    seen, bans, liar = told(story)
+    for results in seen:
+        assert {ended.contributors for ended, _ in results} == {(0, 1, 2)} and len({mean for _, mean in results}) == 1
+    assert bans == [{liar}] * 3
+
+
+def test_a_worker_that_tells_wrong_numbers_has_no_reducer_banned_and_is_banned_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tell = MeanCheck._tell
+
+    async def story(swarm: MemorySwarm) -> tuple[list[set[str]], str]:
+        workers = await founded(swarm, 4)
+        liar = workers[1]
+
+        async def lie(check: MeanCheck, round_: Any, numbers: Any) -> None:
+            await tell(check, round_, numbers + 500 if check._me == liar.name else numbers)
+
+        monkeypatch.setattr(MeanCheck, "_tell", lie)
+        await some_rounds(workers, 4)
+        return banned([workers[0], workers[2], workers[3]]), liar.name
+
+    bans, liar = told(story)
+    assert bans == [{liar}] * 3
