@@ -207,8 +207,8 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 
 def _readable(name: str) -> str:
-    """A name that is not UTF-8 can be neither sent nor shown as it is."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    """Without what cannot be sent or shown as it is: bytes that are not UTF-8, control characters."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
 
 
 def _is_run(folder: Path) -> bool:

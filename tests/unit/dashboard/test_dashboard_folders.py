@@ -6,6 +6,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -13,6 +14,7 @@ from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run, RunFolder
 from diloco.errors import ConfigError
 from support.dashboard_runs import append, calm_events, event, round_events, started, step, write_run
+from support.dashboard_server import serving
 
 
 def test_a_run_that_is_deleted_stays_on_the_page_with_a_message_and_leaves_the_list(tmp_path: Path) -> None:
@@ -54,11 +56,14 @@ def test_links_show_no_run_twice_and_lead_nowhere_for_ever(tmp_path: Path) -> No
     assert list(RunFolder(tmp_path).find()) in (["group/run"], ["again"])
 
 
-def test_names_that_are_not_unicode_are_told_apart(tmp_path: Path) -> None:
-    for name in (b"a\xff", b"a\xfe"):
+def test_names_that_cannot_be_shown_are_told_apart_and_served(tmp_path: Path) -> None:
+    for name in (b"a\xff", b"a\xfe", b"new\nline", "right\u202eleft".encode()):
         write_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)), calm_events(steps=20))
     names = list(RunFolder(tmp_path).find())
-    assert len(names) == 2 and all(name.isprintable() for name in names)
+    assert len(names) == 4 and all(name.isprintable() for name in names)
+    with serving(tmp_path) as served:
+        for name in names:
+            assert served.json(f"/api/run/{quote(name)}/state")["step"] == 20
 
 
 def test_a_file_is_refused_as_such(tmp_path: Path) -> None:
