@@ -30,6 +30,7 @@ RESUMED = {
     "in flight, int8": (SyncConfig(5, "int8", fragments=2, overlap_steps=4, mixing=0.5), Adam()),
     "error feedback": (SyncConfig(3, "topk"), Nesterov()),
     "error feedback, in flight": (SyncConfig(5, "2bit", fragments=2, overlap_steps=4, mixing=0.5), Nesterov()),
+    "delayed": (SyncConfig(3, outer_overlap="delayed"), Nesterov()),
     "second moments": (SyncConfig(2, second_moment_every=2), Nesterov()),
     "growing, a course": (SyncConfig(2, growth=0.016), Nesterov(course=COURSE)),
     "growing, a course, eager": (SyncConfig(2, growth=0.016, outer_overlap="eager"), Nesterov(course=COURSE)),

@@ -16,7 +16,9 @@ from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.models.native.saving import load_model
 from support.train_runs import Run, start, write_text
 
+WARM = 10
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=20")
+ENDLESS += (f"--sync.warm_start={WARM}",)
 MEASURED = ("--training.eval_interval=10",)
 
 
@@ -54,6 +56,10 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
             if event["type"] == "round" and len(event["members"]) == 2
         ]
         assert all(len(both) == 1 for both in digests)
+        # The founder takes the warm start alone: no round is before its end and H steps; the joiner begins after it.
+        first_steps = [min(e["step"] for e in run.events if e["type"] == "step") for run in (first, second)]
+        assert first_steps[0] <= WARM < first_steps[1]
+        assert min(e["step"] for run in (first, second) for e in run.events if e["type"] == "round") >= WARM + 10
 
         def shows_both() -> bool:
             assert command(["status", str(second.folder)]) == 0
