@@ -18,6 +18,8 @@ from diloco.core.gpu import takes_kernels
 BLOCK = 128
 _ROUNDS_UP = 1 << 22  # half of fp32's mantissa: from 1.5 · 2^e on it carries into the exponent
 _LEAST = 120  # fp32's exponent field of the largest power of two that becomes zero: 2^(120 − 127)
+_FP16_BITS = (7 << 10) - (1 << 15)  # the sign, and the lowest three bits of the exponent
+_LARGE = 2.0**119
 assert PART_QUANTUM % (2 * BLOCK) == 0
 
 
@@ -47,14 +49,12 @@ class E3M0(Codec):
             blocks = values[rows].reshape(-1, BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
             scales = largest_of(blocks, buffer).clamp_(min=SMALLEST_SCALE)
-            sizes = torch.div(buffer, scales, out=buffer).view(torch.int32)  # as bits: the exponent is on top
-            codes = whole_numbers("codes", blocks, torch.int8)
-            codes.copy_(sizes.add_(_ROUNDS_UP - (_LEAST << 23)).bitwise_right_shift_(23).clamp_(min=0))
-            signs = whole_numbers("signs", blocks, torch.int8)
-            signs.copy_(torch.bitwise_right_shift(blocks.view(torch.int32), 31, out=sizes))  # 0 or -1
-            codes = codes.bitwise_or_(signs.bitwise_and_(8)).view(-1, elements)
-            codes[:, :half].add_(codes[:, half:], alpha=16)
-            out[rows, :half].view(torch.int8).copy_(codes[:, :half])
+            codes = torch.div(buffer, scales, out=buffer).view(torch.int32)  # as bits: the exponent is on top
+            codes.add_(_ROUNDS_UP - (_LEAST << 23)).bitwise_right_shift_(23).clamp_(min=0)
+            signs = scratch("signs", blocks.shape, blocks.device).view(torch.int32)
+            codes.sub_(torch.bitwise_right_shift(blocks.view(torch.int32), 31, out=signs), alpha=8)  # a sign is 0 or -1
+            codes = codes.view(-1, elements)
+            out[rows, :half].copy_(codes[:, :half].add_(codes[:, half:], alpha=16))
             scales_of(out[rows], half).copy_(scales.view(len(codes), -1))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -68,12 +68,16 @@ class E3M0(Codec):
             into, packed = out[rows], data[rows, :half]
             codes, bits = whole_numbers("codes", packed, torch.int16), whole_numbers("bits", into, torch.int16)
             codes.copy_(packed)
-            # The code becomes fp16's exponent field: 2^(code − 15), and 0 for 0.
-            for here, exponent, sign in ((bits[:, :half], 7, 8), (bits[:, half:], 7 << 4, 8 << 4)):
-                torch.bitwise_and(codes, exponent, out=here).mul_((7 << 10) // exponent)
-                here.add_(codes & sign, alpha=(1 << 15) // sign)
-            into.copy_(bits.view(torch.float16)).mul_(2.0**8)
-            into.view(len(into), -1, BLOCK).mul_(scales_of(data[rows], half).unsqueeze(2))
+            # The code becomes fp16's sign and exponent field: ± 2^(code − 15), and 0 for 0.
+            for here, left in ((bits[:, :half], 12), (bits[:, half:], 8)):
+                torch.bitwise_left_shift(codes, left, out=here).bitwise_right_shift_(2).bitwise_and_(_FP16_BITS)
+            scales = scales_of(data[rows], half)
+            into.copy_(bits.view(torch.float16))
+            if scales.amax() < _LARGE and scales.amin() >= 0:  # 2^8 times such a scale is exact
+                scales = scales * 2.0**8
+            else:
+                into.mul_(2.0**8)
+            into.view(len(into), -1, BLOCK).mul_(scales.unsqueeze(2))
 
     def error_bound(self, values: Tensor) -> Tensor:
         rows, elements = values.shape
