@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from support.dashboard_runs import append, calm_events, event, failed_round, round_events, step, write_run
+from support.dashboard_runs import append, calm_events, event, failed_round, round_events, started, step, write_run
 from support.dashboard_server import Served, serving
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -29,12 +29,23 @@ def _events() -> list[dict[str, Any]]:
     ]
 
 
+def _swarm() -> list[dict[str, Any]]:
+    """One worker here and one elsewhere, three rounds; then the other one is lost."""
+    rounds = [one for sequence in range(3) for one in round_events(sequence, 2, 20) if one["worker"] == 0]
+    for one in rounds:
+        for member in one.get("members", ())[1:]:
+            member["report"]["last_round_seconds"] = [one["sequence"] - 1, 0.5, 0.0, 3.0, 0.5, 1.0, 1.5, 0.5]
+    lost = event("member_lost", 80.0, member=1, peer="p1", label="", reason="p1 could not be reached")
+    return [started(0, 1), *rounds, lost]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     write_run(root / SECOND, calm_events(workers=1, steps=60))
     write_run(root / "first", _events())
     write_run(root / HOSTILE, [])
+    write_run(root / "swarm", _swarm(), engine="swarm")
     return root
 
 
@@ -114,6 +125,17 @@ def test_rounds_show_the_straggler_failures_and_refusals(page: Page) -> None:
     expect(page.locator("#waterfall text.late")).to_have_text("worker 1")
     expect(page.locator("#failures")).to_contain_text(f"worker 1 did not answer {HOSTILE}")
     expect(page.locator("#failures")).to_contain_text("its norm is 900")
+
+
+def test_the_phases_of_a_worker_elsewhere_are_drawn_and_one_that_is_lost_is_named(page: Page) -> None:
+    page.get_by_role("button", name="swarm", exact=True).click()
+    expect(page.locator("#title")).to_have_text("swarm")
+    expect(page.locator("#waterfall .elsewhere.send")).to_have_count(2)  # of its last round it has not told yet
+    assert page.locator("#waterfall .compute.elsewhere").count() == 2
+    expect(page.locator("#notes")).to_contain_text("worker 1 is lost (it could not be reached); training continues")
+    expect(page.locator(".member.gone")).to_have_attribute("data-worker", "1")
+    page.get_by_role("button", name="first", exact=True).click()
+    expect(page.locator("#title")).to_have_text("first")
 
 
 def test_workers_that_are_lost_say_why_and_text_stays_text(page: Page) -> None:

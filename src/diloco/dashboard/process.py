@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_hint
 
 _GRACE_SECONDS = 5.0
 _PACKAGES = ("starlette", "uvicorn", "plotly", "msgspec")
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 def check_installed() -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the dashboard needs {', '.join(missing)}: pip install 'diloco[dashboard]'")
+        raise ConfigError(f"the dashboard needs {', '.join(missing)}: {install_hint('dashboard')}")
 
 
 def is_loopback(host: str) -> bool:

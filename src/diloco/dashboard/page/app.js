@@ -117,13 +117,19 @@ function drawAllCurves() {
 
 function drawRounds() {
   const { rounds, all } = view.rounds, { state } = view;
-  drawWaterfall($("waterfall"), rounds);
+  drawWaterfall($("waterfall"), rounds, warmStart());
   drawFailures(state.rounds, state.first_time ?? 0);
   const usual = state.rounds.straggler;
   say("rounds-note", [describe(rounds), usual ? `worker ${usual.worker} was the last in ${usual.rounds} of the last ${usual.of} rounds` : ""].filter(Boolean).join(" · "));
   say("rounds-range", rounds.length ? `${rounds[0].sequence}–${rounds.at(-1).sequence}` : "");
   $("rounds-earlier").disabled = all <= rounds.length;
   $("rounds-later").disabled = view.before === null;
+}
+
+// The steps before the first round; 0 once they are over.
+function warmStart() {
+  const steps = view.config?.options["sync.warm_start"] ?? 0;
+  return view.state.step < steps ? steps : 0;
 }
 
 function turnRounds(direction) {
@@ -151,7 +157,7 @@ function listen() {
   $("theme-button").addEventListener("click", () => window.switchTheme());
   $("keys-button").addEventListener("click", () => $("keys").showModal());
   addEventListener("themechange", () => view.state && drawAllCurves());
-  addEventListener("resize", () => view.rounds && drawWaterfall($("waterfall"), view.rounds.rounds));
+  addEventListener("resize", () => view.rounds && drawWaterfall($("waterfall"), view.rounds.rounds, warmStart()));
   document.addEventListener("visibilitychange", () => !document.hidden && scrubber.until === null && soon());
   document.addEventListener("keydown", pressed);
   showSmoothing();

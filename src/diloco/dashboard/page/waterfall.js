@@ -1,14 +1,14 @@
 // The rounds of each worker over time: inner steps, then what the round took. Straggler and failures stand out.
 import { $, draw, fill, make } from "./dom.js";
-import { clock, duration, plain } from "./format.js";
+import { clock, duration, plain, whole } from "./format.js";
 
 const PHASES = ["compute", "encode", "send", "wait", "reduce", "merge"];
 const LEFT = 64, TOP = 18;
 
-export function drawWaterfall(target, rounds) {
+export function drawWaterfall(target, rounds, warmStart = 0) {
   const parts = rounds.flatMap((round) => round.workers.map((part) => ({ round, part, bars: bars(round, part) }))).filter((one) => one.bars.length);
   if (!parts.length) {
-    fill(target, make("p", { class: "empty" }, "no round has ended yet"));
+    fill(target, make("p", { class: "empty" }, warmStart ? `no round yet: the first ${whole(warmStart)} steps are a warm start` : "no round has ended yet"));
     return;
   }
   const workers = [...new Set(parts.map(({ part }) => part.worker))].sort((a, b) => a - b);
