@@ -13,7 +13,7 @@ from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
-from diloco.errors import EngineError, RendezvousError
+from diloco.errors import EngineError, Excluded, RendezvousError
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
 from support.swarm.stories import founded, rounds, stop, told
 
@@ -258,3 +258,18 @@ def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) 
         RendezvousError, match=r"no number within 0\.7 s: worker 0 \(.*\), which leads it, says: not today"
     ):
         told(story)
+
+
+@pytest.mark.parametrize("banning", [1, 2])
+def test_a_worker_is_turned_away_once_more_members_ban_it_than_let_it_in(banning: int) -> None:
+    async def story(swarm: MemorySwarm) -> int:
+        workers = await founded(swarm, 3)
+        for worker in workers[1 : 1 + banning]:
+            worker.node.members.permissions.ban(NAMES[3], "NaN")
+        return (await swarm.start(name=NAMES[3])).node.number
+
+    if banning == 1:
+        assert told(story) == 3
+    else:
+        with pytest.raises(Excluded, match=r"is banned from the run .*: NaN"):
+            told(story)

@@ -35,7 +35,7 @@ _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 20.0, 300.0
 
 
 async def join(heartbeats: Heartbeats) -> None:
-    """Afterwards this node has a number. Raises RendezvousError."""
+    """Afterwards this node has a number. Raises RendezvousError, and Excluded for a worker that is not let in."""
     members = heartbeats.members
     saved = _read_saved(members.settings)
     for peer, reason in saved.get("banned", {}).items():
@@ -100,14 +100,11 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
         known |= {peer.name: list(peer.addresses) for peer in members.peers.values()}  # they have called this one
         members.permissions.vouch_for(known)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
+        _check_admitted(problems)
         if any(problem is None for problem in problems):
             others = [peer for peer in members.peers.values() if not peer.live]  # those that the first ones named
             await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in others))
             return True
-        for problem in problems:
-            code = problem.code if isinstance(problem, CallRefused) else getattr(problem, "kind", "")
-            if code in NOT_ADMITTED:
-                raise Excluded(f"the swarm does not admit this worker: {problem}")
         refusals = [problem for problem in problems if isinstance(problem, CallRefused)]
         if refusals and clock.now() > last:
             raise RendezvousError(f"the swarm does not admit this worker now: {refusals[0]}; try again later")
@@ -124,6 +121,17 @@ async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str]) -> Excep
         logger.info("%s: %s", peer, problem)
         return problem
     return None
+
+
+def _check_admitted(problems: list[Exception | None]) -> None:
+    """Raises Excluded if more members turn this worker away for good than let it in: a new member knows no old bans."""
+    away = [
+        problem
+        for problem in problems
+        if (problem.code if isinstance(problem, CallRefused) else getattr(problem, "kind", "")) in NOT_ADMITTED
+    ]
+    if len(away) > problems.count(None):
+        raise Excluded(f"the swarm does not admit this worker: {away[0]}")
 
 
 async def look_for_others(heartbeats: Heartbeats) -> None:
@@ -185,7 +193,7 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
             logger.info("no number yet: %s", problem)
         await asyncio.sleep(_PAUSE_SECONDS)
         peers = list(members.peers.values())
-        await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers))
+        _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers)))
     raise RendezvousError(
         f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
         f"({len(members.peers)} workers are known); see {command('doctor', 'INVITATION')}, and try again"
