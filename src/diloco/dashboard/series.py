@@ -19,7 +19,7 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
     """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
     rows = {number: worker.columns.until(until) for number, worker in sorted(record.workers.items())}
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
-    axes = _Axes(rows, record.first_time or 0.0)
+    axes = _Axes(rows, record.first_time or 0.0, sorted(record.pauses))
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
@@ -28,7 +28,7 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
         "gradient_norm": _mean_curve(rows, "gradient_norm", min(points, 400), axes),
         "learning_rate": _mean_curve(rows, "learning_rate", min(points, 200), axes),
         "start": record.first_time,
-        "workers": {str(n): _own_curve(columns, of_each) for n, columns in rows.items() if n in chosen},
+        "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in rows.items() if n in chosen},
         "validation": _validation(record.validations, until, points, axes),
         "rates": _rates(rows, axes, chosen),
         "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),
@@ -38,10 +38,13 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
 
 
 class _Axes:
-    """The x values that belong to a moment: the tokens of all workers, the bytes of the one that sent most."""
+    """The x values that belong to a moment: the tokens of all workers, the bytes of the one that sent most, and the
+    seconds that the run has taken, without pauses."""
 
-    def __init__(self, rows: dict[int, dict[str, Numbers]], start: float) -> None:
+    def __init__(self, rows: dict[int, dict[str, Numbers]], start: float, pauses: list[tuple[float, float]]) -> None:
         self._rows, self._start = list(rows.values()), start
+        self._resumed = np.array([at for at, _ in pauses])
+        self._paused = np.concatenate([[0.0], np.cumsum([taken for _, taken in pauses])])
 
     def at(self, times: Numbers, steps: Numbers | None = None) -> Json:
         tokens = sum((_held(row, "tokens", times) for row in self._rows), np.zeros(len(times)))
@@ -52,7 +55,8 @@ class _Axes:
             steps = np.zeros(len(times))
             for row in self._rows:
                 steps = np.maximum(steps, _held(row, "step", times))
-        seconds = exact_json(times - self._start)
+        paused = self._paused[np.searchsorted(self._resumed, times, side="right")]
+        seconds = exact_json(times - self._start - paused)
         return {"step": exact_json(steps), "tokens": exact_json(tokens), "bytes": exact_json(sent), "seconds": seconds}
 
 
@@ -75,16 +79,9 @@ def _mean_curve(rows: dict[int, dict[str, Numbers]], name: str, points: int, axe
     return axes.at(last, curve["step"]) | drawn
 
 
-def _own_curve(row: dict[str, Numbers], points: int) -> Json:
+def _own_curve(row: dict[str, Numbers], points: int, axes: _Axes) -> Json:
     kept = thin_out(row["loss"], points)
-    times = row["time"][kept]
-    return {
-        "step": exact_json(row["step"][kept]),
-        "tokens": exact_json(row["tokens"][kept]),
-        "bytes": exact_json(row["bytes_sent"][kept]),
-        "time": exact_json(times),
-        "loss": as_json(row["loss"][kept]),
-    }
+    return axes.at(row["time"][kept], row["step"][kept]) | {"loss": as_json(row["loss"][kept])}
 
 
 def _validation(columns: Columns, until: float | None, points: int, axes: _Axes) -> Json:

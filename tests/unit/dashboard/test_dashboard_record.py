@@ -109,6 +109,17 @@ def test_what_a_resume_took_back_is_left_out(tmp_path: Path) -> None:
     assert (state["step"], state["rounds"]["merged"], state["validation"]["step"]) == (60, 3, 60)
 
 
+def test_a_pause_is_no_time_on_the_axis_of_seconds(tmp_path: Path) -> None:
+    events = calm_events(workers=2, steps=40)
+    again = [one | {"time": one["time"] + 5000} for one in [*(started(w, 2, 40.0) for w in (0, 1)), step(0, 50)]]
+    run = Run(write_run(tmp_path, [*events, *again]), "run")
+    last = max(one["time"] for one in events) - START
+    curves = run.series(None, 100, None)
+    assert curves["loss"]["seconds"] == pytest.approx([10.01, 20.01, 30.01, 40.01, last + 10])
+    assert curves["workers"]["0"]["seconds"][-1] == pytest.approx(last + 10)
+    assert curves["workers"]["0"]["tokens"][-1] == (50 + 40) * TOKENS_PER_STEP, "of all workers, as on every curve"
+
+
 def test_a_loss_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
     events = [started(0, 1), step(0, 10), step(0, 20) | {"loss": None}, step(0, 30) | {"gradient_norm": None}]
     series = Run(write_run(tmp_path, events), "run").series(None, 100, None)

@@ -15,8 +15,8 @@ function drawLoss(shown, { axis, smoothing, log, each }) {
   const several = shown.length > 1, traces = [];
   shown.forEach(({ name, series, color }) => {
     const x = series.loss[AXES[axis].key], workers = Object.entries(series.workers);
-    if (!several && each && workers.length > 1 && axis !== "tokens") {
-      workers.forEach(([worker, curve], index) => traces.push({ ...line(ownX(curve, axis, series), smooth(curve.loss, smoothing),
+    if (!several && each && workers.length > 1) {
+      workers.forEach(([worker, curve], index) => traces.push({ ...line(curve[AXES[axis].key], smooth(curve.loss, smoothing),
         { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 }), showlegend: workers.length <= 4 && innerWidth > 760 }));
     } else if (!several && series.workers_in_means > 1) traces.push(...band(x, series.loss.low, series.loss.high, color));
     traces.push(line(x, smooth(series.loss.mean, smoothing), { name: several ? name : "training", color, width: 2 }));
@@ -25,11 +25,6 @@ function drawLoss(shown, { axis, smoothing, log, each }) {
       { name: several ? `${name}, validation` : "validation", color: several ? color : colour("ink"), width: 1.2, dash: "dot", markers: true }));
   });
   show("loss", traces, { axis, y: { type: log ? "log" : "linear", title: { text: "loss", font: { size: 11 } } }, legend: true, empty: "no step has been logged yet" });
-}
-
-function ownX(curve, axis, series) {
-  if (axis === "seconds") { const start = series.start; return curve.time.map((time) => time - start); }
-  return curve[AXES[axis].key];
 }
 
 function drawRates(shown, { axis, each, smoothing }) {
