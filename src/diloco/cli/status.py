@@ -180,13 +180,14 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     rounds = sorted(map(int, swarm.leading))
     now = f"round {rounds[0] + 1} in progress ({swarm.leading[str(rounds[0])]})" if rounds else "between rounds"
     ended = max((one.ended_round + 1 for one in live), default=0)
+    counted = "1 round" if ended == 1 else f"{ended} rounds"
     speed = sum(1 / one.step_seconds for one in live if one.step_seconds > 0)
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
     furthest = max((one.position for one in live), default=0)
     of = "" if steps is None else f" of {steps:,}"
     done = "complete after" if steps is not None and furthest >= steps else "step"
     return [
-        f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {ended} rounds",
+        f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {counted}",
         f"{now} · {speed:.2f} steps/s in all · led by worker {leader}",
     ]
 

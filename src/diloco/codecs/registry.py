@@ -1,7 +1,7 @@
 """The codecs by name.
 
 To add one: a subclass of Codec, a line here, its name in core/config.py (SyncConfig.codec), a row in
-docs/configuration.md.
+docs/codecs.md.
 """
 
 from diloco.codecs.base import Codec

@@ -5,7 +5,8 @@
 
 The loop is the same for every kind of run. A `Policy` says what differs: what is due, what a round does to the anchor,
 what a missed round means, and which workers stop together. fixed.py is the policy of workers that are there from the
-first step to the last, elastic.py that of workers that come and go.
+first step to the last, elastic.py that of workers that come and go, methods/asynchronous.py that of workers without
+rounds.
 
 A failed round changes nothing but a counter: the worker trains on from its own parameters, and its next outer gradient
 carries that work, taken from the others' anchor if they went on. No wait is longer than `sync.timeout_seconds`.

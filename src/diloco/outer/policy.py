@@ -1,7 +1,7 @@
 """The policy of a run: what is due, what a round does, what a missed round means, which workers stop together.
 
-fixed.py and elastic.py are the policies there are. A new way to merge (a round's mean applied later, or a part of it)
-is a policy too: `merge` says what a round's mean does.
+fixed.py, elastic.py and methods/asynchronous.py are the policies there are. A new way to merge is a policy too: `merge`
+says what a round's mean does.
 """
 
 from abc import ABC, abstractmethod

@@ -2,8 +2,8 @@
 
 A peer begins with a hello that carries its credential (`admit`). The rules are in docs/adr/0014: an expired invitation
 is refused from unknown peers only; a revocation holds for ever and is passed on; a ban is made of offences that this
-node has counted itself, and is not passed on. This module only decides: it opens no connection, waits for nothing, and
-reads and writes no file except the revocations', when told to.
+node has counted itself, or follows from a proof that it has checked (node/proofs/liars.py). This module only decides:
+it opens no connection, waits for nothing, and reads and writes no file except the revocations', when told to.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 A worker that several others cannot exchange parts with is left out, after a second attempt. A worker that two others
 accuse of a lie has lied: it is left out and that counts as an offence, with both accusers' signatures. One accuser is
 not believed more than the accused: both are left out of this round. A worker that accuses others falsely puts itself
-out too, and harms no one for good.
+out too, and no other for good.
 """
 
 from collections import Counter
