@@ -48,6 +48,8 @@ class Round:
     workers: dict[int, WorkerRound] = field(default_factory=dict)
     contributors: list[int] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    clipped: dict[str, str] = field(default_factory=dict)
+    """Contributions that were scaled down, with the reason."""
     failure: str | None = None
     merged: bool = False
     mean_norm: float | None = None
@@ -123,6 +125,7 @@ class Rounds:
         round_.bytes_sent = max(round_.bytes_sent, count(event.get("bytes_sent") or 0))
         round_.contributors = [count(worker) for worker in event.get("contributors") or ()]
         round_.refused |= {str(worker): str(why) for worker, why in (event.get("refused") or {}).items()}
+        round_.clipped |= {str(worker): str(why) for worker, why in (event.get("clipped") or {}).items()}
         if round_.digests:
             return False
         self._keep_cosines(event.get("cosines") or [], round_)

@@ -139,7 +139,7 @@ def _validation(record: RunRecord, until: float | None) -> Json | None:
 def _rounds(rounds: list[Round]) -> Json:
     merged = [one for one in rounds if one.merged]
     failed = [one for one in rounds if one.failure is not None]
-    refused = [one for one in rounds if one.refused]
+    refused = [one for one in rounds if one.refused or one.clipped]
     compared = [one for one in merged if one.digests]
     unequal = [one for one in compared if len(one.digests) > 1]
     last = merged[-1] if merged else None
@@ -149,6 +149,7 @@ def _rounds(rounds: list[Round]) -> Json:
     is_usual = often["rounds"] * _USUAL >= often["of"]
     return {
         "refused": sum(len(one.refused) for one in rounds),
+        "clipped": sum(len(one.clipped) for one in rounds),
         "last": None if last is None else last.as_json(),
         "cosines": [] if last is None else last.cosines,
         "digests_compared": len(compared),
@@ -162,7 +163,8 @@ def _rounds(rounds: list[Round]) -> Json:
             for one in failed[-_LISTED:]
         ],
         "refusals": [
-            {"sequence": one.sequence, "step": one.step, "time": one.time, "refused": one.refused}
+            {"sequence": one.sequence, "step": one.step, "time": one.time, "refused": one.refused,
+             "clipped": one.clipped}
             for one in refused[-_LISTED:]
         ],
         "straggler": often if stragglers and is_usual else None,

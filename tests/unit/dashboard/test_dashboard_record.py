@@ -68,6 +68,13 @@ def test_failed_and_refused_rounds_are_listed_with_their_reasons(tmp_path: Path)
     assert rounds["refusals"][0]["refused"] == {"1": "its norm is 900"}
 
 
+def test_clipped_contributions_are_listed_with_the_reason(tmp_path: Path) -> None:
+    events = [started(0, 1), *round_events(0, 1, 20), *round_events(1, 1, 20, clipped={"0": "its norm is 9"})]
+    rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
+    assert (rounds["clipped"], rounds["refused"]) == (1, 0)
+    assert [(one["sequence"], one["clipped"]) for one in rounds["refusals"]] == [(1, {"0": "its norm is 9"})]
+
+
 def test_unequal_anchors_are_found(tmp_path: Path) -> None:
     members = [{"worker": w, "anchor_digest": "b" if w == 1 else "a", "report": {}} for w in range(3)]
     events = [started(0, 3), *round_events(0, 1, 20), *round_events(1, 1, 20, members=members)]

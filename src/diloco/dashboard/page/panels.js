@@ -55,6 +55,7 @@ export function drawAgreement(state) {
     ["anchors compared", rounds.digests_compared ? unequal.length ? `differed in ${unequal.map((one) => `round ${one.sequence} (worker ${one.workers.join(", ")})`).slice(-3).join("; ")}` : `equal in all ${whole(rounds.digests_compared)} rounds` : missing, rounds.digests_compared ? (unequal.length ? "bad" : "good") : null],
     Object.keys(final).length ? ["last parameters", digests.size === 1 ? `the same on ${Object.keys(final).length} workers (${[...digests][0].slice(0, 12)})` : `${digests.size} different digests`, digests.size === 1 ? "good" : "bad"] : null,
     ["contributions refused", whole(rounds.refused), rounds.refused ? "bad" : null],
+    rounds.clipped ? ["contributions clipped", whole(rounds.clipped)] : null,
     last ? ["last round", `${last.contributors.length} contributor${last.contributors.length === 1 ? "" : "s"}, cosine ${plain(last.similarity, 3)}, ${duration(last.seconds)}`] : null,
     last && last.codec_error !== null ? ["codec error", plain(last.codec_error, 3)] : null,
   ].filter(Boolean)));

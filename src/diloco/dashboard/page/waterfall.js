@@ -84,7 +84,7 @@ export function describe(rounds) {
 export function drawFailures(rounds, start) {
   const rows = [
     ...rounds.failures.map((one) => [one.sequence, one.time, "failed", `${one.reason}${one.merged_by_others ? " (other workers merged it)" : ""}`, one.workers.join(", ")]),
-    ...rounds.refusals.flatMap((one) => Object.entries(one.refused).map(([worker, reason]) => [one.sequence, one.time, "refused", reason, worker])),
+    ...["refused", "clipped"].flatMap((what) => rounds.refusals.flatMap((one) => Object.entries(one[what]).map(([worker, reason]) => [one.sequence, one.time, what, reason, worker]))),
   ].sort((a, b) => b[0] - a[0]).slice(0, 50);
   if (!rows.length) { fill($("failures")); return; }
   const head = make("tr", {}, ...["round", "after", "", "workers", "reason"].map((name) => make("th", {}, name)));
