@@ -1,11 +1,14 @@
 """Every experiment is complete at every scale: its claims, figures and published values name arms that it has."""
 
+from pathlib import Path
+
 import pytest
 
 from diloco.errors import ConfigError
 from diloco.lab.claims import Measured
 from diloco.lab.experiment import Experiment, Sweep
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
+from diloco.lab.results import ResultFolder, key_of
 from diloco.lab.scales import SCALES, Scale
 
 EVERY = [(experiment, scale) for experiment in EXPERIMENTS.values() for scale in SCALES.values()]
@@ -51,3 +54,14 @@ def test_arms_that_experiments_share_have_one_key() -> None:
 def test_an_unknown_experiment_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="t2, t3"):
         experiment_of("t9")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_the_published_results_are_those_of_the_arms_as_they_are_now(experiment: Experiment) -> None:
+    folder = ResultFolder(Path(__file__).parents[3] / "benchmarks" / "results" / "lab")
+    digest = folder.setting().texts[experiment.text]
+    arms = experiment.arms(SCALES["gpu"])
+    missing = [
+        (name, seed) for name, arm in arms.items() for seed in range(3) if not folder.has(key_of(arm, seed, digest))
+    ]
+    assert not missing, "diloco lab run these, and docs/results.md again"

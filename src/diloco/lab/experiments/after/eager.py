@@ -14,10 +14,10 @@ CANDIDATES = ((0.7, 0.5), (0.7, 0.2), (0.4, 0.7), (0.4, 0.5), (0.2, 0.8))
 METHODS = {"DiLoCo": "none", "eager": "eager", "delayed": "delayed"}
 TUNED = {
     "smoke": {"eager": (0.4, 0.5), "delayed": (0.4, 0.5)},
-    "cpu": {"eager": (0.4, 0.5), "delayed": (0.4, 0.5)},
+    "cpu": {"eager": (0.2, 0.8), "delayed": (0.2, 0.8)},
     "gpu": {"eager": (0.2, 0.8), "delayed": (0.2, 0.8)},
 }
-"""The best of `tuning`: outer rate and momentum."""
+"""The best of `tuning` at gpu scale: outer rate and momentum."""
 
 
 def _arm(scale: Scale, method: str, numbers: tuple[float, float]) -> Arm:

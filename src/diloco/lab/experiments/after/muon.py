@@ -7,8 +7,8 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-LR = {"smoke": (5e-3, 5e-3), "cpu": (4e-3, 4e-3), "gpu": (16e-3, 16e-3)}
-"""The best of `tuning` by scale: inside DiLoCo, and data-parallel."""
+LR = {"smoke": (5e-3, 5e-3), "cpu": (16e-3, 16e-3), "gpu": (16e-3, 16e-3)}
+"""The best of `tuning` at gpu scale: inside DiLoCo, and data-parallel."""
 PRETRAINING_LR = 4e-3
 CANDIDATES = (4e-3, 8e-3, 16e-3)
 ADAMW, ADAMW_DP, MUON, MUON_DP = "AdamW, DiLoCo", "AdamW, data-parallel", "Muon, DiLoCo", "Muon, data-parallel"

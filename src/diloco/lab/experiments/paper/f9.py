@@ -9,7 +9,7 @@ from diloco.lab.scales import Scale
 
 ONE, OUTER = "1× baseline", "one worker with outer steps"
 TUNED = {"smoke": (0.7, 0.5, 1.0), "cpu": (0.7, 0.5, 1.0), "gpu": (0.7, 0.5, 1.0)}
-"""The best of `tuning` by scale: outer rate, momentum, and the inner rate as a factor of one worker's."""
+"""The best of `tuning` at gpu scale: outer rate, momentum, and the inner rate as a factor of one worker's."""
 CANDIDATES = ((0.7, 0.9, 1.0), (0.7, 0.5, 1.0), (0.7, 0.5, 1.5), (1.0, 0.5, 1.0), (0.7, 0.8, 1.0), (0.7, 0.8, 1.5))
 
 
