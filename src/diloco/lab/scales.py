@@ -7,7 +7,7 @@ there the baselines are a factor of 2.5 apart, and what counts is signal per ste
 are (`report/summary.py`), and says so if it is more than 15 %.
 
     smoke   seconds an arm on a CPU: whether everything runs; its numbers mean nothing
-    cpu     a minute an arm on one core: a first look, in a steeper part of the training than the gpu scale's
+    cpu     a minute an arm on one core: a first look, with a model so small that its batches suffice
     gpu     three seconds an arm on one large GPU, eight at a time
 
 The rates were found with `diloco lab tune`, for the data-parallel side as for DiLoCo.
@@ -145,24 +145,24 @@ SCALES: dict[str, Scale] = {
     ),
     "cpu": Scale(
         name="cpu",
-        model=_shape(48, 2, 3, 1, 128),
-        vocab_size=1024,
+        model=_shape(16, 2, 2, 1, 40),
+        vocab_size=320,
         text_bytes=None,
         workers=8,
-        steps=300,
-        pretraining_steps=100,
-        H=5,
+        steps=1600,
+        pretraining_steps=800,
+        H=32,
         batch_size=8,
         sequence_length=64,
         replicas=(1, 4, 8, 16),
         eval_windows=256,
         warmup_steps=20,
-        pretraining_lr=6e-3,
-        data_parallel_lr=6e-3,
-        one_worker_lr=4e-3,
-        inner_lr=4e-3,
+        pretraining_lr=1e-2,
+        data_parallel_lr=16e-3,
+        one_worker_lr=6e-3,
+        inner_lr=8e-3,
         outer_lr=0.7,
-        outer_momentum=0.8,
+        outer_momentum=0.9,
     ),
     "gpu": Scale(
         name="gpu",
