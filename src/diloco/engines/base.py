@@ -84,6 +84,9 @@ class Engine(Connection):
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         return (1,) * (1 if self.elastic else self.workers)
 
+    most_state_bytes: int | None = None
+    """Set by the outer loop of elastic workers: a state that takes more bytes is not of this run."""
+
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
         assert list(owners) == [(0,) * len(self.sizes)]
         return [self]

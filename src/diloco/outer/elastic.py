@@ -65,6 +65,7 @@ class ElasticMembership(Policy):
     def join(self) -> None:
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))
+            lane.engine.most_state_bytes = lane.state_bytes()
         try:
             states = self.replica.fetch_states()
             if states is not None:

@@ -172,6 +172,13 @@ class Lane:
     def start_tensors(self) -> dict[str, Tensor]:
         return {f"start.{name}": tensor.detach() for name, tensor in self.start.items()}
 
+    def state_bytes(self) -> int:
+        """The most that `copies` take as a file: some kilobytes for names and shapes are in it."""
+        tensors = [*self.start.values()]
+        for fragment in filter(None, self.fragments):
+            tensors += [fragment.anchor, *fragment.state.values()]
+        return (1 << 20) + sum(tensor.numel() * max(4, tensor.element_size()) + 512 for tensor in tensors)
+
     def copies(self) -> dict[str, Tensor]:
         """What a joiner needs, copied to the CPU."""
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.start_tensors().items()}

@@ -95,7 +95,8 @@ class LonelyNode:
             seconds=0.5,
         )
 
-    async def fetch_state(self) -> FetchedState | None:
+    async def fetch_state(self, most_bytes: int | None = None) -> FetchedState | None:
+        del most_bytes
         """The trainer's own state, as if another had served it, and two means."""
         means = (
             RoundMean(RoundKey(4, 0), SharedMemory.copy_of(b"abcd")),

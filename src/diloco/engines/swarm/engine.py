@@ -155,7 +155,9 @@ class SwarmEngine(Engine):
 
     def fetch_state(self) -> GlobalState | None:
         seconds = self.settings.timeout_seconds if self._has_state else _JOIN_SECONDS
-        answer, losses = self._request_until_answered(messages.FetchState, "the others' state", seconds)
+        answer, losses = self._request_until_answered(
+            lambda number: messages.FetchState(number, self.most_state_bytes), "the others' state", seconds
+        )
         assert isinstance(answer, messages.StateFetched)
         self._has_state, self._sidecar_losses_handled = True, losses
         state = answer.state

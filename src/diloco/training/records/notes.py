@@ -185,6 +185,7 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "member_lost": ("bad", lambda e: f"{_name(e)} is lost ({reason_of(e)}); training continues without it"),
     "member_banned": ("bad", lambda e: f"{_name(e)} is banned: {reason_of(e)}"),
     "member_expelled": ("bad", lambda e: f"{_name(e)} is excluded: {reason_of(e)}"),
+    "leader_passed_over": ("bad", lambda e: f"{_name(e)} lets round {e['round']} wait: the next worker leads"),
     "state_refused": ("bad", lambda e: f"the state of {_name(e)} is not taken over: {reason_of(e)}"),
     "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {reason_of(e)}"),
     "renumbered": (

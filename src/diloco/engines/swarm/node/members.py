@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco.engines.swarm.network.transport import Transport
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.attendance import Attendance
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE
@@ -62,6 +63,7 @@ class Members:
         self.peers: dict[str, Peer] = {}
         self.numbers: dict[str, int] = {}
         """Peer -> worker number, of all that ever had one: a worker that returns keeps its number."""
+        self.attendance = Attendance()
         self.addresses: tuple[str, ...] = ()
         """This node's own."""
         self.excluded: str | None = None
@@ -102,11 +104,12 @@ class Members:
         return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
 
     def leader(self) -> str | None:
-        """The live member with the lowest number that has the state; None if no member has it."""
+        """The live member with the lowest number that has the state and leads well; None if no member has the state."""
         candidates = [(peer.status.number, peer.name) for peer in self.with_state()]
         if self.status.has_state:
             candidates.append((self.status.number, self.me))
-        return min(candidates)[1] if candidates else None
+        good = [one for one in candidates if self.attendance.may_lead(one[1])]
+        return min(good or candidates)[1] if candidates else None
 
     def most_ended(self, sequence: int) -> bool:
         """Whether at least half of the members with the state say that this round has ended.
@@ -221,16 +224,21 @@ class Members:
         peer.heard_at = clock.now()
         number = peer.status.number
         peer.status = status
-        if status.number < 0:
-            status.number = number
+        if status.number < 0 or (0 <= number != status.number and self._is_taken(status.number, peer.name)):
+            status.number = number  # a member that has a number cannot take another one's
         if status.number >= 0:
             self.numbers[peer.name] = status.number
         appeared = not peer.live and not peer.left
         if appeared:
+            self.attendance.forget(peer.name)
             peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
         if status.number >= 0 and (appeared or number < 0):
             self._emit("member_joined", peer)
         self.changed()
+
+    def _is_taken(self, number: int, name: str) -> bool:
+        numbers = {other.name: other.status.number for other in self.peers.values()} | {self.me: self.status.number}
+        return any(its == number for other, its in numbers.items() if other != name)
 
     def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:

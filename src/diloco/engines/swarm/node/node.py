@@ -34,6 +34,7 @@ import msgspec
 
 from diloco.engines.swarm.network.identity import load_seed
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
+from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock, guest_messages, messages
 from diloco.engines.swarm.node.calls import Calls
@@ -58,11 +59,13 @@ from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, enc
 from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
-from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.permissions import MAX_PEERS, Permissions
 from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
 
+CALLS_AT_ONCE, CALLS_PER_SECOND = 256.0, 64.0
+"""Of one peer. An honest one makes a few in a second, and some more when rounds are short or many are lost."""
 _CHECK_SECONDS = 1.0
 _MAX_HELLO_BYTES = 8192
 _GOODBYE_SECONDS = 2.0
@@ -90,6 +93,7 @@ class Node:
         self._own_checks = OwnChecks(self.participant, trainer, self._emit)
         self._peers_file = PeersFile(settings.path(PEERS_FILE))
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls_of = PeerRateLimit(CALLS_AT_ONCE, CALLS_PER_SECOND, MAX_PEERS)
 
     # For the trainer
 
@@ -111,7 +115,9 @@ class Node:
     async def post(self, posted: PostedRound) -> RoundOutcome:
         return await self.participant.post(posted)
 
-    async def fetch_state(self) -> FetchedState | None:
+    async def fetch_state(self, most_bytes: int | None = None) -> FetchedState | None:
+        """`most_bytes`: a larger state cannot be of this run."""
+        self.states.most_bytes = most_bytes or self.states.most_bytes
         return await self.states.fetch()
 
     def progress(self, **values: float) -> None:
@@ -233,6 +239,8 @@ class Node:
 
     def _on_round_end(self, agreed: Agreed) -> None:
         self.leader.record_end_elsewhere(agreed.plan.key.sequence)
+        self.members.attendance.record(agreed.plan, [peer.name for peer in self.members.with_state()])
+        self.participant.leaders.patience_seconds = self.leader.patience_seconds
         self.outcomes.liars.count_offences(agreed)
 
     # For the peers
@@ -245,6 +253,8 @@ class Node:
             refusal = reason
         if refusal is not None and (refusal.kind != "unknown" or len(data) > _MAX_HELLO_BYTES):
             raise CallRefused.read(str(refusal))
+        if not self._calls_of.take(peer, clock.now()):
+            raise CallRefused("too many calls in a short time: some are left unanswered", "busy")
         try:
             version = messages.hello_version(data)
             if version is None and refusal is not None:

@@ -8,6 +8,7 @@ banned, revoked     this peer is out of the run
 again, twice        another process has this peer's identity, and may be dead; and is known to be live
 replaced, process   another process has taken this one's place; and the place of the one that is asked
 version, model      another version of diloco; another model, data, codec or schedule
+term                a leader's term is too far ahead of the last one
 plan                the plan is not one that this worker can follow
 malformed           the asked peer cannot read the message
 """

@@ -8,7 +8,8 @@ import struct
 
 import msgspec
 
-from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.network.transport import Stream, Unreachable
+from diloco.engines.swarm.node import clock
 
 PROTOCOL = 5
 """Raised when peers of two versions would misunderstand each other."""
@@ -40,6 +41,15 @@ async def read_frame(stream: Stream, limit: int, seconds: float) -> bytes:
     if length > limit:
         raise Malformed(f"a frame of {length} bytes, more than {limit}")
     return await stream.read(length, seconds) if length else b""
+
+
+async def read_data_into(stream: Stream, buffer: memoryview, seconds: float, quiet_seconds: float) -> int:
+    """The same as `read_frame_into`, without empty frames: they say that the sender is alive, for so long at most."""
+    end = clock.now() + quiet_seconds
+    while (length := await read_frame_into(stream, buffer, seconds)) == 0:
+        if clock.now() > end:
+            raise Unreachable(f"{stream.peer} has sent nothing but empty frames for {quiet_seconds:g} s")
+    return length
 
 
 async def read_frame_into(stream: Stream, buffer: memoryview, seconds: float) -> int:

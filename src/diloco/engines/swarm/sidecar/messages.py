@@ -36,9 +36,10 @@ class PostRound(_Message, frozen=True):
 
 
 class FetchState(_Message, frozen=True):
-    """Answered by StateFetched."""
+    """Answered by StateFetched. A state of more than `most_bytes` cannot be of this run."""
 
     number: int
+    most_bytes: int | None = None
 
 
 class FetchFile(_Message, frozen=True):

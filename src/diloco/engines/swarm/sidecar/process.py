@@ -42,7 +42,7 @@ class Node(Protocol):
     def number(self) -> int: ...
     async def start(self) -> None: ...
     async def post(self, posting: PostedRound) -> RoundOutcome: ...
-    async def fetch_state(self) -> FetchedState | None: ...
+    async def fetch_state(self, most_bytes: int | None = None) -> FetchedState | None: ...
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None: ...
     def serve_files(self, files: Mapping[str, Path]) -> None: ...
     async def fetch_file(self, name: str, path: Path) -> None: ...
@@ -104,7 +104,7 @@ class Sidecar:
             case messages.PostRound():
                 self._answer(message.number, self._post(message))
             case messages.FetchState():
-                self._answer(message.number, self._fetch_state(message.number))
+                self._answer(message.number, self._fetch_state(message))
             case messages.FetchFile():
                 self._answer(message.number, self._fetch_file(message))
             case messages.Leave():
@@ -163,8 +163,8 @@ class Sidecar:
         self._send_status()
         return messages.RoundEnded(message.number, outcome)
 
-    async def _fetch_state(self, number: int) -> messages.StateFetched:
-        return messages.StateFetched(number, await self._node.fetch_state())
+    async def _fetch_state(self, message: messages.FetchState) -> messages.StateFetched:
+        return messages.StateFetched(message.number, await self._node.fetch_state(message.most_bytes))
 
     async def _fetch_file(self, message: messages.FetchFile) -> messages.Done:
         await self._node.fetch_file(message.name, Path(message.path))

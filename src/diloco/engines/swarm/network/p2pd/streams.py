@@ -1,7 +1,7 @@
 """A stream over a socket to p2pd: bytes go between memory and the daemon without copies on the way.
 
-A read or write fails after its time limit without progress. A stream may be closed at any time, also while another task
-reads or writes: that task then gets Unreachable.
+A read or write fails after its time limit without progress; a few bytes now and then are none (LEAST_RATE). A stream
+may be closed at any time, also while another task reads or writes: that task then gets Unreachable.
 """
 
 import asyncio
@@ -13,6 +13,8 @@ from diloco.engines.swarm.network.transport import Stream, Unreachable
 
 _PIECE_BYTES = 256 << 10
 """Handed to the kernel at once; each piece has the whole time limit."""
+LEAST_RATE = 4096.0
+"""Bytes a second: each byte that arrives extends the time limit by its share of this, up to the whole limit."""
 _TURN_BYTES = 1 << 20
 """After this many bytes the other tasks of the loop get a turn, however fast the bytes come."""
 
@@ -61,9 +63,12 @@ class SocketStream(Stream):
 
     async def read_into(self, buffer: memoryview, seconds: float) -> None:
         view, since_turn = memoryview(buffer).cast("B"), 0
+        now = asyncio.get_running_loop().time
+        end = now() + seconds
         with self._using("receiving from", seconds):
             while view:
-                got = await self._receive(view, seconds)
+                got = await self._receive(view, end)
+                end = min(now() + seconds, end + got / LEAST_RATE)
                 if got == 0:
                     raise Unreachable(f"the stream from {self.peer} ended {len(view)} bytes too early")
                 view = view[got:]
@@ -73,11 +78,11 @@ class SocketStream(Stream):
                     since_turn = 0
                     await asyncio.sleep(0)
 
-    async def _receive(self, view: memoryview, seconds: float) -> int:
+    async def _receive(self, view: memoryview, end: float) -> int:
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(end):
                 return await asyncio.get_running_loop().sock_recv_into(self._socket, view)
 
     def close(self) -> None:

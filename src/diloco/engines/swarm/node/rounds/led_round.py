@@ -175,7 +175,8 @@ class LedRound:
         expected = [peer.name for peer in self._members.with_state()]
         if self._members.status.has_state:
             expected.append(self._members.me)
-        return [name for name in expected if name not in self.ready]
+        expects = self._members.attendance.expects
+        return [name for name in expected if name not in self.ready and expects(name)]
 
     def _grace_seconds(self, missing: list[str]) -> float:
         """How long hurried workers may take: the inner step that they are in."""
@@ -200,6 +201,7 @@ class LedRound:
                 for e in self.ready.values()
                 if e.peer not in dropped and self._members.is_live(e.peer) and not clashes(self._members, e.peer)
             ]
+            here = self._without_troublesome(here)
             if not here or not self._quorum.is_majority([entry.peer for entry in here]):
                 raise SteppedDown("too few workers are left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
@@ -219,7 +221,19 @@ class LedRound:
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
                 if not problem.lost:
                     dropped.add(peer)
+                    self._members.attendance.record_trouble(peer)
             excluded += problem.offences
+
+    def _without_troublesome(self, here: list[Entry]) -> list[Entry]:
+        """Without those that were left out of the last rounds, if the others are enough."""
+        attendance = self._members.attendance
+        kept = [entry for entry in here if attendance.takes(entry.peer)]
+        if len(kept) == len(here) or not kept or not self._quorum.is_majority([entry.peer for entry in kept]):
+            return here
+        for entry in here:
+            if entry not in kept:
+                attendance.record_passed_over(entry.peer)
+        return kept
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())

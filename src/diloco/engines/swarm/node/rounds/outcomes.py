@@ -25,7 +25,7 @@ from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.quorum import Quorum
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
-from diloco.engines.swarm.node.wire import Malformed, encode, read_frame_into, write_frame
+from diloco.engines.swarm.node.wire import Malformed, encode, read_data_into, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Outcomes:
             data = bytearray(size)
             view, received = memoryview(data), 0
             while received < size:
-                received += await read_frame_into(stream, view[received:], self._stall_seconds)
+                received += await read_data_into(stream, view[received:], self._stall_seconds, self._stall_seconds)
             await stream.write(b"\1", self._stall_seconds)
         finally:
             stream.close()

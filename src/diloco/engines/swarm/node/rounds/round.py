@@ -28,6 +28,8 @@ class Round:
     """The digests of the posted parts (proofs/merkle.py)."""
     minority_since: float | None = None
     """When this worker last began to see no majority."""
+    stuck_since: float | None = None
+    """When this worker began to wait for a leader that could go on (leader_watch.py)."""
     leader: str | None = None
     """The leader that has this worker's header."""
     plan: Plan | None = None

@@ -34,7 +34,7 @@ from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
 from diloco.engines.swarm.node.rounds import products as products_of
 from diloco.engines.swarm.node.trainer import PostedRound
-from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, read_frame_into, write_frame
+from diloco.engines.swarm.node.wire import Malformed, encode, read_data_into, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Transfer:
         received = checked = 0  # bytes, rows
         norms: list[asyncio.Future[float]] = []
         while received < len(into):
-            received += await read_frame_into(stream, into[received:], self._stall)
+            received += await read_data_into(stream, into[received:], self._stall, 3 * self._stall)
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
                 norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))

@@ -26,6 +26,7 @@ from diloco.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+LARGEST_STATE = 1 << 42
 _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_TRANSFERS = 2
@@ -57,6 +58,8 @@ class StateTransfer:
         self._transfers = asyncio.Semaphore(_MAX_TRANSFERS)
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
         self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
+        self.most_bytes = LARGEST_STATE
+        """Of a state of this run, as the trainer says."""
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
         self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
@@ -161,6 +164,9 @@ class StateTransfer:
             head = decode(await read_frame(stream, _MAX_HEAD_BYTES, 4 * self._stall_seconds))
             if not isinstance(head, StateHead):
                 return None
+            if head.size > self.most_bytes:
+                self.outcomes.liars.record_unproved(peer, "it offered a state that is larger than this run's")
+                raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
             data = SharedMemory.create(head.size)  # the trainer reads it there
             told, asked, snapshot = clock.now(), self.witnesses.of(peer), _snapshot(head, data)
             asking = asyncio.create_task(

@@ -1,0 +1,90 @@
+"""Which members are waited for: one that was in none of the last three rounds is passed over, and tried now and then.
+
+A member may be live, have the state and never post, or post and never send its parts. Each round would wait for it.
+Every member counts the rounds that each other one has missed, from the plans that were carried out; after three the
+next ones do not wait for it, all but every second, fourth and at most eighth. One that posts in time is in the round
+all the same, unless it was left out of three in a row because others could not exchange parts with it. So a worker that
+was only slow or unlucky is back soon, and one that never comes costs every eighth round.
+
+A leader that lets the others wait is passed over as a leader, and the next member leads.
+"""
+
+from collections.abc import Iterable
+
+from diloco.engines.swarm.network.limits import LruCache
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
+
+MISSES = 3
+_RAREST = 3  # a power of two: every eighth round
+_PASSED_OVER_SECONDS = 600.0
+
+
+class Attendance:
+    def __init__(self) -> None:
+        self._absences = _Misses()
+        self._troubles = _Misses()
+        self._poor_leaders: LruCache[float] = LruCache(MAX_WORKERS)
+        """Until when each is passed over as a leader, on the node's clock."""
+
+    def record(self, plan: Plan, there: Iterable[str]) -> None:
+        """A round has ended. `there`: the live members that have the state."""
+        present = {entry.peer for entry in plan.entries}
+        for name in present:
+            self._absences.forget(name)
+            self._troubles.forget(name)
+        for name in set(there) - present:
+            self._absences.add(name)
+
+    def record_trouble(self, name: str) -> None:
+        """It has posted, and the round goes on without it: others cannot exchange parts with it."""
+        self._troubles.add(name)
+
+    def expects(self, name: str) -> bool:
+        """Whether the next round waits for this member to post."""
+        return self._absences.has_a_chance(name)
+
+    def takes(self, name: str) -> bool:
+        """Whether the next round has this member in its plan, if it has posted."""
+        return self._troubles.has_a_chance(name)
+
+    def record_passed_over(self, name: str) -> None:
+        """It has posted, and a round was planned without it."""
+        self._troubles.pass_over(name)
+
+    def pass_over(self, leader: str) -> None:
+        """It has led a round that did not go on."""
+        self._poor_leaders.put(leader, clock.now() + _PASSED_OVER_SECONDS)
+
+    def may_lead(self, name: str) -> bool:
+        return (self._poor_leaders.get(name) or 0.0) < clock.now()
+
+    def forget(self, name: str) -> None:
+        """It has come back from an absence: nothing is known of it."""
+        self._absences.forget(name)
+        self._troubles.forget(name)
+        self._poor_leaders.drop(name)
+
+
+class _Misses:
+    """Of each member: the rounds in a row that it has missed, and those that have passed it over since its chance."""
+
+    def __init__(self) -> None:
+        self._counts: LruCache[tuple[int, int]] = LruCache(MAX_WORKERS)
+
+    def add(self, name: str) -> None:
+        misses, passed = self._counts.get(name) or (0, 0)
+        used = self.has_a_chance(name)
+        self._counts.put(name, (misses + 1, 0) if used else (misses, passed + 1))
+
+    def pass_over(self, name: str) -> None:
+        misses, passed = self._counts.get(name) or (0, 0)
+        self._counts.put(name, (misses, passed + 1))
+
+    def has_a_chance(self, name: str) -> bool:
+        misses, passed = self._counts.get(name) or (0, 0)
+        rare = misses - MISSES + 1
+        return rare <= 0 or passed + 1 >= 1 << min(rare, _RAREST)
+
+    def forget(self, name: str) -> None:
+        self._counts.drop(name)

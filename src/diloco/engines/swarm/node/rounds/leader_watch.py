@@ -1,0 +1,68 @@
+"""A worker's view of leaders: it follows the one with the lowest number, unless that one lets its round wait."""
+
+from collections import Counter
+
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.rounds.round import Round
+from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
+
+_MOST_INQUIRIES = 8
+"""Of a peer in one round, while a member with a lower number leads. Views of an honest swarm settle sooner."""
+
+
+class LeaderWatch:
+    def __init__(self, members: Members, transfers: TransferTimes) -> None:
+        self._members, self._settings, self._transfers = members, members.settings, transfers
+        self.attendance = members.attendance
+        self.patience_seconds = 0.0
+        """How long a leader waits for the last workers, as this node would."""
+        self._inquiries: Counter[str] = Counter()
+        self._sequence = -1
+
+    def usurped(self, sender: str, sequence: int, round_: Round | None) -> str | None:
+        """The leader of a round for which another peer asks too early or too often; None: it may."""
+        leader = self._members.leader()
+        if sender in (leader, self._members.me) or leader is None:
+            return None
+        if sequence > self._sequence:
+            self._inquiries.clear()
+            self._sequence = sequence
+        self._inquiries[sender] += 1
+        waits = 0.0 if round_ is None else clock.now() - round_.started
+        early = waits < self._settings.lost_seconds and self._inquiries[sender] > 1
+        return leader if early or self._inquiries[sender] > _MOST_INQUIRIES else None
+
+    def watch(self, round_: Round) -> None:
+        """Pass over a leader that has what it needs and does not go on."""
+        leader, now = round_.leader, clock.now()
+        if leader in (None, self._members.me) or not self._most_wait(round_.sequence):
+            round_.stuck_since = None
+            return
+        if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
+            round_.stuck_since = max(round_.stuck_since, round_.planned_at)
+        round_.stuck_since = round_.stuck_since or now
+        if now - round_.stuck_since > self._longest(round_):
+            assert leader is not None
+            self.attendance.pass_over(leader)
+            round_.leader, round_.stuck_since = None, None
+            peer = self._members.peers.get(leader)
+            about = {
+                "peer": leader,
+                "number": self._members.number_of(leader),
+                "label": peer.status.label if peer else "",
+            }
+            self._members.on_event("leader_passed_over", {**about, "round": round_.sequence})
+            self._members.changed()
+
+    def _most_wait(self, sequence: int) -> bool:
+        """Most live members that have the state have posted this round."""
+        there = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return 2 * sum(-1 < status.waiting_round <= sequence for status in there) > len(there)
+
+    def _longest(self, round_: Round) -> float:
+        stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
+        if round_.plan is not None:
+            return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
+        slowest = max((peer.status.step_seconds for peer in self._members.with_state()), default=0.0)
+        return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)

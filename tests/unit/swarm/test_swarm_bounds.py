@@ -1,0 +1,248 @@
+"""What one member can make the others wait, remember or send: each bound holds, and honest work goes on beside it."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from diloco.engines.swarm.network.p2pd import streams
+from diloco.engines.swarm.network.p2pd.streams import SocketStream
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock, messages
+from diloco.engines.swarm.node.attendance import Attendance
+from diloco.engines.swarm.node.node import CALLS_AT_ONCE
+from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.processes import addressed
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.engines.swarm.node.wire import encode, write_frame
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan, values
+from support.swarm.stories import founded, told
+
+
+async def all_post(workers: list[MemoryWorker], sequence: int) -> list[RoundOutcome]:
+    posts = (worker.post(values(worker.node.number, sequence), sequence=sequence) for worker in workers)
+    return [ended for ended, _ in await asyncio.gather(*posts)]
+
+
+# Terms and leaders
+
+
+def test_no_member_can_take_so_high_a_term_that_the_others_cannot_lead() -> None:
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+        liar = workers[3]
+
+        async def shout() -> None:
+            for worker in workers[:3]:
+                for term in (1 << 53, 5_000):
+                    request = messages.Inquire(0, Authority(term, -3))
+                    try:
+                        answer: object = await liar.node.participant.calls.ask(worker.name, request)
+                    except CallRefused as refused:
+                        answer = refused
+                    assert isinstance(answer, messages.LedBy) or getattr(answer, "code", "") == "term"
+
+        await shout()
+        posts = asyncio.create_task(all_post(workers[:3], 0))
+        await asyncio.sleep(0.05)
+        await shout()
+        return await posts
+
+    assert [one.contributors for one in told(story, patience=0.1)] == [(0, 1, 2)] * 3
+
+
+def test_the_authority_of_another_worker_is_not_promised_anything_before_the_post_either() -> None:
+    async def story(swarm: MemorySwarm) -> None:
+        workers = await founded(swarm, 3)
+        with pytest.raises(CallRefused, match="sent by another worker"):
+            await workers[2].node.participant.calls.ask(workers[1].name, messages.Inquire(0, Authority(1, 0)))
+
+    told(story)
+
+
+def test_a_member_that_wants_to_lead_again_and_again_does_not_stop_the_leader() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], float]:
+        workers = await founded(swarm, 4)
+        liar, over = workers[3], asyncio.Event()
+
+        async def usurp() -> None:
+            term = 1
+            while not over.is_set():
+                for worker in workers[:3]:
+                    try:
+                        answer = await liar.node.participant.calls.ask(
+                            worker.name, messages.Inquire(0, Authority(term, -3))
+                        )
+                    except (CallRefused, Unreachable):
+                        continue
+                    if isinstance(answer, messages.Superseded | messages.Posted):
+                        term = max(term, answer.seen.term + 1)
+                await asyncio.sleep(0.02)
+
+        task, started = asyncio.create_task(usurp()), clock.now()
+        ended = await all_post(workers[:3], 0)
+        over.set()
+        await task
+        return ended, clock.now() - started
+
+    ended, seconds = told(story, patience=0.1)
+    assert [one.contributors for one in ended] == [(0, 1, 2)] * 3 and seconds < 10
+
+
+def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], float]:
+        workers = await founded(swarm, 4)
+
+        def wait_for_ever(*_: object) -> Any:
+            return messages.Waiting()
+
+        workers[0].node.leader.answer_ready = wait_for_ever  # type: ignore[method-assign]
+        started = clock.now()
+        return await all_post(workers[1:], 0), clock.now() - started
+
+    ended, seconds = told(story, patience=0.1)
+    assert [one.contributors for one in ended] == [(1, 2, 3)] * 3 and seconds < 15
+
+
+# Members that never do their part
+
+
+def test_a_member_that_never_posts_is_waited_for_in_three_rounds_and_then_now_and_then() -> None:
+    async def story(swarm: MemorySwarm) -> list[float]:
+        workers = await founded(swarm, 4)
+        workers[3].node._own_checks.run = lambda: None  # type: ignore[method-assign]  # it says that it has the state
+        took = []
+        for sequence in range(16):
+            started = clock.now()
+            assert {one.failure for one in await all_post(workers[:3], sequence)} == {None}
+            took.append(clock.now() - started)
+            await asyncio.sleep(1.0)
+        return took
+
+    took = told(story, patience=0.5)
+    waited = [sequence for sequence, seconds in enumerate(took) if seconds > 0.3]
+    assert waited[:3] == [0, 1, 2] and len(waited) <= 7
+
+
+def test_a_member_that_was_passed_over_gets_a_chance_in_every_eighth_round_and_is_back_with_the_first() -> None:
+    attendance, chances = Attendance(), []
+    for sequence in range(40):
+        chances.append(attendance.expects(NAMES[2]))
+        attendance.record(plan([0, 1], sequence), NAMES[:3])
+    assert chances[:3] == [True] * 3 and sum(chances[-8:]) == 1
+    assert all(attendance.expects(name) for name in NAMES[:2])
+    attendance.record(plan([0, 1, 2], 40), NAMES[:3])
+    assert attendance.expects(NAMES[2])
+
+
+def test_a_member_that_posts_and_never_takes_part_is_in_fewer_and_fewer_plans() -> None:
+    attendance, taken = Attendance(), []
+    for sequence in range(24):
+        if attendance.takes(NAMES[2]):
+            taken.append(sequence)
+            attendance.record_trouble(NAMES[2])
+        else:
+            attendance.record_passed_over(NAMES[2])
+    assert taken[:3] == [0, 1, 2] and len(taken) <= 7
+    attendance.record(plan([0, 1, 2]), NAMES[:3])
+    assert attendance.takes(NAMES[2])
+
+
+def test_a_reducer_that_sends_nothing_but_keep_alive_frames_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Transfer._send_mean
+
+    async def keep_alive(self: Transfer, stream: Stream) -> None:
+        if self._transport.peer != NAMES[3]:
+            return await honest(self, stream)
+        while True:
+            await write_frame(stream, b"", 1.0)
+            await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(Transfer, "_send_mean", keep_alive)
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+        posts = [workers[i].post(values(i, 0, 5000), seconds=200.0) for i in range(4)]
+        return [ended for ended, _ in await asyncio.gather(*posts)][:3]
+
+    assert [one.contributors for one in told(story)] == [(0, 1, 2)] * 3
+
+
+# Bytes, calls and numbers
+
+
+def test_a_state_that_is_larger_than_the_runs_is_refused_before_it_is_read() -> None:
+    async def story(swarm: MemorySwarm) -> None:
+        workers = await founded(swarm, 2)
+        await all_post(workers, 0)
+
+        async def offer(stream: Stream) -> None:
+            head = messages.StateHead({"sequence": 1}, "same", b"", 1 << 40, bytes(32))
+            await write_frame(stream, encode(head), 1.0)
+            await asyncio.sleep(3600.0)
+
+        workers[0].node.states.serve = offer  # type: ignore[method-assign]
+        joiner = await swarm.start()
+        async with asyncio.timeout(30.0):
+            fetched = await joiner.node.fetch_state(most_bytes=1 << 24)
+        assert fetched is not None and fetched.sequence == 1
+
+    told(story)
+
+
+def test_a_byte_now_and_then_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        stream = SocketStream("peer", here, lambda: None)
+
+        async def drip() -> None:
+            for _ in range(1000):
+                there.send(b"x")
+                await asyncio.sleep(0.01)
+
+        task = asyncio.create_task(drip())
+        try:
+            with pytest.raises(Unreachable, match="no progress"):
+                await stream.read(1 << 16, 0.1)
+            monkeypatch.setattr(streams, "LEAST_RATE", 10.0)
+            await stream.read(20, 0.1)  # it arrives at a hundred bytes a second
+        finally:
+            task.cancel()
+            stream.close()
+            there.close()
+
+    asyncio.run(story())
+
+
+def test_a_flood_of_calls_is_refused_and_the_others_are_answered() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, RoundOutcome]:
+        workers = await founded(swarm, 3)
+        refused = 0
+        for _ in range(int(2 * CALLS_AT_ONCE)):
+            try:
+                await workers[0].node._on_call(
+                    workers[2].name, addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
+                )
+            except CallRefused as reason:
+                refused += reason.code == "busy"
+        ended = await all_post(workers[:2], 0)
+        return refused, ended[0]
+
+    refused, ended = told(story, patience=0.1)
+    assert refused >= CALLS_AT_ONCE / 2 and ended.failure is None
+
+
+def test_a_member_with_a_number_cannot_take_that_of_another() -> None:
+    async def story(swarm: MemorySwarm) -> list[list[int]]:
+        workers = await founded(swarm, 3)
+        for worker in workers[:2]:
+            peer = worker.node.members.peers[workers[2].name]
+            for number in (0, 1):
+                worker.node.members.record_heard(peer, structs.replace(peer.status, number=number))
+        return [[worker.node.members.number_of(other.name) for other in workers] for worker in workers[:2]]
+
+    assert told(story) == [[0, 1, 2], [0, 1, 2]]
