@@ -16,17 +16,26 @@ from diloco.training.processes.run_lock import is_training
 from diloco.training.records.run_folder import resume_command
 
 
-def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """Print an invitation to a run: any machine that has it can join, until it expires.
+def invite(
+    run: Path,
+    /,
+    *,
+    seats: int | None = None,
+    days: float | None = None,
+    fresh: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Print an invitation to a run: as many workers can join with it as it has seats, until it expires.
 
     On the machine where the run began it is a new invitation; elsewhere it is
     the one that this machine came with. It has the addresses known now.
-    Example:  diloco invite runs/mine --days 7
+    Example:  diloco invite runs/mine --seats 4 --days 7
 
     Parameters
     ----------
     run
         A run folder of a swarm.
+    seats
+        How many workers can join with a new invitation; 1 if left out. A worker that returns needs no other one.
     days
         How long a new invitation is valid; 30 if left out.
     fresh
@@ -37,17 +46,21 @@ def invite(run: Path, /, *, days: float | None = None, fresh: Annotated[bool, Pa
 
     folder = run_owner.swarm_folder(run)
     if run_owner.may_invite(folder):
-        made = run_owner.new_invitation(folder, run_owner.DAYS if days is None else days, time.time())
-        _say(f"a new invitation to the run {made.run_id}, valid until {made.until}")
-    elif days is not None or fresh:
-        option = "--days" if days is not None else "--fresh"
+        given = (run_owner.DAYS if days is None else days, time.time(), 1 if seats is None else seats)
+        made = run_owner.new_invitation(folder, *given)
+        _say(f"a new invitation to the run {made.run_id} for {_workers(made.seats)}, valid until {made.until}")
+    elif days is not None or seats is not None or fresh:
+        option = "--seats" if seats is not None else "--days" if days is not None else "--fresh"
         raise ConfigError(
             f"{option}: only the machine where the run began makes new invitations, and {folder} has no run.key; "
             f"without {option}, the invitation that this machine came with is printed"
         )
     else:
         made = run_owner.own_invitation(folder, time.time())
-        _say(f"the invitation that this machine came with, to the run {made.run_id}, valid until {made.until}")
+        _say(
+            f"the invitation that this machine came with, to the run {made.run_id} for {_workers(made.seats)} in all, "
+            f"valid until {made.until}"
+        )
     if not is_training(run):
         _say("no worker of this run is running here: the invitation has the addresses last known")
     _say(f"on another machine:  {command('join', 'INVITATION')}")
@@ -87,6 +100,10 @@ def revoke(run: Path, peer: str, /) -> None:
         _say("the worker that runs here passes it on to the others")
     else:
         _say(f"no worker runs here: start one to tell the others ({resume_command(run)})")
+
+
+def _workers(seats: int) -> str:
+    return "1 worker" if seats == 1 else f"{seats} workers"
 
 
 def _say(line: str) -> None:

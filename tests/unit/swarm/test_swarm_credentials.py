@@ -87,9 +87,9 @@ def test_a_credential_for_another_run_is_refused() -> None:
 
 def test_a_credential_is_for_one_run_though_two_had_signed_the_same_invitation() -> None:
     other = RunKey.create()
-    certified = certified_bytes(INVITATION.certificate.public, INVITATION.expires)
+    certified = certified_bytes(INVITATION.certificate.public, INVITATION.expires, INVITATION.seats)
     certificate = Certificate(
-        INVITATION.certificate.public, INVITATION.expires, sign(other.seed, "invitation", certified)
+        INVITATION.certificate.public, INVITATION.expires, sign(other.seed, "invitation", certified), INVITATION.seats
     )
     twice = Credential(certificate, INVITATION.credential(BOB).signature)
     assert twice.certificate.is_signed_by(other.public)

@@ -55,7 +55,7 @@ def test_more_bytes_than_a_word_holds_are_refused() -> None:
 def test_an_invitation_with_two_addresses_is_one_short_word() -> None:
     assert TEXT.isalnum() and TEXT.isascii() and TEXT.startswith("diloco2")
     assert len(TEXT) < 400
-    assert len(invite(RUN, [], 60, NOW).text()) <= 210
+    assert len(invite(RUN, [], 60, NOW).text()) <= 215
 
 
 addresses = st.lists(
@@ -243,11 +243,12 @@ def test_an_invitation_that_another_key_signed_or_that_was_made_to_last_longer_i
 
 
 def test_a_word_with_other_contents_is_refused() -> None:
-    good = [RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, []]
+    good = [RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, [], INVITATION.seats]
     assert parsed("diloco2" + encode_text(msgspec.msgpack.encode(good))).addresses == ()
     no_peer = b"\x04\x01\x02\x03\x04\x06\x0f\xa0"  # /ip4/1.2.3.4/tcp/4000
     for contents in (
-        [], good[:-2], [*good, 1], [b"short", *good[1:]], [*good[:2], -1, *good[3:]], [*good[:4], [bytes(300)]],
+        [], good[:-3], [*good, 1], [*good[:5], 0],
+        [*good[:5], 5000], [b"short", *good[1:]], [*good[:2], -1, *good[3:]], [*good[:4], [bytes(300)]],
         [*good[:4], [b"\x04"] * 9], [*good[:4], [b"\xff\xff"]], [*good[:4], [no_peer]], {"run_public": RUN.public},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="damaged"):

@@ -60,6 +60,7 @@ def _print_hint(console: Console, folder: Path, founded: bool, going_on: bool) -
         console.print(Text(f"there is no invitation to give away now: {error}", style="yellow"), soft_wrap=True)
         return
     until = f"{datetime.fromtimestamp(invitation.expires, UTC):%Y-%m-%d}"
-    console.print(Text(f"to join from another machine or terminal (until {until}):"), soft_wrap=True)
+    seats = f"{invitation.seats} workers in all, until {until}"
+    console.print(Text(f"to join from other machines or terminals ({seats}):"), soft_wrap=True)
     join = command("join", invitation.text())
     console.print(Text(f"  {join}", style="bold green"), soft_wrap=True, highlight=False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.engines.swarm.config import SwarmConfig
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.engines.swarm.settings import Settings
@@ -80,4 +81,4 @@ def _save_invitation(swarm: Path, text: str | None) -> None:
     elif not path.exists():
         key = RunKey.create()
         key.save(swarm / RUN_KEY_FILE)
-        write_private(path, invite(key, (), _INVITATION_SECONDS, time.time()).text() + "\n")
+        write_private(path, invite(key, (), _INVITATION_SECONDS, time.time(), SwarmConfig().seats).text() + "\n")

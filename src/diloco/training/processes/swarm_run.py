@@ -136,7 +136,7 @@ def _write_swarm_files(folder: Path, config: RunConfig, corpus_digest: str) -> N
     swarm = folder / SWARM_FOLDER
     key = RunKey.create()
     key.save(swarm / RUN_KEY_FILE)
-    first = invite(key, (), config.swarm.invitation_days * _DAY_SECONDS, time.time())
+    first = invite(key, (), config.swarm.invitation_days * _DAY_SECONDS, time.time(), config.swarm.seats)
     write_private(swarm / INVITATION_FILE, first.text() + "\n")
     _write_description(swarm, RunDescription.of(config, corpus_digest))
 

@@ -2,7 +2,8 @@
 
 A member may be live, have the state and never post, or post and never send its parts. Each round would wait for it.
 Every member counts the rounds that each other one has missed, from the plans that were carried out; after three the
-next ones do not wait for it, all but every second, fourth and at most eighth. One that posts in time is in the round
+next ones do not wait for it, all but every second, fourth and at most eighth, and the next after it has fetched the
+state. One that posts in time is in the round
 all the same, unless it was left out of three in a row because others could not exchange parts with it. So a worker that
 was only slow or unlucky is back soon, and one that never comes costs every eighth round.
 
@@ -17,7 +18,7 @@ from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
 
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
-_PASSED_OVER_SECONDS = 600.0
+_PASSED_OVER_SECONDS = 60.0
 
 
 class Attendance:
@@ -52,6 +53,11 @@ class Attendance:
         """It has posted, and a round was planned without it."""
         self._troubles.pass_over(name)
 
+    def record_state(self, name: str) -> None:
+        """It has fetched the state, and can be in the next round."""
+        self._absences.give_a_chance(name)
+        self._troubles.give_a_chance(name)
+
     def pass_over(self, leader: str) -> None:
         """It has led a round that did not go on."""
         self._poor_leaders.put(leader, clock.now() + _PASSED_OVER_SECONDS)
@@ -80,6 +86,10 @@ class _Misses:
     def pass_over(self, name: str) -> None:
         misses, passed = self._counts.get(name) or (0, 0)
         self._counts.put(name, (misses, passed + 1))
+
+    def give_a_chance(self, name: str) -> None:
+        misses, _ = self._counts.get(name) or (0, 0)
+        self._counts.put(name, (misses, 1 << _RAREST))
 
     def has_a_chance(self, name: str) -> bool:
         misses, passed = self._counts.get(name) or (0, 0)

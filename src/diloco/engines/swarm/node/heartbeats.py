@@ -58,7 +58,7 @@ class Heartbeats:
     def answer_hello(self, name: str, hello: Hello) -> Hello:
         """Raises PeerRefused before anything else is looked at, and CallRefused."""
         permissions = self.members.permissions
-        permissions.admit(name, hello.credential)
+        permissions.admit(name, hello.credential, worker=hello.role == "worker")
         self.members.add_revocations(hello.revocations)
         permissions.check(name)
         if hello.role == "worker":

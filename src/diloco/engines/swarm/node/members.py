@@ -223,6 +223,8 @@ class Members:
         """The peer has said something: it is live."""
         peer.heard_at = clock.now()
         number = peer.status.number
+        if status.has_state and not peer.status.has_state:
+            self.attendance.record_state(peer.name)
         peer.status = status
         if status.number < 0 or (0 <= number != status.number and self._is_taken(status.number, peer.name)):
             status.number = number  # a member that has a number cannot take another one's

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from diloco.engines.swarm.network.identity import load_seed
-from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile
+from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
 from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock, guest_messages, messages
@@ -106,6 +106,7 @@ class Node:
         await self.transport.serve(self._on_call, self._on_stream)
         self.members.addresses = tuple(await self.transport.addresses())
         self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE))
+        self.permissions.reserve_seats(read_peers(self.settings.path(PEERS_FILE)))
         await join(self.heartbeats)
         self._start_task(self.heartbeats.run())
         self._start_task(self._check_regularly())

@@ -4,6 +4,7 @@ unknown, hello      say hello (again): the asked peer has restarted, or has forg
 busy, leader        not now; or another member decides it
 number              another worker has this one's number: ask the leader for another
 forged, expired     the credential is no good
+seats               all seats of the invitation are taken by other workers
 banned, revoked     this peer is out of the run
 again, twice        another process has this peer's identity, and may be dead; and is known to be live
 replaced, process   another process has taken this one's place; and the place of the one that is asked
@@ -13,7 +14,7 @@ plan                the plan is not one that this worker can follow
 malformed           the asked peer cannot read the message
 """
 
-NOT_ADMITTED = frozenset({"forged", "expired", "banned", "revoked", "twice", "replaced", "version"})
+NOT_ADMITTED = frozenset({"forged", "expired", "seats", "banned", "revoked", "twice", "replaced", "version"})
 """A peer that says hello is not let in, however often it asks."""
 OUT_OF_THE_RUN = frozenset({"banned", "revoked", "twice", "replaced"})
 """No later round of this worker can succeed, once most members say so; nor with the code `model`."""

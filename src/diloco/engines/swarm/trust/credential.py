@@ -16,7 +16,9 @@ MAX_CREDENTIAL_BYTES = 256
 MAX_EXPIRES = (1 << 32) - 1
 Expires = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPIRES)]
 """Unix time in seconds."""
-RefusalKind = Literal["unknown", "forged", "expired", "revoked", "banned", "busy"]
+MAX_SEATS = 1023
+Seats = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEATS)]
+RefusalKind = Literal["unknown", "forged", "expired", "revoked", "banned", "busy", "seats"]
 
 
 class PeerRefused(Exception):
@@ -33,6 +35,8 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     public: Key
     expires: Expires
     signature: Signature
+    seats: Seats
+    """How many workers may come with it."""
 
     @property
     def id(self) -> str:
@@ -40,7 +44,8 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return key_id(self.public)
 
     def is_signed_by(self, run_public: bytes) -> bool:
-        return is_signed(run_public, self.signature, "invitation", certified_bytes(self.public, self.expires))
+        signed = certified_bytes(self.public, self.expires, self.seats)
+        return is_signed(run_public, self.signature, "invitation", signed)
 
 
 class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -76,9 +81,9 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             )
 
 
-def certified_bytes(public: bytes, expires: int) -> bytes:
+def certified_bytes(public: bytes, expires: int, seats: int) -> bytes:
     """What the run's key signs to make an invitation."""
-    return public + expires.to_bytes(4)
+    return public + expires.to_bytes(4) + seats.to_bytes(2)
 
 
 def claimed_bytes(run_public: bytes, peer: str) -> bytes:

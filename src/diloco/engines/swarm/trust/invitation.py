@@ -1,9 +1,9 @@
-"""Invitations: one word that lets a machine join a run, any number of times, until it expires.
+"""Invitations: one word that lets workers join a run, as many as it has seats, until it expires.
 
 An invitation is a key pair whose public half the run's key has signed (the certificate), and a few addresses of peers.
 The word holds the private half: with it a peer signs its libp2p id, and that is its credential (credential.py).
 
-    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
+    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses, seats])
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,11 @@ import msgspec
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.trust.credential import (
     MAX_EXPIRES,
+    MAX_SEATS,
     Certificate,
     Credential,
     Expires,
+    Seats,
     certified_bytes,
     claimed_bytes,
     format_time,
@@ -46,6 +48,8 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     signature: Signature
     packed_addresses: Annotated[tuple[_PackedAddress, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     """Binary multiaddrs."""
+    seats: Seats = 1
+    """How many workers may come with it; a worker that returns keeps its seat."""
 
     @classmethod
     def parse(cls, text: str, now: float | None) -> "Invitation":
@@ -83,7 +87,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def certificate(self) -> Certificate:
-        return Certificate(public_key(self.seed), self.expires, self.signature)
+        return Certificate(public_key(self.seed), self.expires, self.signature, self.seats)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -110,13 +114,17 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return Credential(self.certificate, sign(self.seed, "credential", claimed_bytes(self.run_public, peer)))
 
 
-def invite(run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float) -> Invitation:
+def invite(
+    run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float, seats: int = MAX_SEATS
+) -> Invitation:
     """A new invitation, with a key pair of its own."""
     if not 1 <= valid_seconds <= MAX_EXPIRES - now:
         raise ConfigError(f"an invitation must be valid for 1 s or more and end before 2106, not {valid_seconds} s")
+    if not 1 <= seats <= MAX_SEATS:
+        raise ConfigError(f"an invitation must have from 1 to {MAX_SEATS} seats, not {seats}")
     seed, expires = new_seed(), int(now + valid_seconds)
-    signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires))
-    return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses))
+    signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires, seats))
+    return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses), seats)
 
 
 def _without_mark(text: str) -> str:

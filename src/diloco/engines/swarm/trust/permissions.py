@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from diloco.engines.swarm.network.known_peers import KnownPeer
 from diloco.engines.swarm.network.limits import LruCache, PeerRateLimit, TokenBucket
 from diloco.engines.swarm.run_files import append_line
 from diloco.engines.swarm.trust.credential import Credential, PeerRefused, RefusalKind
 from diloco.engines.swarm.trust.revocation import Revocation
+from diloco.engines.swarm.trust.seats import Seats
 from diloco.engines.swarm.trust.signatures import key_id
 
 MAX_PEERS = 4096
@@ -57,15 +59,19 @@ class Permissions:
         self._offence_points: LruCache[int] = LruCache(MAX_PEERS)
         self._hellos = PeerRateLimit(HELLOS_AT_ONCE, HELLOS_PER_SECOND, MAX_PEERS)
         self._strangers = TokenBucket.full(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND, clock())
+        self._seats = Seats()
+        self._seats.take(credential, peer)
         self._revocations: dict[bytes, Revocation] = {}
         self._file_stamp: tuple[int, int] | None = None
 
     # Hellos
 
-    def admit(self, peer: str, credential: bytes) -> None:
-        """A peer says hello: it may talk to this node from now on, or PeerRefused is raised."""
+    def admit(self, peer: str, credential: bytes, *, worker: bool = True) -> None:
+        """A peer says hello: it may talk to this node from now on, or PeerRefused is raised. A worker takes a seat."""
         try:
             self._admit(peer, credential)
+            if worker:
+                self._seats.take(self._known.get(peer), peer)
         except PeerRefused as error:
             self.refusals[error.kind] += 1
             raise
@@ -95,6 +101,12 @@ class Permissions:
         for peer in peers:
             if 0 < len(peer) <= 128:
                 self._vouched.put(peer, None)
+
+    def reserve_seats(self, peers: Iterable[KnownPeer]) -> None:
+        """Of peers.json: the seats of these workers are taken."""
+        for known in peers:
+            if known.invitation is not None and known.worker is not None:
+                self._seats.reserve(known.invitation, known.peer)
 
     # Calls and streams
 

@@ -65,12 +65,12 @@ def may_invite(folder: Path) -> bool:
     return (folder / RUN_KEY_FILE).exists()
 
 
-def new_invitation(folder: Path, days: float, now: float) -> Invitation:
+def new_invitation(folder: Path, days: float, now: float, seats: int = 1) -> Invitation:
     """Signed with the run's key."""
     if not (math.isfinite(days) and 0 < days <= MAX_DAYS):
         raise ConfigError(f"--days {days:g} must be above 0 and at most {MAX_DAYS:g}")
     key = _run_key(folder, "makes new invitations")
-    return invite(key, _addresses(folder), max(1.0, days * _DAY_SECONDS), now)
+    return invite(key, _addresses(folder), max(1.0, days * _DAY_SECONDS), now, seats)
 
 
 def own_invitation(folder: Path, now: float) -> Invitation:
@@ -145,7 +145,7 @@ def _renew(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitat
     if own.id != record.invitation:
         return None
     left = own.expires - now
-    fresh = invite(key, own.addresses, left if left > 0 else DAYS * _DAY_SECONDS, now)
+    fresh = invite(key, own.addresses, left if left > 0 else DAYS * _DAY_SECONDS, now, own.seats)
     write_private(path, fresh.text() + "\n")
     return fresh
 

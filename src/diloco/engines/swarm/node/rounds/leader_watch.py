@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 
+_MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
 _MOST_INQUIRIES = 8
 """Of a peer in one round, while a member with a lower number leads. Views of an honest swarm settle sooner."""
 
@@ -33,10 +36,10 @@ class LeaderWatch:
         early = waits < self._settings.lost_seconds and self._inquiries[sender] > 1
         return leader if early or self._inquiries[sender] > _MOST_INQUIRIES else None
 
-    def watch(self, round_: Round) -> None:
-        """Pass over a leader that has what it needs and does not go on."""
+    def watch(self, round_: Round, *, may_go_on: bool) -> None:
+        """Pass over a leader that has what it needs and does not go on. `may_go_on`: a majority is here."""
         leader, now = round_.leader, clock.now()
-        if leader in (None, self._members.me) or not self._most_wait(round_.sequence):
+        if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
             round_.stuck_since = None
             return
         if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
@@ -66,3 +69,9 @@ class LeaderWatch:
             return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
         slowest = max((peer.status.step_seconds for peer in self._members.with_state()), default=0.0)
         return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)
+
+
+def check_term(authority: Authority, seen: Authority) -> None:
+    """No answer, and so no promise, to a term that is far ahead of all that this worker has seen in the round."""
+    if authority.term > seen.term + _MOST_TERMS:
+        raise CallRefused(f"term {authority.term} is too far ahead of the last one, {seen.term}", "term")

@@ -35,7 +35,7 @@ from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
-from diloco.engines.swarm.node.rounds.leader_watch import LeaderWatch
+from diloco.engines.swarm.node.rounds.leader_watch import LeaderWatch, check_term
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.terms import own_terms
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
 _MAX_PROMISES = 16
-_MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
 _MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
@@ -88,7 +87,7 @@ class Participant:
                     await self._announce(round_)
                     await self._watch(round_)
                     self._check_majority(round_)
-                    self.leaders.watch(round_)
+                    self.leaders.watch(round_, may_go_on=self.members.may_go_on() and self.outcomes.quorum.is_here())
         except TimeoutError:
             if ahead := self._first_ahead(round_.sequence):
                 await self.outcomes.resolve(round_, ahead)
@@ -240,13 +239,13 @@ class Participant:
             raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
         if round_ is None:
             return self._promise(sequence, authority)
-        _check_term(authority, round_.authority)
+        check_term(authority, round_.authority)
         return Superseded(round_.authority) if authority.leader < round_.authority.leader else None
 
     def _promise(self, sequence: int, authority: Authority) -> PeerMessage:
         """This worker has not posted the round yet, and will obey no leader of a lower authority in it."""
         before = self._promised.get(sequence, NO_AUTHORITY)
-        _check_term(authority, before)
+        check_term(authority, before)
         if authority.leader < before.leader:
             return Superseded(before)
         self._promised[sequence] = max(before, authority)
@@ -344,9 +343,3 @@ async def _leaves(posted: PostedRound) -> list[bytes]:
     """The digests of all parts, taken in a thread."""
     width = posted.contribution.num_bytes // max(1, posted.num_parts)
     return await asyncio.get_running_loop().run_in_executor(None, merkle.leaves, posted.contribution.view, width)
-
-
-def _check_term(authority: Authority, seen: Authority) -> None:
-    """No answer, and so no promise, to a term that is far ahead of all that this worker has seen in the round."""
-    if authority.term > seen.term + _MOST_TERMS:
-        raise CallRefused(f"term {authority.term} is too far ahead of the last one, {seen.term}", "term")

@@ -1,0 +1,75 @@
+"""Seats: an invitation lets in as many workers as it was made for, counted by every member, and no more."""
+
+import pytest
+
+from diloco.engines.swarm.network.known_peers import KnownPeer
+from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.trust.credential import Certificate, PeerRefused
+from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.errors import ConfigError
+from support.swarm.memory import NAMES, MemorySwarm
+from support.swarm.stories import founded, told
+
+KEY = RunKey.create()
+OWN = invite(KEY, (), 3600.0, 1000.0)
+
+
+def permissions() -> Permissions:
+    return Permissions(KEY.public, "me", OWN.credential("me"), clock=lambda: 1000.0)
+
+
+def invitation(seats: int) -> Invitation:
+    return invite(KEY, (), 3600.0, 1000.0, seats)
+
+
+def test_one_seat_is_taken_by_the_first_worker_and_kept_by_it() -> None:
+    node, one = permissions(), invitation(1)
+    node.admit("ann", one.credential("ann").data())
+    with pytest.raises(PeerRefused, match=r"seats: the one seat of the invitation \w+ is taken: ask the owner"):
+        node.admit("bob", one.credential("bob").data())
+    node.admit("ann", one.credential("ann").data())
+    assert node._known.get("ann") is not None
+
+
+def test_a_guest_takes_no_seat_and_a_banned_worker_leaves_none() -> None:
+    node, two = permissions(), invitation(2)
+    for guest in ("status", "doctor", "join"):
+        node.admit(guest, two.credential(guest).data(), worker=False)
+    node.admit("ann", two.credential("ann").data())
+    for _ in range(3):
+        node.record_offence("ann", "norm")
+    assert "ann" in node.bans()
+    node.admit("bob", two.credential("bob").data())
+    with pytest.raises(PeerRefused, match="2 seats"):
+        node.admit("cat", two.credential("cat").data())
+
+
+def test_the_number_of_seats_is_signed() -> None:
+    one = invitation(1).certificate
+    more = Certificate(one.public, one.expires, one.signature, 100)
+    assert one.is_signed_by(KEY.public) and not more.is_signed_by(KEY.public)
+    with pytest.raises(ConfigError, match="from 1 to 1023 seats, not 0"):
+        invitation(0)
+    assert Invitation.parse(invitation(7).text(), 1000.0).seats == 7
+
+
+def test_a_member_that_restarts_remembers_the_seats_from_its_list_of_peers() -> None:
+    node, one = permissions(), invitation(1)
+    node.reserve_seats([KnownPeer("ann", 1, (), one.id), KnownPeer("a guest", None, (), one.id)])
+    with pytest.raises(PeerRefused, match="is taken"):
+        node.admit("bob", one.credential("bob").data())
+    node.admit("ann", one.credential("ann").data())
+
+
+def test_invented_members_of_one_invitation_are_never_called() -> None:
+    async def story(swarm: MemorySwarm) -> list[str]:
+        workers = await founded(swarm, 2)
+        members = workers[0].node.members
+        one = invite(swarm.run_key, [], 1e9, 0.0, seats=1)
+        names = [f"{NAMES[5][:-4]}{index:04d}" for index in range(300)]
+        members.add_roster(RosterEntry(name, one.credential(name).data(), (), 9) for name in names)
+        return [name for name in names if name in members.peers]
+
+    assert len(told(story)) == 1
