@@ -7,6 +7,8 @@ Workers are real: trainer processes, each with a sidecar and a p2pd, on the loop
 
     round    two peers, one large vector: from the outer gradient in fp32 to the decoded mean, the slower of the two.
              Hivemind 1.1.12 averages the same vector in fp16 in turn with ours; its matchmaking is not counted.
+             The bytes of a round with fp16 through plain streams are the least that p2pd lets a round cost.
+             CPU seconds are those of all processes of a peer: the work, on a busy machine too.
              Bytes are what a peer sends for each parameter: as the engine counts, and at the loopback device.
              Extra memory is how much the peak of all processes beside a trainer grew over what they had at their start
     losses   how much longer the others' round takes than one in peace, when one is lost just before it or in it
@@ -31,30 +33,32 @@ from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
 from measuring import results_path, write_results
-from swarm_cases import RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
+from swarm_cases import OURS, RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
 
 PARTS = ("round", "losses", "joins", "crowd")
 MOST_TIME, MOST_BETWEEN, MOST_DURING, LEAST_FULL = 0.4, 2.0, 10.0, 0.95
 
 
 def show_rounds(rows: list[dict[str, Any]]) -> list[str]:
-    raw = next(row["seconds"]["median"] for row in rows if row["case"] == RAW)
+    raw, raw_cpu = next((row["seconds"]["median"], row["cpu_seconds"]["median"]) for row in rows if row["case"] == RAW)
     lines = []
     for row in rows:
-        seconds, reported = row["seconds"], row["reported_bytes"]
+        seconds, cpu, reported = row["seconds"], row["cpu_seconds"]["median"], row["reported_bytes"]
         lines.append(
             (
                 row["case"],
                 f"{seconds['median']:.2f} ({seconds['low']:.2f}–{seconds['high']:.2f})",
                 f"{seconds['median'] / raw:.2f}",
+                f"{cpu:.2f} ({cpu / raw_cpu:.2f})",
                 "" if reported is None else f"{reported:.3f}",
                 f"{row['loopback_bytes']:.3f}",
                 f"{row['extra_memory_bytes'] / 2**20:.0f}",
             )
         )
     title = f"one round of two peers, {rows[0]['parameters'] / 1e6:g}M parameters"
-    _table(title, ("", "s (low–high)", "against Hivemind", "bytes/param", "at the device", "extra MiB"), lines)
-    best = min(row["seconds"]["median"] for row in rows if row["case"] != RAW) / raw
+    headings = ("", "s (low–high)", "against Hivemind", "CPU s", "bytes/param", "at the device", "extra MiB")
+    _table(title, headings, lines)
+    best = min(row["seconds"]["median"] for row in rows if row["case"].startswith(OURS)) / raw
     return [f"the quickest of ours takes {best:.2f} of Hivemind's time, above {MOST_TIME}"] if best > MOST_TIME else []
 
 
@@ -83,7 +87,7 @@ def show_crowd(row: Crowd) -> list[str]:
     share = row.full / row.rounds
     seconds = f"{row.seconds.median:.2f} ({row.seconds.low:.2f}–{row.seconds.high:.2f})"
     line = (str(row.peers), str(row.rounds), f"{share:.1%}", str(row.failed), seconds)
-    _table("many peers", ("peers", "rounds", "with all", "failed for a worker", "s a round"), [line])
+    _table("many peers", ("peers", "rounds", "with all", "failed for somebody", "s a round"), [line])
     return [f"all {row.peers} were in {share:.1%} of the rounds only"] if share < LEAST_FULL else []
 
 

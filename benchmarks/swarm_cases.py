@@ -1,5 +1,7 @@
 """The cases of benchmarks/swarm.py; each starts its own workers and leaves none behind."""
 
+import contextlib
+import os
 import statistics
 import threading
 import time
@@ -25,9 +27,11 @@ from measuring import Spread
 from support.swarm.processes import Worker, Workers, descendants
 from support.swarm.trainers import Round, average
 from swarm_hivemind import Exchange, average_raw
+from swarm_streams import pass_streams
 from swarm_trainers import Joined, exchange, train_freely
 
-RAW = "hivemind fp16"
+RAW, STREAMS = "hivemind fp16", "p2pd's streams alone"
+OURS = "ours "
 _ROUND_SECONDS = 150.0
 _H = 3
 _PEACEFUL = 3
@@ -47,31 +51,45 @@ class Rounds:
     """Bytes a parameter that a peer sent, as the engine says."""
     loopback: list[float] = field(default_factory=list)
     """The same at the loopback device: half of what both sent."""
+    cpu: list[float] = field(default_factory=list)
+    """Seconds of processor time of a peer's processes: the work, on a busy machine too."""
 
     def row(self, extra_bytes: int) -> dict[str, object]:
         low = min(self.loopback)  # others on this machine use the device too
         reported = max(self.reported) if any(self.reported) else None
         told = {"case": self.case, "parameters": self.parameters, "seconds": vars(Spread.of(self.seconds))}
+        told["cpu_seconds"] = vars(Spread.of(self.cpu))
         return told | {"reported_bytes": reported, "loopback_bytes": low, "extra_memory_bytes": extra_bytes}
 
 
 def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) -> list[dict[str, object]]:
     """Ours with each codec and Hivemind's in turn, so that what else the machine does falls on all alike."""
-    with Workers(folder / "ours") as ours, Workers(folder / "raw") as raw:
+    with Workers(folder / "ours") as ours, Workers(folder / "raw") as raw, Workers(folder / "streams") as plain:
         pair = ours.start_all(["one", "two"], exchange, parameters)
         first = raw.start("raw", average_raw, parameters, [])
         second = raw.start("raw", average_raw, parameters, first.hear(120.0))
         second.hear(120.0)
-        sides = {f"ours {name}": (pair, name) for name in codecs} | {RAW: ([first, second], "go")}
+        streams = _start_streams(plain, EncodedVector(codec("fp16"), PartLayout(parameters)).num_bytes)
+        sides = {f"{OURS}{name}": (pair, name) for name in codecs}
+        sides |= {RAW: ([first, second], "go"), STREAMS: (streams, "go")}
         rows = {case: Rounds(case, parameters) for case in sides}
         before = {case: _memory(workers) for case, (workers, _) in sides.items()}
         for repeat in range(repeats + 1):  # the first is for warming up
             for case, (workers, command) in sides.items():
                 _measure(rows[case] if repeat else Rounds(case, parameters), workers, command)
         extra = {case: _memory(workers) - before[case] for case, (workers, _) in sides.items()}
-        for worker in [*pair, first, second]:
+        for worker in [*pair, first, second, *streams]:
             worker.ask(None, 30.0)
     return [rows[case].row(extra[case] // 2) for case in sides]
+
+
+def _start_streams(workers: Workers, num_bytes: int) -> list[Worker]:
+    first = workers.start("first", pass_streams, num_bytes, None)
+    address = first.hear(120.0)
+    second = workers.start("second", pass_streams, num_bytes, address)
+    first.say(second.hear(120.0)[0])
+    second.say(address[0])
+    return [first, second]
 
 
 def _measure(row: Rounds, workers: list[Worker], command: str) -> None:
@@ -80,10 +98,11 @@ def _measure(row: Rounds, workers: list[Worker], command: str) -> None:
     for worker in workers:
         worker.hear(_ROUND_SECONDS)
     time.sleep(0.1)
-    before = _loopback_bytes()
+    before, cpu_before = _loopback_bytes(), _cpu_seconds(workers)
     for worker in workers:
         worker.say("go")
     told: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]
+    row.cpu.append((_cpu_seconds(workers) - cpu_before) / len(workers))
     row.seconds.append(max(one.seconds for one in told))
     row.reported.append(max(one.bytes_sent for one in told) / row.parameters)
     row.loopback.append((_loopback_bytes() - before) / len(workers) / row.parameters)
@@ -96,6 +115,16 @@ def _loopback_bytes() -> int:
         if line.strip().startswith("lo:"):
             return int(line.split()[9])
     raise RuntimeError("/proc/net/dev has no loopback device")
+
+
+def _cpu_seconds(workers: list[Worker]) -> float:
+    """Of all processes of these workers so far."""
+    ticks = 0
+    for pid in (pid for worker in workers for pid in [worker.pid, *descendants(worker.pid)]):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(workers: list[Worker]) -> int:
@@ -124,7 +153,7 @@ class Loss:
     seconds: float
     extra: float
     same: bool
-    """All survivors have the same anchor, and no work but the victim's is missing."""
+    """All survivors have the same anchor, and nobody's work but the victim's is missing."""
 
 
 def _kill(victim: Worker, _: int) -> None:
@@ -162,7 +191,7 @@ def losses(folder: Path, parameters: int) -> list[Loss]:
 
 
 def _lose(folder: Path, parameters: int, deed: str, victim: str, of: tuple[int, int]) -> list[Loss]:
-    """`of`: so many workers, of which so many are lost."""
+    """`of`: so many workers, of whom so many are lost."""
     found = []
     with Workers(folder) as all_:
         names = [f"machine-{index}" for index in range(of[0])]

@@ -45,7 +45,7 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
         pipe.recv()
         started = time.monotonic()
         norm = _encode(gradient_, vector)
-        contribution = Contribution(vector, 1.0, norm, "anchor", f"vector {name}"[:16], 1000.0)
+        contribution = Contribution(vector, 1.0, norm, "anchor", "vector", 1000.0)
         result = engine.start_round(RoundKey(sequence, 0), contribution, 120.0).wait()
         _decode(result.mean, mean)
         seconds = time.monotonic() - started

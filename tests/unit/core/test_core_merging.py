@@ -1,4 +1,4 @@
-"""Which contributions are in the mean, and the mean: the divisor is their weight."""
+"""Who is in the mean, and the mean: the divisor is the weight of those who are in."""
 
 import math
 
