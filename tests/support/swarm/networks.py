@@ -48,6 +48,7 @@ class Internet:
         self._hosts = itertools.count(1)
         self._homes = itertools.count(1)
         self._names: list[str] = []
+        self._lines: dict[str, int] = {}
         self._add("net")
         self._in("net", "ip", "link", "add", "wire", "type", "bridge")
         self._in("net", "ip", "link", "set", "wire", "up")
@@ -71,7 +72,7 @@ class Internet:
 
     def _connect(self, name: str) -> str:
         """Connect a machine or a router to the internet; returns its address there."""
-        number = next(self._hosts)
+        number = self._lines[name] = next(self._hosts)
         self._wire(name, "wan", "net", f"w{number}")
         self._in("net", "ip", "link", "set", f"w{number}", "master", "wire")
         self._in(name, "ip", "address", "add", f"5.5.5.{number}/24", "dev", "wan")
@@ -117,6 +118,18 @@ class Internet:
         """
         _run("ip", "netns", "exec", self._full(router), "nft", "-f", "-", input=rules)
         return address
+
+    def block(self, name: str, address: str) -> None:
+        """That machine drops all packets from an address."""
+        hook = "type filter hook input priority filter"
+        rules = f"table ip blocks {{\n chain in {{\n {hook}; ip saddr {address} drop;\n }}\n }}\n"
+        _run("ip", "netns", "exec", self._full(name), "nft", "-f", "-", input=rules)
+
+    def limit(self, name: str, rate: str) -> None:
+        """The rate of a public machine's line in both directions (`tc tbf`)."""
+        for where, device in ((name, "wan"), ("net", f"w{self._lines[name]}")):
+            shape = ("tbf", "rate", rate, "burst", "16kb", "latency", "400ms")
+            self._in(where, "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on that machine."""

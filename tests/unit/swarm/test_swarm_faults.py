@@ -337,3 +337,20 @@ def test_two_that_began_alone_find_each_other_by_the_invitation() -> None:
         return sorted([first.node.number, second.node.number])
 
     assert told(story) == [0, 1]
+
+
+@pytest.mark.parametrize("bytes_arrive", [True, False])
+def test_a_worker_whose_beats_wait_behind_its_transfer_is_not_lost(
+    bytes_arrive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(swarm: MemorySwarm) -> bool:
+        workers = await founded(swarm, 2)
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(
+            workers[0].node.transport, "heard_at", lambda _: loop.time() if bytes_arrive else 0.0, raising=False
+        )
+        swarm.network.cut.add(workers[1].name)
+        await asyncio.sleep(30.0)
+        return workers[0].node.members.is_live(workers[1].name)
+
+    assert told(story) == bytes_arrive

@@ -37,7 +37,7 @@ def test_two_workers_that_cannot_reach_each_other_are_both_in_every_round() -> N
         workers = await founded(swarm, 4)
         await posted(workers, FEW_SECONDS)
         swarm.network.pairs = [{workers[index].name for index in PAIR}]
-        await asyncio.sleep(5.0)
+        await posted(workers, FEW_SECONDS)  # found out in the middle of it
         apart = [await posted(workers, FEW_SECONDS) for _ in range(5)]
         swarm.network.pairs = []
         await asyncio.sleep(20.0)

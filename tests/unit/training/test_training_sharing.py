@@ -155,3 +155,21 @@ def test_shards_that_are_elsewhere_are_fetched_and_read_once_they_are_here(
         assert reader.shards == expected
         assert not fetcher.may_try  # not at once again
     assert said == ["shard_fetched", "shards_not_fetched", "shard_fetched"]
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 9])
+def test_every_shard_is_fetched_by_two_members_so_that_none_is_lost_with_the_founder(
+    made: tuple[Corpus, RunConfig], tmp_path: Path, members: int
+) -> None:
+    """The founder, 0, has all of them; the others have none before they fetch."""
+    whole, _ = made
+    roster, holders = tuple(range(members)), {shard: {0} for shard in range(whole.shards)}
+    for worker in roster[1:]:
+        (tmp_path / str(worker)).mkdir()
+        claims = ShardClaims(Corpus(tmp_path / str(worker), whole.meta), LENGTH, worker, own_text=False)
+        claims.roster = roster
+        for shard in claims.missing():
+            holders[shard].add(worker)
+    assert all(len(found) >= 2 for found in holders.values()), holders
+    if members > 3:
+        assert all(found != {0} for found in holders.values())

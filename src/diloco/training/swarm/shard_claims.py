@@ -124,7 +124,10 @@ class ShardClaims:
         return True
 
     def missing(self) -> list[int]:
-        return [] if self.own_text else [shard for shard in self.shards() if not self._corpus.has(shard)]
+        """Shards to fetch: this worker's own first, then those of the next member, so that each is on two machines."""
+        index, members = index_among(set(self.roster) - self._apart, self._worker)
+        wanted = [*self.shards(), *shards_of(self._corpus.shards, (index + 1) % members, members)]
+        return [] if self.own_text else [shard for shard in dict.fromkeys(wanted) if not self._corpus.has(shard)]
 
 
 class ShardFetcher:

@@ -90,6 +90,11 @@ class Transport(ABC):
     async def disconnect(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """Drop the connections with a peer; a later call connects again."""
 
+    def heard_at(self, peer: str) -> float:
+        """When bytes of a stream last came from a peer, on the loop's clock; 0.0 if none is open."""
+        del peer
+        return 0.0
+
     @abstractmethod
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         """Raises Unreachable or CallRefused."""

@@ -1,6 +1,7 @@
 """Heartbeats: every node exchanges them with every other, and a peer that is silent is left out of rounds.
 
-A peer is lost when it is known to be dead (its machine refuses the connection) or has been silent for `lost_seconds`.
+A peer is lost when it is known to be dead (its machine refuses the connection) or has been silent for `lost_seconds`:
+no beat, and no byte of a transfer.
 It is called again for ever, less and less often, so that a cut network heals by itself. A heartbeat carries the
 sender's status, new addresses, and the members and revocations that the receiver does not know.
 """
@@ -112,7 +113,8 @@ class Heartbeats:
             return
         # The peer with the lower name begins; the other one begins only if it hears nothing.
         due = self.settings.beat_seconds * (1.0 if self.members.me < peer.name else 1.6)
-        if peer.live and now - peer.heard_at > self.settings.lost_seconds:
+        heard_at = max(peer.heard_at, self.transport.heard_at(peer.name))  # beats may wait behind a transfer
+        if peer.live and now - heard_at > self.settings.lost_seconds:
             self.members.record_lost(peer, f"silent for {self.settings.lost_seconds:g} s")
         if not peer.live:
             often = min(_LONGEST_PAUSE_SECONDS, (now - peer.lost_at) / 10)

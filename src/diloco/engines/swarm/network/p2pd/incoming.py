@@ -3,8 +3,9 @@
 import logging
 import socket
 
-from diloco.engines.swarm.network.limits import ConcurrencyLimit
+from diloco.engines.swarm.network.limits import ConcurrencyLimit, LruCache
 from diloco.engines.swarm.network.p2pd.control import Control
+from diloco.engines.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
 from diloco.engines.swarm.network.p2pd.streams import SocketStream
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, OnCall, OnStream, Unreachable
 
@@ -22,7 +23,9 @@ class IncomingRequests:
         self.on_stream: OnStream | None = None
         self._calls = ConcurrencyLimit(CALLS_PER_PEER, CALLS_IN_ALL)
         self._streams = ConcurrencyLimit(STREAMS_PER_PEER, STREAMS_IN_ALL)
-        self._open: set[SocketStream] = set()
+        self._open: set[PacedStream] = set()
+        self._windows: LruCache[int] = LruCache(STREAMS_IN_ALL)
+        """Of the last stream with each peer."""
 
     async def register(self, control: Control, protocol: str) -> None:
         await control.accept_streams(f"{protocol}/stream", self._accept)
@@ -58,18 +61,22 @@ class IncomingRequests:
         finally:
             stream.close()
 
-    def track(self, peer: str, sock: socket.socket, *, incoming: bool = False) -> SocketStream:
+    def track(self, peer: str, sock: socket.socket, *, incoming: bool = False) -> PacedStream:
         """A stream over this socket, which `close_streams` will close."""
 
         def on_close() -> None:
             self._open.discard(stream)
+            self._windows.put(peer, stream.window)
             if incoming:
                 self._streams.release(peer)
 
-        stream = SocketStream(peer, sock, on_close)
+        stream = PacedStream(SocketStream(peer, sock, on_close), self._windows.get(peer) or FIRST_WINDOW)
         self._open.add(stream)
         return stream
 
+    def heard_at(self, peer: str) -> float:
+        return max((stream.heard_at for stream in self._open if stream.peer == peer), default=0.0)
+
     def close_streams(self) -> None:
         for stream in list(self._open):
-            stream.close()
+            stream.raw.close()

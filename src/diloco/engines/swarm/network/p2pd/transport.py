@@ -229,6 +229,9 @@ class P2pdTransport(Transport):
         self._not_punchable.put(peer, None)
         return False
 
+    def heard_at(self, peer: str) -> float:
+        return self._incoming.heard_at(peer)
+
     async def disconnect(self, peer: str) -> None:
         with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
             async with asyncio.timeout(_RECONNECT_SECONDS):

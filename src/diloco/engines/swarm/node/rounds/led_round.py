@@ -270,6 +270,8 @@ class LedRound:
                     return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
                 if (problem := await self._judge(plan)) is not None:
                     return problem
+                if self._leader.shares.is_blocked(plan):
+                    return _Dropped({})
                 await self._members.wait_for_change(POLL_SECONDS)
         finally:
             for offer in offers:

@@ -17,7 +17,7 @@ from itertools import combinations
 from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import Members
-from diloco.engines.swarm.node.plan import Entry
+from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 
 _FULL = 4
@@ -41,12 +41,24 @@ class Shares:
         self._failed.put(pair, (clock.now() + seconds, seconds))
         return True
 
+    def is_blocked(self, plan: Plan) -> bool:
+        """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
+        apart = self._apart([entry.peer for entry in plan.entries])
+        reducing = (
+            [e.peer for e, share in zip(plan.entries, plan.shares, strict=False) if share] if plan.shares else apart
+        )
+        return not apart.isdisjoint(reducing) and bool(self.make(plan.entries))
+
     def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """The share of each; () if all have the same one, or none can exchange parts with all others."""
         names = [entry.peer for entry in entries]
-        apart = {name for pair in combinations(names, 2) if self._is_bad(*pair) for name in pair}
+        apart = self._apart(names)
         shares = tuple(0 if name in apart else share for name, share in zip(names, self._by_rate(names), strict=True))
         return () if not any(shares) or len(set(shares)) == 1 else shares
+
+    def _apart(self, names: Sequence[str]) -> set[str]:
+        """The workers that are in a bad pair."""
+        return {name for pair in combinations(names, 2) if self._is_bad(*pair) for name in pair}
 
     def _is_bad(self, one: str, other: str) -> bool:
         until, _ = self._failed.get(_pair(one, other)) or (0.0, 0.0)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
-_LEAST_MEASURED_BYTES = 1 << 18
+_LEAST_MEASURED_BYTES = 1 << 16
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
