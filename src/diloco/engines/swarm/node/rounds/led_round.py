@@ -271,7 +271,7 @@ class LedRound:
                 if (problem := await self._judge(plan)) is not None:
                     return problem
                 if self._leader.shares.is_blocked(plan):
-                    return _Dropped({})
+                    return Dropped({})
                 await self._members.wait_for_change(POLL_SECONDS)
         finally:
             for offer in offers:
