@@ -74,6 +74,7 @@ class P2pdTransport(Transport):
         self._monitoring: asyncio.Task[None] | None = None
         self._addresses: list[str] = []
         self._incoming = IncomingRequests()
+        self.heard_at = self._incoming.heard_at  # type: ignore[method-assign]
         self._dial_back = reach.DialBack()
         self._puncher = HolePuncher(self.peer, protocol)
         self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
@@ -228,9 +229,6 @@ class P2pdTransport(Transport):
             return True
         self._not_punchable.put(peer, None)
         return False
-
-    def heard_at(self, peer: str) -> float:
-        return self._incoming.heard_at(peer)
 
     async def disconnect(self, peer: str) -> None:
         with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
