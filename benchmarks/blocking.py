@@ -2,6 +2,7 @@
 
     python benchmarks/blocking.py            all networks and cases, about ten minutes; needs root
     python benchmarks/blocking.py --quick    one network and few cases, to see whether it works
+    python benchmarks/blocking.py --markdown the table of docs/methods.md, from what was measured last
 
 Two workers, each in a network namespace, 10.5M parameters, H = 25. An inner step is a sleep of 0.1 s: on a GPU a step
 leaves the CPU to the rest of the program, and a sleep does that without taking CPU time from the other worker on the
@@ -210,12 +211,32 @@ def _with_earlier(rows: list[Row]) -> list[dict[str, Any]]:
     return [row for row in before if (row["network"], row["case"]) not in measured] + [asdict(row) for row in rows]
 
 
+def print_markdown() -> None:
+    """What is in the results of this machine, as docs/methods.md shows it."""
+    seen = {(row["network"], row["case"]): row for row in json.loads(results_path("blocking").read_text())["results"]}
+    near, far, _ = NETWORKS
+    print("| | blocked s | utilisation | thread s | load | blocked s with 50 ms each way | utilisation |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for case in dict.fromkeys(case for network, case in seen if network in (near, far)):
+        cells = []
+        for network, more in ((near, True), (far, False)):
+            row = seen.get((network, case))
+            cells += [f"{row['blocked_seconds']:.3f}", f"{row['utilization']:.1%}"] if row else ["", ""]
+            if more:
+                cells += [f"{row['thread_seconds']:.3f}", f"{row['load']:.1f}"] if row else ["", ""]
+        print(f"| {case} | {' | '.join(cells)} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--syncs", type=int, default=4, help="measured syncs of each case")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="cases whose network or name has this in it")
+    parser.add_argument("--markdown", action="store_true", help="measure nothing; print what was measured last")
     options = parser.parse_args()
+    if options.markdown:
+        print_markdown()
+        return 0
     torchft = importlib.util.find_spec("torchft") is not None
     if not torchft:
         print("torchft is not installed, so there is no peer: make .venv/.bench")
@@ -226,9 +247,9 @@ def main() -> int:
                 row = run(network, case, 1 if options.quick else options.syncs)
                 print(f"{network}, {case.name}: blocked {row.blocked_seconds:.3f} s, load {row.load:.1f}", flush=True)
                 rows.append(row)
+                if not options.quick:  # after each, so that a failure loses none
+                    write_results("blocking", _with_earlier(rows))
     print_table(rows)
-    if not options.quick:
-        print(f"written: {write_results('blocking', _with_earlier(rows)).name}")
     missed = missed_targets(rows)
     for target in missed:
         print(f"target missed: {target}")

@@ -38,7 +38,7 @@ _START_SECONDS = 120.0
 _SLOWNESS = 3.0
 _FEWEST_ROUNDS = 16
 _FEWEST, _MOST = 2, 5
-"""Honest workers: nobody is hurt when there are no more than these, nobody joins when there are so many."""
+"""Honest workers: none is hurt when there are no more than these, none joins when there are so many."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Chaos:
 
     @property
     def sorts(self) -> Lives:
-        """Whoever came too late to begin before the end has nothing to finish."""
+        """A worker that came too late to begin before the end has nothing to finish."""
         begun = {line["life"] for line in self.chronicle.of("start")}
         liars = [life.name for life in self.lives if life.machine in ("nan", "huge")]
         return Lives(
@@ -300,7 +300,7 @@ class Outcome:
 
 
 def short(seed: int) -> Plan:
-    """What the test suite has time for: fewer rounds, and whoever is lost is found out sooner.
+    """What the test suite has time for: fewer rounds, and a lost worker is found out sooner.
 
     A deed a round in the first sixteen rounds costs more than it does over sixty: the loss may be further off.
     """

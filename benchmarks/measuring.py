@@ -2,7 +2,7 @@
 
 Linux only: memory is VmHWM of /proc/self/status, the kernel's own high-water mark, reset through
 /proc/self/clear_refs; bytes are `tcpi_bytes_sent` less `tcpi_bytes_retrans` of TCP_INFO, summed over the process's own
-TCP sockets, so that framing, coordination and payload count alike whoever sends them. A machine is named by its
+TCP sockets, so that framing, coordination and payload count alike for every sender. A machine is named by its
 processor, never by its host.
 """
 

@@ -87,7 +87,7 @@ def show_crowd(row: Crowd) -> list[str]:
     share = row.full / row.rounds
     seconds = f"{row.seconds.median:.2f} ({row.seconds.low:.2f}–{row.seconds.high:.2f})"
     line = (str(row.peers), str(row.rounds), f"{share:.1%}", str(row.failed), seconds)
-    _table("many peers", ("peers", "rounds", "with all", "failed for somebody", "s a round"), [line])
+    _table("many peers", ("peers", "rounds", "with all", "failed for a worker", "s a round"), [line])
     return [f"all {row.peers} were in {share:.1%} of the rounds only"] if share < LEAST_FULL else []
 
 

@@ -153,7 +153,7 @@ class Loss:
     seconds: float
     extra: float
     same: bool
-    """All survivors have the same anchor, and nobody's work but the victim's is missing."""
+    """All survivors have the same anchor, and no work but the victim's is missing."""
 
 
 def _kill(victim: Worker, _: int) -> None:
@@ -191,7 +191,7 @@ def losses(folder: Path, parameters: int) -> list[Loss]:
 
 
 def _lose(folder: Path, parameters: int, deed: str, victim: str, of: tuple[int, int]) -> list[Loss]:
-    """`of`: so many workers, of whom so many are lost."""
+    """`of`: so many workers, of which so many are lost."""
     found = []
     with Workers(folder) as all_:
         names = [f"machine-{index}" for index in range(of[0])]

@@ -6,7 +6,7 @@ that what else the machine does falls on all of them alike. Every worker has one
 
     bytes     a worker sends during a sync, at its TCP sockets (TCP_INFO), per parameter; the wider of the two workers
     seconds   from the end of the inner optimizer's step to updated parameters, on all workers; a barrier just before
-              takes out who came first; median over all syncs but the first of a run
+              takes out which came first; median over all syncs but the first of a run
     cpu       seconds of processor time, all threads of a worker, during the same: the work, on a busy machine too
     held      peak memory in fp32 copies of the model: VmHWM from just before the model is built to the end, less the
               resident memory at that point. Measured in runs of their own, in which malloc gives freed blocks
@@ -85,7 +85,7 @@ def build_model(size: str, layers: int | None = None) -> Transformer:
 
 
 class Syncs:
-    """Stamps a sync at both ends; `begin` is the inner optimizer's hook, so it runs just before anyone's sync."""
+    """Stamps a sync at both ends; `begin` is the inner optimizer's hook, so it runs just before each sync."""
 
     def __init__(self, barrier: Barrier) -> None:
         self.barrier = barrier

@@ -592,5 +592,5 @@ def test_how_many_waves_a_vector_takes_never_changes_a_bit(workers: int) -> None
     everyone = in_processes(workers, means_over_waves)
     for means in everyone:
         assert {data for data, _ in means.values()} == {local[0].tobytes()}
-    if workers == 2:  # with two, whoever reduces a part, it crosses once each way
+    if workers == 2:  # with two, a part crosses once each way, whichever of them reduces it
         assert len({sent for means in everyone for _, sent in means.values()}) == 1

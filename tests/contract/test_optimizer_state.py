@@ -133,6 +133,7 @@ EVALUATED = {
     "plain": SyncConfig(3),
     "mixing": SyncConfig(3, mixing=0.5),
     "in flight": SyncConfig(4, fragments=2, overlap_steps=3, mixing=0.5),
+    "eager": SyncConfig(3, outer_overlap="eager"),
 }
 
 

@@ -597,7 +597,7 @@ def test_whatever_happens_all_members_end_with_the_same_anchors(
 
 
 def _to_the_end(world: ElasticWorld) -> None:
-    """Nothing more is lost; whoever is in the way of a round is called."""
+    """Nothing more is lost; workers that hold up a round are called."""
     world.swarm.drop = frozenset()
     last = max(worker.loop.inner_steps for worker in world.workers.values()) + 1
     for worker in world.workers.values():
@@ -612,13 +612,13 @@ def _to_the_end(world: ElasticWorld) -> None:
 
 
 def _round_in_progress(world: ElasticWorld) -> int:
-    """The first round that somebody has posted and that has not ended, if any."""
+    """The first round that a worker has posted and that has not ended, if any."""
     open_ = [sequence for sequence, round_ in world.swarm.rounds.items() if round_.headers and round_.decision is None]
     return min(open_, default=-1)
 
 
 def _step_if_it_need_not_wait(world: ElasticWorld, number: int) -> None:
-    """In one thread nobody can wait for another: what is in flight must have ended."""
+    """In one thread no worker can wait for another: what is in flight must have ended."""
     outer = world.workers[number].loop
 
     def ended() -> bool:

@@ -211,7 +211,7 @@ def test_training_begins_when_so_many_are_there_as_were_asked_for(
     config = replace(made[0], swarm=replace(made[0].swarm, min_workers=2), training=TrainingConfig(2, eval_windows=4))
     swarm = Swarm((config, made[1]), tmp_path)
     training = swarm.worker(0)
-    training.request_stop()  # nobody comes
+    training.request_stop()  # no other worker comes
     swarm.start(training)
     swarm.end()
     assert [(e["present"], e["wanted"]) for e in swarm.events(0, "waiting")] in ([], [(1, 2)])

@@ -1,4 +1,4 @@
-"""An early end: whoever stops, and whenever, all end after the same round with the same anchor, and nobody hangs."""
+"""An early end: whichever worker stops, and when, all end after the same round with the same anchor; none hangs."""
 
 import pytest
 from hypothesis import given, settings

@@ -151,7 +151,7 @@ def test_a_worker_whose_anchor_diverged_takes_over_the_others_and_adds_nothing_o
         torch.testing.assert_close(flat(model).double(), others, rtol=1e-5, atol=1e-6)
 
 
-# The same with every worker a thread of its own: nothing depends on who is faster
+# The same with every worker a thread of its own: nothing depends on which is faster
 
 FAULTS = {
     "H 1": (SyncConfig(1, "fp32"), [(1, 1), (0, 3)]),

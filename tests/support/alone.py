@@ -1,4 +1,4 @@
-"""A worker that averages with nobody, and its steps."""
+"""A worker that averages with no other, and its steps."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
 """Workers that come and go, in one process and by script: an elastic engine without a network.
 
-A round ends when all live workers have posted it, or without those whom the script leaves out. Means are kept, so that
-whoever was away can make up for it. Nothing here waits for a slow worker on its own: the test says who is called when.
+A round ends when all live workers have posted it, or without those that the script leaves out. Means are kept, so that
+a worker that was away can make up for it. Nothing here waits for a slow worker on its own: the
+test says which worker is called when.
 """
 
 import threading
@@ -38,10 +39,10 @@ class ElasticSwarm:
         self.called = -1
         self.frozen: GlobalState | None = None
         self.unavailable = 0
-        """So many fetches find nobody."""
+        """So many fetches find no other worker."""
         self.states_sent = 0
         self.means_only = False
-        """Whoever has a sound state of its own gets the means of the rounds since, and nothing else."""
+        """A worker with a sound state of its own gets the means of the rounds since, and nothing else."""
 
     def engine(self, worker: int) -> "ElasticEngine":
         with self.changed:
@@ -83,13 +84,13 @@ class ElasticSwarm:
         deadline = time.monotonic() + 100.0
         while self.frozen is None:
             if not self.providers.keys() - {worker}:
-                return None  # whoever had more is gone
+                return None  # the worker that had more is gone
             for source in sorted(self.providers.keys() - {worker}):
                 try:
                     return self._since(self.providers[source]())
                 except RoundFailed:
                     continue
-            assert time.monotonic() < deadline, "nobody has a state"
+            assert time.monotonic() < deadline, "no worker has a state"
             time.sleep(0.002)
         frozen, self.frozen = self.frozen, None
         return self._since(frozen)
@@ -249,7 +250,7 @@ class Worker:
 
 
 class ElasticWorld:
-    """Workers in one thread: the test says who takes a step, who posts and who merges."""
+    """Workers in one thread: the test says which takes a step, which posts and which merges."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ MICRO = replace(
 
 @contextmanager
 def quick_runs() -> Iterator[None]:
-    """A model of a few thousand parameters, one thread each, and a disk that nobody pulls the plug of."""
+    """A model of a few thousand parameters, one thread each, and a disk that never loses power."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ class Interrupted(BaseException):
 
 
 class Gathering:
-    """What torch.distributed does for processes, for threads: everyone's bytes."""
+    """What torch.distributed does for processes, for threads: the bytes of all."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=200)

@@ -19,6 +19,8 @@ from diloco.errors import ConfigError, DataError
 
 CacheDir = Annotated[str | None, Parameter(name="--data.cache_dir", help="The cache folder (default: the usual one).")]
 
+_WIDEST = 1000
+
 
 def list_cache(*, cache_dir: CacheDir = None) -> None:
     """List the prepared corpora in the cache, with their sizes."""
@@ -33,7 +35,8 @@ def list_cache(*, cache_dir: CacheDir = None) -> None:
         column.justify = "right"
     for one in corpora:
         numbers = ["–" if count is None else f"{count:,}" for count in (one.documents, one.tokens)]
-        table.add_row(Text(one.name, overflow="fold"), *numbers, size_text(one.size_bytes), age(one), one.state)
+        table.add_row(one.name, *numbers, size_text(one.size_bytes), age(one), one.state)
+    console.width = _WIDEST  # a name is for pasting: the terminal may fold a line, the table never does
     console.print(table)
     console.print(
         Text(f"{len(corpora)} in {root}, {size_text(sum(one.size_bytes for one in corpora))}"), soft_wrap=True

@@ -109,7 +109,12 @@ lab = App(
     help="Rerun the papers' experiments on one device, or your own.",
     help_epilogue="Example:  diloco lab run t2 f4 --scale cpu",
 )
-lab.command("diloco.cli.lab:list_experiments", name="list", help="List the experiments.")
+lab.command(
+    "diloco.cli.lab:list_experiments",
+    name="list",
+    help="List the experiments.",
+    help_epilogue="Example:  diloco lab list --scale gpu",
+)
 lab.command(
     "diloco.cli.lab:run",
     name="run",

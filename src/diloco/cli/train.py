@@ -52,7 +52,7 @@ Every key of a run file is an option too: lr under \\[outer] is --outer.lr.
 Under torchrun this process is one rank, and the environment says which.
 
 Example:  diloco train --workers 4 --H 50 --outer.lr 0.5
-          torchrun --nproc-per-node 2 -m diloco.cli.main train --steps 600"""
+          torchrun --nproc-per-node 2 -m diloco train --steps 600"""
 
 
 def train(

@@ -5,7 +5,7 @@ posted is merged `overlap_steps` inner steps later (τ of the paper; 0 merges wi
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
 With a warm start of W steps (outer/methods/warm_start.py) t counts from the end of it. H inner steps are a *turn*, in
-which every fragment is posted once. Turns may grow (varying/round_lengths.py): the offsets grow with them.
+which every fragment is posted once. Turns may grow (methods/round_lengths.py): the offsets grow with them.
 
 A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
 engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last

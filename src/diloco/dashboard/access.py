@@ -1,4 +1,4 @@
-"""Who may read a dashboard, and what its page may do.
+"""Access to a dashboard, and what its page may do.
 
 On loopback only this machine reaches the server, and only names of loopback are answered, so that no page of another
 site can read it through a name that it controls. Elsewhere the first visit brings the token of the link; a cookie

@@ -91,7 +91,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     yield "diloco_run_status", ({"status": str(state["status"])}, 1)
     for name, value in plain.items():
         yield name, ({}, value)
-    counts = Counter(str(one["state"]) for one in state["members"] or state["workers"])
+    counts = Counter(str(one["state"]).partition(":")[0] for one in state["members"] or state["workers"])
     for which, count in sorted(counts.items()):
         yield "diloco_members", ({"state": which or "training"}, count)
     for worker in state["workers"]:

@@ -182,7 +182,7 @@ class RunRecord:
 
     def _on_state_arriving(self, event: Event) -> None:
         share = event["received_bytes"] / max(1, event["all_bytes"])
-        self.worker(event).states.append((event["time"], f"joining: {share:.0%} of the state"))
+        self.worker(event).states.append((event["time"], f"joining: {share:.0%}"))
 
     def _on_joined(self, event: Event) -> None:
         worker = self.worker(event)

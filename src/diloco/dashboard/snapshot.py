@@ -49,7 +49,7 @@ def snapshot(
         "validation": _validation(record, until),
         "tokens": int(sum(one["tokens"] or 0 for one in workers)),
         "tokens_per_second": rate,
-        "utilization": _mean(shares),
+        "utilization": (finite(summary.get("compute_utilization")) if live and summary else None) or _mean(shares),
         "rounds": _rounds(rounds) | _told(record, rounds, until),
         "communication": _communication(record, rounds, local, until),
         "workers": workers,

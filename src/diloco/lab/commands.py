@@ -25,7 +25,8 @@ def list_experiments(scale_name: str, say: Say) -> None:
     scale = scale_of(scale_name)
     say(f"scale {scale.name}: {scale.described()}")
     for experiment in EXPERIMENTS.values():
-        count = f"{len(experiment.arms(scale))} arms, {len(experiment.claims(scale))} claims"
+        claims = len(experiment.claims(scale))
+        count = f"{len(experiment.arms(scale))} arms, {claims} claim{'' if claims == 1 else 's'}"
         say(f"  {experiment.name:15} {experiment.title} ({experiment.source}): {count}")
 
 

@@ -17,7 +17,7 @@ SYNC = SyncConfig(H, "fp32", timeout_seconds=60.0)
 
 
 class Expected:
-    """What the anchors and parameters must be, from who was in which round. All are sizes of ramps."""
+    """What the anchors and parameters must be, from the workers in each round. All are sizes of ramps."""
 
     def __init__(self) -> None:
         self.anchor = 0.0
@@ -38,7 +38,7 @@ class Expected:
             self.parameters[worker], self.work[worker] = self.anchor, 0
 
     def holds(self, told: list[Round], weights: dict[int, float]) -> None:
-        """All of these ended the round with the same anchor: the mean of these, and of nobody else."""
+        """All of these ended the round with the same anchor: the mean of these and of no other."""
         assert [one.failure for one in told] == [None] * len(told)
         assert [one.weights for one in told] == [weights] * len(told)
         assert len({one.digest for one in told}) == 1

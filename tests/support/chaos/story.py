@@ -149,7 +149,7 @@ class Chronicle:
             "members joined": len({(line["fields"]["peer"]) for line in events if line["type"] == "member_joined"}),
             "members lost": sum(line["type"] == "member_lost" for line in events),
             "members banned": len({line["fields"]["peer"] for line in events if line["type"] == "member_banned"}),
-            "rounds failed for somebody": sum(line["failure"] is not None for line in self.of("round")),
+            "rounds failed for a worker": sum(line["failure"] is not None for line in self.of("round")),
             "resyncs": len(self.of("resync")),
             "contributions": sum(self.contributions().values()),
         }
@@ -168,7 +168,7 @@ class Chronicle:
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
     def joins(self) -> dict[str, int]:
-        """Of those who joined later: how many rounds ended, after they had the state, before one had their work."""
+        """Of those that joined later: how many rounds ended, after they had the state, before one had their work."""
         ended: dict[int, float] = {}
         for line in self.of("round"):
             if line["failure"] is None:
@@ -184,5 +184,5 @@ class Chronicle:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """Whoever was killed may have left half a line."""
+    """A worker that was killed may have left half a line."""
     return path.read_text().rpartition("\n")[0].splitlines()

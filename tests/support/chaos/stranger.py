@@ -1,4 +1,4 @@
-"""Somebody who was not invited, and knows everything else: the run's name, its workers' addresses, the protocol.
+"""A peer that was not invited, and knows everything else: the run's name, its workers' addresses, the protocol.
 
 It says hello with a credential of its own making, asks for everything a member may ask for, sends a plan and parts of
 a round, and takes what it can get. `intrude` tells what it got, which must be nothing.
@@ -27,7 +27,7 @@ _SECONDS = 5.0
 
 
 def intrude(settings: Settings, pipe: Connection, task: Task, run: str, addresses: list[str]) -> None:
-    """A line "error" with what it was told, or a line "start" if anybody gave it anything."""
+    """A line "error" with what it was told, or a line "start" if any worker gave it anything."""
     del pipe
     story = Story(task)
     got, refusals = asyncio.run(_attempts(Path(settings.folder), run, addresses))

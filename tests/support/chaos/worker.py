@@ -56,7 +56,7 @@ class Task:
     life: str
     """A name for this process: a machine may have several, one after another."""
     step_seconds: float
-    """No inner step is quicker than this, so that the machine's load does not decide who is slow."""
+    """No inner step is quicker than this, so that the machine's load does not decide which worker is slow."""
     lie: str = ""
     """nan or huge: what it sends instead of its outer gradient."""
 

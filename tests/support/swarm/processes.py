@@ -172,7 +172,7 @@ def _run(work: Callable[..., None], settings: Settings, pipe: Connection, argume
     torch.set_num_threads(1)
     try:
         work(settings, pipe, *arguments)
-    except BaseException:  # noqa: BLE001  told to whoever started it
+    except BaseException:  # noqa: BLE001  told to the process that started it
         with contextlib.suppress(OSError):
             pipe.send((False, traceback.format_exc()))
 

@@ -7,6 +7,7 @@ pairs that are cut off from each other, splits, crashes with and without a retur
                 it crashed is gone with it, unless another worker has it too
     no end      after the last fault a round with the work of every worker ends within `SETTLING_SECONDS`, and after it
                 all have the same state
+    no liar     no worker is held to have lied (`Ended.offences`)
 """
 
 import asyncio
@@ -47,6 +48,8 @@ class Ended:
     faults: list[Fault]
     means: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     """Round -> mean -> the lives that have counted it."""
+    offences: list[str] = field(default_factory=list)
+    """All workers are honest, and none may be held to have lied."""
     problem: str = ""
     settled_seconds: float = 0.0
     rounds_after: int = 0
@@ -55,7 +58,7 @@ class Ended:
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
                    if len(found) > 1]  # fmt: skip
-        return several + ([self.problem] if self.problem else [])
+        return several + self.offences + ([self.problem] if self.problem else [])
 
 
 def draw(seed: int) -> tuple[int, list[Fault]]:
@@ -105,6 +108,13 @@ class Schedule:
         worker = await self._swarm.start(name=name, folder=folder)
         self._lives[index] = worker
         outcomes, life = worker.node.outcomes, f"{index}.{len(self._swarm.workers)}"
+        record_offence = worker.node.permissions.record_offence
+
+        def note(peer: str, reason: str) -> bool:
+            self.ended.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
+            return record_offence(peer, reason)
+
+        worker.node.permissions.record_offence = note  # type: ignore[method-assign]
         succeed = outcomes.succeed
 
         def record(round_: Round, plan: Plan) -> None:

@@ -33,7 +33,7 @@ class Round:
     """From the post to the merged anchor."""
     failure: str | None
     weights: dict[int, float]
-    """Of those who are in the mean."""
+    """Of those that are in the mean."""
     digest: str
     anchor: float
     """The anchor's size; nan if it is not a ramp any more."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from diloco.cli.display import live
 from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView, duration
@@ -220,6 +221,13 @@ def test_without_a_terminal_each_validation_is_told_once_in_plain_lines(tmp_path
     assert told.count("step 10: validation perplexity 7.39") == 1
     assert told.count("step 10/40  loss 4.500") == 1
     assert "\x1b" not in told
+
+
+def test_without_a_terminal_a_line_is_printed_once_as_long_as_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_PLAIN_SECONDS", 0.0)
+    assert followed(tmp_path, BEGINNING).count("step 10/40  loss 4.500") == 1
 
 
 def test_a_run_that_has_diverged_does_not_break_the_display(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lanes: every element has one owner in every worker, and everyone comes to the same answer."""
+"""Lanes: every element has one owner in every worker, and every rank finds the same lanes."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Who is in the mean, and the mean: the divisor is the weight of those who are in."""
+"""Which contributions are in the mean, and the mean: the divisor is their weight."""
 
 import math
 

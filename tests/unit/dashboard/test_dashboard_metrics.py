@@ -95,6 +95,8 @@ def test_members_of_a_swarm_are_counted_by_state_and_those_that_are_gone_do_not_
     assert found["diloco_members", ("run", "training")] == 2 and found["diloco_members", ("run", "lost")] == 1
     assert found["diloco_worker_lag_steps", ("run", "7")] == 5
     assert ("diloco_worker_lag_steps", ("run", "3")) not in found
+    arriving = event("state_arriving", 1.0, received_bytes=3, all_bytes=4)
+    assert parsed(exposition([state([arriving], engine="swarm")]))["diloco_members", ("run", "joining")] == 1
 
 
 def test_a_worker_elsewhere_that_is_lost_has_no_speed() -> None:

@@ -39,6 +39,8 @@ def test_figures_are_those_of_the_summary(tmp_path: Path) -> None:
     sent = state["communication"]
     assert sent["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"]
     assert sent["bytes_sent_per_worker"] == summary["bytes_sent_per_worker"]
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "complete", "compute_utilization": 0.625}))
+    assert Run(tmp_path, "run").state()["utilization"] == 0.625, "the report's own, once there is one"
 
 
 def test_time_left_follows_from_the_steps_so_far(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_joiner_is_shown_with_its_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, [event("swarm", 0.0, founded=False)], engine="swarm")
     append(run, event("state_arriving", 1.0, received_bytes=3 << 20, all_bytes=12 << 20))
     one = Run(run, "run")
-    assert one.state()["workers"][0]["state"] == "joining: 25% of the state"
+    assert one.state()["workers"][0]["state"] == "joining: 25%"
     append(run, event("joined", 3.0, step=120, rounds=12))
     assert one.state()["workers"][0]["state"] == "joined"
 

@@ -46,13 +46,17 @@ def names(cache: Path) -> dict[str, str]:
     return {one.name.partition("-")[0]: one.name for one in cache_contents.list_corpora(cache)}
 
 
-def test_list_shows_sizes_age_and_state(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_sizes_age_and_state(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     law = cache / names(cache)["law"]
     os.utime(law / META, (time.time() - 3 * 86_400 - 60,) * 2)
     assert diloco("list", cache=cache) == 0
     shown = capsys.readouterr().out
     corpus = Corpus.open(law)
     assert f"{corpus.train_tokens + corpus.meta.validation_tokens:,}" in shown
+    assert all(f"{name} " in shown for name in names(cache).values())  # whole, to paste, in 40 columns too
     assert "3 days ago" in shown and "just now" in shown and "2 in " in shown and "my-photos" not in shown
     assert diloco("list", cache=cache / "nowhere") == 0
     assert "no prepared corpora" in capsys.readouterr().out

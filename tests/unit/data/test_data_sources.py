@@ -147,7 +147,7 @@ def test_single_file_of_unknown_suffix_or_encoding_is_refused(tmp_path: Path) ->
 
 
 def test_unreadable_file_is_refused_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Simulated, because these tests may run as root, whom no file mode stops.
+    # Simulated, because these tests may run as root, which no file mode stops.
     write(tmp_path, {"a.txt": "a", "b.txt": "b"})
     source = LocalFiles(tmp_path)
     real = Path.open

@@ -36,7 +36,7 @@ def test_the_first_call_begins_a_swarm_and_the_next_goes_back_to_it(tmp_path: Pa
     assert Invitation.parse((tmp_path / "swarm" / "invitation.txt").read_text(), None) == kept
 
 
-def test_with_an_invitation_somebody_must_be_there(tmp_path: Path, started: list[Settings]) -> None:
+def test_with_an_invitation_another_worker_must_be_there(tmp_path: Path, started: list[Settings]) -> None:
     word = invite(RunKey.create(), [], 60.0, time.time()).text()
     diloco.join_swarm(tmp_path, word, name="worker-3", port=4001, host="127.0.0.1")
     assert not started[0].founder and not (tmp_path / "swarm" / "run.key").exists()

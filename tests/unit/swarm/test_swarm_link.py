@@ -221,7 +221,7 @@ def test_the_asyncio_end_keeps_what_cannot_be_sent_yet_and_ends_with_the_other()
         other.close()
         async with asyncio.timeout(5.0):
             await end.ended
-        end.send(messages.PostNow(1))  # nobody is there: nothing happens
+        end.send(messages.PostNow(1))  # no sidecar is there: nothing happens
         return heard, got
 
     assert asyncio.run(talk()) == ([messages.PostNow(5)], 2000)

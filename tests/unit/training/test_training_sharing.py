@@ -1,4 +1,4 @@
-"""Who reads which shards in a swarm, what the workers tell each other of it, and what of that is believed."""
+"""Which worker reads which shards in a swarm, what the workers tell each other of it, and what of that is believed."""
 
 import json
 import threading
@@ -77,7 +77,7 @@ def test_a_worker_with_text_of_its_own_takes_no_part(made: tuple[Corpus, RunConf
     assert first.follow((0, 1, 2), its)
     assert its.shards == [0, 2, 4]  # of two that share, not of three
     third, _ = worker(made, 2)
-    third.read_state_note(first.note(its))  # whoever joins later hears of it too
+    third.read_state_note(first.note(its))  # a later joiner hears of it too
     assert third.follow((0, 1, 2), _) and third.shards() == [1, 3, 5]
 
 

@@ -1,4 +1,4 @@
-"""Local workers of a swarm: who is started again, who is not, and how the run is judged. The processes are made up."""
+"""Local workers of a swarm: which ones start again, which do not, how the run is judged. The processes are made up."""
 
 import signal
 from collections.abc import Callable

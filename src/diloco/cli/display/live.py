@@ -51,6 +51,7 @@ class Display:
         self._validations_shown = 0
         self._notes_shown = 0
         self._doing: str | None = None
+        self._line = ""
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -130,7 +131,12 @@ class Display:
         self._validations_shown = len(self.view.validations)
         if self.view.workers and (self._due(_PLAIN_SECONDS) or self.view.doing not in (None, self._doing)):
             self._doing = self.view.doing
-            self.console.print(plain_line(self.view), highlight=False, soft_wrap=True)
+            self._print_line(plain_line(self.view))
+
+    def _print_line(self, line: str) -> None:
+        if line != self._line:  # where a step takes long, a line would come several times
+            self.console.print(line, highlight=False, soft_wrap=True)
+        self._line = line
 
 
 def plain_line(view: RunView) -> str:

@@ -1,6 +1,6 @@
 """A row of a file or dataset as a document, and what becomes of a row that cannot be one.
 
-`Rows` is the contract; TextRows is for rows with a text, chat.py has those for conversations.
+`Rows` is the contract; TextRows is for rows with a text, chat_rows.py has those for conversations.
 """
 
 from abc import ABC, abstractmethod

@@ -4,16 +4,19 @@ The life of a round, with the file that does each step:
 
     1. The trainer posts its contribution (Node.post). The header goes to the leader: Ready        rounds/participant.py
     2. The leader is the live member with the lowest number that has the state                     members.py
-    3. It first asks all members whether an earlier leader has begun the round: Inquire            rounds/led_round.py
-    4. It waits until all are ready; once half are and patience is over, it asks the slow ones
+    3. It first asks all members whether an earlier leader has begun the round: Inquire            rounds/inquiry.py
+    4. It waits until all are ready; if most are and patience is over, it asks the slow ones
        to post now: PostNow                                                                        rounds/led_round.py
     5. It sends a Plan with all headers. From these every worker makes the same decision           plan.py
     6. The workers send encoded parts to the reducers of the plan, and get the means back          rounds/transfer.py
-    7. Each tells the leader that it has the whole mean (Complete), or what went wrong (Trouble);  rounds/participant.py
+    7. Each tells the leader that it has the whole mean and signs its digest (Complete), or what
+       went wrong (Trouble);                                                                       rounds/participant.py
        a worker that died, froze or lied is left out of the next plan                              rounds/led_round.py
-    8. When all live workers have the mean, the leader sends Commit, and the mean counts           rounds/led_round.py
+    8. When all live workers have the mean, the leader sends Commit with their signatures, and
+       the mean counts                                              rounds/led_round.py, proofs/certificate.py
     9. Each keeps the last means. A worker that missed the Commit fetches the mean; one that is
-       not in the plan has failed the round, and fetches the others' state         rounds/outcomes.py, state_transfer.py
+       not in the plan has failed the round, and fetches the others' state            rounds/outcomes.py, transfers/
+   10. Beside training all check the mean against what was contributed                             proofs/mean_check.py
 
 Heartbeats (heartbeats.py) tell which members are live. Every call and stream of a peer comes in here, and the peer's
 credential is checked before anything else.

@@ -6,7 +6,6 @@ member that has answered obeys no leader of a lower authority in this round from
 of answers, of which every committed plan had one too, no two leaders commit different plans.
 """
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
         authority = authority._replace(term=max(authority.term, own.authority.term + 1))
     while True:
         peers = [members.me, *(peer.name for peer in members.live())]
-        answers = await ask_all(participant, key.sequence, peers, Inquire(key.sequence, authority))
+        answers = await participant.ask_all(key.sequence, peers, Inquire(key.sequence, authority))
         seen = await _judge(participant, key.sequence, answers)
         if seen is not None and seen.leader >= authority.leader:
             authority = authority._replace(term=seen.term + 1)
@@ -111,21 +110,3 @@ def _checked(participant: Participant, sequence: int, peer: str, answer: Posted)
         logger.info("round %d: %s has no valid vote: %s", sequence, peer, problem)
         return structs.replace(answer, complete=None)
     return answer
-
-
-async def ask_all(
-    participant: Participant, sequence: int, peers: list[str], message: PeerMessage
-) -> dict[str, PeerMessage]:
-    """The answers of the peers that give one."""
-
-    async def ask(peer: str) -> PeerMessage | None:
-        try:
-            return await participant.calls.ask(peer, message)
-        except (Unreachable, CallRefused, Malformed) as problem:
-            logger.info("round %d: %s does not answer: %s", sequence, peer, problem)
-            if isinstance(problem, Unreachable):
-                participant.heartbeats.suspect(peer, problem)
-            return None
-
-    answers = await asyncio.gather(*(ask(peer) for peer in peers))
-    return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}

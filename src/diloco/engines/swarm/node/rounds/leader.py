@@ -60,8 +60,9 @@ class Leader:
         return Waiting()
 
     def record_complete(self, sender: str, message: Complete) -> PeerMessage:
-        if (led := self._current(sender, message)) is not None:
-            led.record_vote(sender, message.vote)
+        if (led := self._current(sender, message)) is None:
+            return self.participant.record_vote(sender, message)
+        led.record_vote(sender, message.vote)
         return Done()
 
     def record_trouble(self, sender: str, message: Trouble) -> PeerMessage:

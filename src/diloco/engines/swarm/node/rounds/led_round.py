@@ -24,7 +24,7 @@ from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS
-from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, ask_all, inquire
+from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
@@ -111,20 +111,22 @@ class LedRound:
         answers = await inquire(self._participant, self.key, self.authority)
         self.authority = answers.authority
         if (plan := answers.plan) is not None:
-            certificate = certify(plan, votes := answers.votes(plan))
-            if certificate is not None and self._quorum.is_majority(votes):
+            votes = answers.votes(plan)
+            self._outcomes.liars.compare(plan, list(votes.values()))
+            certificate = certify(plan, agreed := largest_group(votes))
+            if certificate is not None and self._quorum.is_majority(agreed):
                 await self._commit(plan, certificate)
                 return True
-            if self._may_count(plan, {*votes, *(e.peer for e in plan.entries if e.peer not in answers.answered)}):
+            if self._may_count(plan, {*agreed, *(e.peer for e in plan.entries if e.peer not in answers.answered)}):
                 raise SteppedDown("workers that are silent may have ended it")
         for peer, answer in answers.posted.items():
             self._add(peer, answer)
         return False
 
     def _may_count(self, plan: Plan, voters: Collection[str]) -> bool:
-        """Whether an earlier leader can have got a certificate from these workers; the dead ones do not count."""
-        peers = self._members.peers
-        there = [peer for peer in voters if peer not in peers or not peers[peer].gone]
+        """Whether an earlier leader can have got a certificate from these workers, without the dead and the banned."""
+        peers, banned = self._members.peers, self._members.permissions.bans()
+        there = [peer for peer in voters if peer not in banned and (peer not in peers or not peers[peer].gone)]
         return bool(self._quorum.counted()) and is_most(plan, there) and self._quorum.is_majority(there)
 
     def _add(self, peer: str, answer: Posted) -> None:
@@ -323,9 +325,7 @@ class LedRound:
         self.phase = "committing"
         others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
         commit = Commit(self.key.sequence, self.authority, plan.digest, certificate)
-        commits = [
-            asyncio.create_task(ask_all(self._participant, self.key.sequence, [peer], commit)) for peer in others
-        ]
+        commits = [asyncio.create_task(self._participant.ask_all(self.key.sequence, [peer], commit)) for peer in others]
         for next_one in asyncio.as_completed(commits):
             answers = await next_one
             if any(isinstance(answer, Superseded) for answer in answers.values()):

@@ -276,12 +276,44 @@ class Participant:
         while not round_.ended:  # another plan cancels this task
             try:
                 await self.calls.ask(plan.leader, message)
-                return
+                break
             except (CallRefused, Malformed) as refused:
                 logger.info("round %d: its leader refuses a message: %s", round_.sequence, refused)
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
             await asyncio.sleep(_POLL_SECONDS)
+        await self._compare_votes(plan, message)
+
+    async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
+        """No commit comes: if the leader has given workers different means, their votes prove it."""
+        await asyncio.sleep(self.settings.lost_seconds)
+        if isinstance(message, Complete):
+            others = [entry.peer for entry in plan.entries if entry.peer not in (self.members.me, plan.leader)]
+            await self.ask_all(message.sequence, others, message)
+
+    async def ask_all(self, sequence: int, peers: list[str], message: PeerMessage) -> dict[str, PeerMessage]:
+        """The answers of the peers that give one."""
+
+        async def ask(peer: str) -> PeerMessage | None:
+            try:
+                return await self.calls.ask(peer, message)
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("round %d: %s does not answer: %s", sequence, peer, problem)
+                if isinstance(problem, Unreachable):
+                    self.heartbeats.suspect(peer, problem)
+                return None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in peers))
+        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
+
+    def record_vote(self, sender: str, message: Complete) -> PeerMessage:
+        """Of another worker of a plan that this one follows. Raises Malformed."""
+        round_ = self.rounds.get(message.sequence)
+        if round_ is not None and round_.plan is not None and round_.plan.authority == message.authority:
+            self.outcomes.notary.check_vote(round_.plan, sender, message.vote)
+            if round_.vote is not None:
+                self.outcomes.liars.compare(round_.plan, (round_.vote, message.vote))
+        return Done()
 
     def _vote(self, round_: Round, plan: Plan) -> Vote:
         if round_.transfer is not None:
