@@ -18,7 +18,7 @@ _RUNS = Path("runs")
 
 
 def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
-    """The folder of the same run on this machine, the newest if there are several; None if there is none."""
+    """The folder of the same run on this machine; of several one that is complete, then the newest."""
     from diloco.engines.swarm.trust.invitation import Invitation
 
     found = []
@@ -28,7 +28,7 @@ def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
                 found.append(path.parent.parent)
         except (ConfigError, OSError, ValueError):
             continue
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+    return max(found, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
 
 
 def summary_of(folder: Path | None) -> Summary | None:
@@ -39,6 +39,11 @@ def summary_of(folder: Path | None) -> Summary | None:
         return read_summary(folder)
     except ConfigError:
         return None
+
+
+def _is_complete(folder: Path) -> bool:
+    summary = summary_of(folder)
+    return summary is not None and summary["status"] == "complete"
 
 
 def describe_end(folder: Path, summary: Summary) -> list[str]:

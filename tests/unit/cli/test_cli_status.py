@@ -158,6 +158,19 @@ def test_a_run_that_has_ended_is_complete_after_so_many_steps_and_no_error(
     assert json.loads(capsys.readouterr().out)["summary"]["inner_steps"] == 400
 
 
+def test_a_worker_that_left_early_does_not_hide_the_end_of_the_run_on_the_same_machine(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = ended_run(tmp_path / "runs" / "first")
+    ended_run(tmp_path / "runs" / "left-early", status="stopped", inner_steps=30)
+    (tmp_path / "runs" / "left-early" / "swarm" / "invitation.txt").write_text(word)
+    monkeypatch.chdir(tmp_path)
+    for command in ("join", "status"):
+        ask(NOBODY)
+        assert run([command, word]) == 0
+        assert "complete after 400 steps (runs/first)" in capsys.readouterr().out
+
+
 def test_a_run_of_a_fixed_set_of_workers_that_has_ended_says_so_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
