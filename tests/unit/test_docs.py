@@ -1,4 +1,4 @@
-"""The documents name files and tests that exist, and the README stays short."""
+"""The documents name files and tests that exist and every option, and the README stays short."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import diloco
+from diloco.training.config.run_file import known_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -37,6 +38,28 @@ def _is_importable(name: str) -> bool:
     if path.is_dir() or path.with_suffix(".py").exists():
         return True
     return path.parent.with_suffix(".py").exists() if parents else last in dir(diloco) or last in diloco.__all__
+
+
+def test_every_module_that_a_module_docstring_names_exists() -> None:
+    modules = [f"/{path}" for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).glob("**/*.py")]
+    missing = [
+        f"{path.name}: {name}"
+        for path in (ROOT / "src/diloco").glob("**/*.py")
+        for name in re.findall(r"(?<![\w./-])[a-z_][\w/]*\.py\b", _docstring(path))
+        if not any(module.endswith(f"/{name}") for module in modules)
+    ]
+    assert not missing
+
+
+def _docstring(module: Path) -> str:
+    text = module.read_text(encoding="utf-8")
+    return text.split('"""')[1] if text.startswith('"""') else ""
+
+
+def test_every_option_is_on_a_page() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES if "adr" not in path.parts)
+    named = set(re.findall(r"[`-](?:\w+\.)?(\w+)", text))
+    assert not [key for key in known_keys() if key.rpartition(".")[2] not in named]
 
 
 def test_every_test_that_the_invariants_name_exists() -> None:
