@@ -153,6 +153,22 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.dot(a, b) for a, b in pairs])
 
 
+def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int, float]:
+    """Of each worker's contribution: the cosine with the sum of all others; none with fewer than three."""
+    count = len(workers)
+    if count < 3 or len(products) != num_products(count):
+        return {}
+    found = dict(zip(combinations_with_replacement(range(count), 2), products, strict=True))
+    rows = [[found[min(i, j), max(i, j)] for j in range(count)] for i in range(count)]
+    whole, told = sum(map(sum, rows)), {}
+    for i, row in enumerate(rows):
+        with_others = sum(row) - row[i]
+        size = math.sqrt(max(0.0, row[i])) * math.sqrt(max(0.0, whole - 2 * sum(row) + row[i]))
+        if size > 0 and math.isfinite(with_others / size):
+            told[workers[i]] = round(max(-1.0, min(1.0, with_others / size)), 4)
+    return told
+
+
 def cosines(workers: Sequence[int], products: Sequence[float]) -> list[tuple[int, int, float]]:
     """(worker, worker, cosine) of every pair, from the inner products of their contributions; none without those.
 

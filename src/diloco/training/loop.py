@@ -36,6 +36,7 @@ from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
+from diloco.training.records.agreement import Agreement
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
@@ -110,6 +111,7 @@ class Training:
         self.checkpointer = Checkpointer(config, state, self.checkpoints, events.emit)
         self._resumed: dict[str, Any] | None = None
         self._failures: list[str] = []  # of the latest rounds, in a row
+        self._agreement = Agreement()
 
     def _mode(self, identity: str, *, restoring: bool) -> Mode:
         weight = self._weight()
@@ -285,7 +287,7 @@ class Training:
 
     def _on_round(self, event: RoundEvent) -> None:
         self._failures = [*self._failures, event.failure] if event.failure is not None else []
-        self.events.emit("round", **round_fields(event))
+        self.events.emit("round", **round_fields(event, self._agreement))
         self.mode.averager.report = replace(self.mode.averager.report, last_round_seconds=told_round(event))
         self.peers.after_round(event)
 

@@ -14,6 +14,7 @@ from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
 from diloco.training.modes import Mode
+from diloco.training.records.agreement import Agreement
 from diloco.training.records.waterfall import TOLD
 
 
@@ -29,9 +30,10 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
     }
 
 
-def round_fields(event: RoundEvent) -> dict[str, Any]:
+def round_fields(event: RoundEvent, agreement: Agreement) -> dict[str, Any]:
     """Of `round`."""
     result = event.result
+    with_others = agreement.hear(result)
     phases = RoundPhases() if result is None else result.phases
     return {
         "sequence": event.key.sequence,
@@ -42,6 +44,8 @@ def round_fields(event: RoundEvent) -> dict[str, Any]:
         "codec_error": event.codec_error,
         "similarity": event.similarity,
         "cosines": event.cosines(),
+        "agreement": {str(worker): cosine for worker, cosine in with_others.items()},
+        "disagreeing": agreement.named,
         **asdict(event.times),
         **asdict(phases),
         "failure": event.failure,
