@@ -1,6 +1,6 @@
 """Draws the README's picture of the page from a run folder: `make screenshots`.
 
-python tests/browser/screenshot.py RUN docs/images/dashboard.png [--width 1240] [--height 1060] [--dark]
+python tests/browser/screenshot.py RUN docs/images/dashboard.png [--width 1240] [--height 1160] [--dark]
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--width", type=int, default=1240)
-    parser.add_argument("--height", type=int, default=1060)
+    parser.add_argument("--height", type=int, default=1160)
     parser.add_argument("--dark", action="store_true")
     given = parser.parse_args()
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
