@@ -16,7 +16,7 @@ from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.run_owner import choose_addresses, own_invitation
+from diloco.engines.swarm.trust.run_owner import choose_addresses, own_invitation, refresh_invitation
 
 OWN = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
 BOB = "12D3KooWEVzzbXEuipGCBomRsHiLcoXP8rQAV44azxHrqxM9Ch26"
@@ -202,6 +202,22 @@ def test_a_revoked_peer_is_in_no_invitation(capsys: pytest.CaptureFixture[str], 
     assert any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
     succeeds(capsys, "revoke", str(founded.path), "1")
     assert not any(BOB in address for address in own_invitation(founded.swarm, time.time()).addresses)
+
+
+def test_the_invitation_in_the_run_folder_follows_the_members_and_forgets_no_address_that_it_has_room_for(
+    founded: Founded,
+) -> None:
+    """So that a copy of it, and the next start, find the run when the machine where it began is gone."""
+
+    def saved() -> Invitation:
+        return Invitation.parse((founded.swarm / "invitation.txt").read_text(), time.time())
+
+    now, before = time.time(), saved()
+    others = {BOB: "198.51.100.2", EVE: "198.51.100.3"}
+    founded.met(*(KnownPeer(peer, 1, (at(ip, peer),), None, now) for peer, ip in others.items()))
+    assert refresh_invitation(founded.swarm) and not refresh_invitation(founded.swarm)
+    assert saved().id == before.id and {BOB, EVE, OWN} <= set(saved().peers)
+    assert saved().credential(BOB) == before.credential(BOB)
 
 
 # revoke

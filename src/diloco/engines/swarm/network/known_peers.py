@@ -7,7 +7,7 @@ still show its credential.
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco.engines.swarm.run_files import write_private
+from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
 class PeersFile:
     """Keeps peers.json up to date from an event loop. A thread writes it: a stalled disk never stops the loop."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, after: Callable[[], object] = lambda: None) -> None:
+        """`after`: called in that thread when the file has been written."""
+        self._path, self._after = path, after
         self._thread = ThreadPoolExecutor(1, "diloco-peers")
         self._saving: asyncio.Future[None] | None = None
         self._saved: list[KnownPeer] = []
@@ -97,7 +99,8 @@ class PeersFile:
     def _write(self, peers: list[KnownPeer]) -> None:
         try:
             write_peers(self._path, peers)
-        except OSError as problem:
+            self._after()
+        except (OSError, ConfigError) as problem:
             logger.warning("the addresses of the other workers cannot be saved: %s", problem)
 
 

@@ -48,8 +48,8 @@ class Guest:
     def __enter__(self) -> "Guest":
         if not self._invitation.addresses:
             raise RendezvousError(
-                "the invitation has no address of a worker; the copy in a run folder (swarm/invitation.txt) never has "
-                f"one. Make an invitation for others with {command('invite', 'RUN')}"
+                "the invitation has no address of a worker; the copy in a run folder (swarm/invitation.txt) may have "
+                f"none. Make an invitation for others with {command('invite', 'RUN')}"
             )
         self._folder = TemporaryDirectory(prefix="diloco-guest-")
         self._loop = asyncio.new_event_loop()

@@ -60,6 +60,7 @@ from diloco.engines.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.permissions import MAX_PEERS, Permissions
+from diloco.engines.swarm.trust.run_owner import refresh_invitation
 from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Node:
         self.states = StateTransfer(self.outcomes, trainer)
         self.files = SharedFiles()
         self._own_checks = OwnChecks(self.participant, trainer, self._emit)
-        self._peers_file = PeersFile(settings.path(PEERS_FILE))
+        self._peers_file = PeersFile(settings.path(PEERS_FILE), lambda: refresh_invitation(Path(settings.folder)))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls_of = PeerRateLimit(CALLS_AT_ONCE, CALLS_PER_SECOND, MAX_PEERS)
 

@@ -83,6 +83,18 @@ def own_invitation(folder: Path, now: float) -> Invitation:
     return own.with_addresses(_addresses(folder))
 
 
+def refresh_invitation(folder: Path) -> bool:
+    """Write the addresses that are known now into invitation.txt, before older ones: the machine that they were of may
+    be gone. Returns whether anything has changed."""
+    path = folder / INVITATION_FILE
+    own = Invitation.parse(path.read_text(), None)
+    fresh = own.with_addresses(list(dict.fromkeys([*_addresses(folder), *own.addresses]))[:_MAX_ADDRESSES])
+    if fresh == own:
+        return False
+    write_private(path, fresh.text() + "\n")
+    return True
+
+
 def revoke(folder: Path, which: str, now: float) -> RevokeResult:
     """Exclude a peer and its invitation. `which`: its worker number, its id, or a unique beginning or end of the id.
 
