@@ -24,7 +24,6 @@ credential is checked before anything else.
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -44,7 +43,7 @@ from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.processes import addressed, open_addressed
+from diloco.engines.swarm.node.processes import addressed, name_process, open_addressed
 from diloco.engines.swarm.node.proofs import messages as proofs
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.proofs.notary import Notary
@@ -76,12 +75,11 @@ _SAVE_SECONDS = 1.0
 class Node:
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
         self.transport, self.permissions, self.settings, self._trainer = transport, permissions, settings, trainer
-        self.own = Status(label=settings.label, process=f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+        self.own = Status(label=settings.label, process=name_process())
         self.members = Members(transport, permissions, settings, self.own)
         self.members.on_event = self._emit
         self.heartbeats = Heartbeats(self.members)
-        calls = Calls(self.members)
-        calls.answer_own = self._answer
+        calls = Calls(self.members, self._answer)
         notary = Notary(permissions.run_id, transport.peer, load_seed(settings.path(f"{settings.name}.key")))
         notary.is_invited = lambda peer: permissions.credential_of(peer) is not None
         self.outcomes = Outcomes(self.heartbeats, calls, notary)

@@ -11,12 +11,19 @@ Requests between members name both processes (Addressed). So a process that was 
 nor say goodbye, and does nothing that was asked of the one in its place.
 """
 
+import secrets
+import time
+
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.members import Members, Peer
 from diloco.engines.swarm.node.messages import Addressed, decode
 from diloco.engines.swarm.node.wire import PeerMessage, encode
 from diloco.own_command import command
+
+
+def name_process() -> str:
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def check_process(peer: Peer, process: str, beat_seconds: float) -> None:
