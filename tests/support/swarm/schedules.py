@@ -7,7 +7,9 @@ pairs that are cut off from each other, splits, crashes with and without a retur
                 it crashed is gone with it, unless another worker has it too
     no end      after the last fault a round with the work of every worker ends within `SETTLING_SECONDS`, and after it
                 all have the same state
-    no liar     no worker is held to have lied (`Ended.offences`)
+    no liar     no honest worker is held to have lied by another (`Ended.offences`)
+
+With `lie`, the last worker lies from its start on, in one of the ways of lies.py. The rest then holds for the others.
 """
 
 import asyncio
@@ -17,10 +19,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+import torch
+
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.round import Round
-from diloco.errors import EngineError
+from diloco.errors import EngineError, Excluded
 from support import virtual_clock
+from support.swarm import lies
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
 from support.swarm.memory_network import Fate
 from support.swarm.stories import sleep, stop
@@ -28,6 +34,7 @@ from support.swarm.stories import sleep, stop
 FAULT_SECONDS = 40.0
 SETTLING_SECONDS = 150.0
 _NUMEL = 48
+LIES = ("ended", "two means", "wrong mean", "accuses", "state")
 _KINDS = ["lossy", "slow", "cut", "split", "pair", "crash", "sleep"]
 
 
@@ -49,7 +56,7 @@ class Ended:
     means: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     """Round -> mean -> the lives that have counted it."""
     offences: list[str] = field(default_factory=list)
-    """All workers are honest, and none may be held to have lied."""
+    """Of honest workers against each other."""
     problem: str = ""
     settled_seconds: float = 0.0
     rounds_after: int = 0
@@ -73,8 +80,9 @@ def draw(seed: int) -> tuple[int, list[Fault]]:
 
 
 class Schedule:
-    def __init__(self, seed: int, workers: int, faults: list[Fault]) -> None:
+    def __init__(self, seed: int, workers: int, faults: list[Fault], lie: str = "") -> None:
         self.ended = Ended(seed, workers, faults)
+        self._lie, self._liar = lie, ""
         self._chance = random.Random(seed)
         self._lives: dict[int, MemoryWorker] = {}
         self._training: dict[int, asyncio.Task[None]] = {}
@@ -86,11 +94,17 @@ class Schedule:
         """Rounds that had the work of all workers."""
 
     async def run(self) -> Ended:
+        with pytest.MonkeyPatch.context() as patch:
+            return await self._run(patch)
+
+    async def _run(self, patch: pytest.MonkeyPatch) -> Ended:
         self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
         network = self._swarm.network
         network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)
         for index in range(self.ended.workers):
             await self._start(index)
+        if self._lie:
+            self._begin_to_lie(self._lives[self.ended.workers - 1], patch)
         begun = asyncio.get_running_loop().time()
         faults = [asyncio.create_task(self._inflict(fault, begun)) for fault in self.ended.faults]
         await asyncio.gather(*faults)
@@ -111,7 +125,8 @@ class Schedule:
         record_offence = worker.node.permissions.record_offence
 
         def note(peer: str, reason: str) -> bool:
-            self.ended.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
+            if self._liar not in (peer, worker.name):
+                self.ended.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
             return record_offence(peer, reason)
 
         worker.node.permissions.record_offence = note  # type: ignore[method-assign]
@@ -119,9 +134,11 @@ class Schedule:
 
         def record(round_: Round, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
-                if {entry.peer for entry in plan.contributors} == {one.name for one in self._lives.values()}:
+                if {entry.peer for entry in plan.contributors} >= self._honest():
                     self._full.append(round_.sequence)
-                if self._full:  # before, there are no members that have agreed on anything
+                if (
+                    self._full and worker.name != self._liar
+                ):  # before, there are no members that have agreed on anything
                     digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
                     self._log[round_.sequence][digest].add(life)
             succeed(round_, plan)
@@ -129,6 +146,23 @@ class Schedule:
         outcomes.succeed = record  # type: ignore[method-assign]
         worker.life = life  # type: ignore[attr-defined]
         self._training[index] = asyncio.create_task(self._train(worker))
+
+    def _honest(self) -> set[str]:
+        return {one.name for one in self._lives.values()} - {self._liar}
+
+    def _begin_to_lie(self, liar: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
+        self._liar, victim = liar.name, self._lives[0]
+        match self._lie:
+            case "ended":
+                lies.claims_the_end(self._swarm, liar)
+            case "two means":
+                lies.gives_others_another_mean(liar, {victim.name}, patch)
+            case "wrong mean":
+                lies.reduces_wrongly(liar, torch.neg, patch)
+            case "accuses":
+                lies.accuses(liar, victim, patch)
+            case "state":
+                lies.serves_another_state(liar)
 
     async def _train(self, worker: MemoryWorker) -> None:
         """As a trainer: a round that failed is not posted again, its number is spent."""
@@ -142,6 +176,8 @@ class Schedule:
             sequence = trainer.sequence
             work = values(worker.node.number, sequence, _NUMEL)
             outcome, _ = await worker.post(work, digest=digest, seconds=30.0)
+            if outcome.fatal and worker.name == self._liar:
+                return
             if outcome.fatal:
                 raise EngineError(str(outcome.failure))
             if outcome.failure is not None:
@@ -188,7 +224,7 @@ class Schedule:
 
     def _may_hurt(self, kind: str) -> bool:
         """A crash leaves three: two alone cannot tell a split from a death, and go on on both sides of one."""
-        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3)
+        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3 - bool(self._lie))
 
     async def _hurt(self, index: int, fault: Fault) -> None:
         network, worker = self._swarm.network, self._lives[index]
@@ -214,6 +250,10 @@ class Schedule:
             try:
                 await self._start(index, folder)
                 return
+            except Excluded:
+                if self._lives[index].name != self._liar:
+                    raise
+                return  # it is banned
             except EngineError as error:
                 problem = error
                 await asyncio.sleep(2.0)
@@ -226,7 +266,8 @@ class Schedule:
         started, known = loop.time(), len(self._full)
         before = max(self._log, default=-1)
         while len(self._full) < known + self.ended.workers:
-            failed = [task for task in self._training.values() if task.done()]
+            honest = [index for index, one in self._lives.items() if one.name != self._liar]
+            failed = [task for index, task in self._training.items() if task.done() and index in honest]
             if failed or self.ended.problem:
                 why = "" if not failed or failed[0].cancelled() else f"a worker ended: {failed[0].exception()!r}"
                 self.ended.problem = self.ended.problem or why
@@ -242,8 +283,9 @@ class Schedule:
         self.ended.rounds_after = self._full[known] - before - 1
 
 
-def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None) -> Ended:
+def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None, lie: str = "") -> Ended:
     """The schedule of this seed, or another one with its chances (a shrunk one)."""
     drawn = draw(seed)
-    schedule = Schedule(seed, workers or drawn[0], drawn[1] if faults is None else faults)
+    workers = workers or drawn[0] + bool(lie)  # three honest ones at least
+    schedule = Schedule(seed, workers, drawn[1] if faults is None else faults, lie)
     return virtual_clock.run(schedule.run())

@@ -3,19 +3,16 @@
 import asyncio
 import math
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from diloco.engines.swarm.network.transport import CallRefused, Stream
-from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node.plan import Entry, Offence
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
-    RangeDigest,
     SignedRange,
     TwoRanges,
     certify,
@@ -24,17 +21,15 @@ from diloco.engines.swarm.node.proofs.certificate import (
 from diloco.engines.swarm.node.proofs.messages import Proof
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.led_round import LedRound
-from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest
-from diloco.engines.swarm.node.wire import Malformed, write_frame
+from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.snapshots import write
 from diloco.errors import EngineError
+from support.swarm.lies import NAN, accuses, claims_the_end, gives_others_another_mean, serves_another_state
 from support.swarm.memory import SEEDS, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, rounds, told
-
-NAN = bytes.fromhex("0000c07f")
 
 
 async def all_post(workers: list[MemoryWorker]) -> list[bytes]:
@@ -103,43 +98,6 @@ def test_a_certificate_that_was_changed_or_is_of_another_plan_or_run_counts_for_
 # "I have ended this round, here is its mean"
 
 
-def claims_the_end(liar: MemoryWorker, forge: Callable[[messages.Outcome], messages.Outcome]) -> None:
-    """It says that every round has ended, with a mean of its own."""
-    node = liar.node
-    honest = node._answer
-
-    async def answer(peer: str, request: Any) -> Any:
-        node.own.ended_round = 1000
-        if isinstance(request, messages.Ready | messages.Inquire) and peer != liar.name:
-            return messages.Ended()
-        if isinstance(request, messages.AskOutcome):
-            last = node.outcomes.answer(messages.AskOutcome(0))
-            return forge(last)
-        return await honest(peer, request)
-
-    async def serve(stream: Stream, request: messages.OpenMean) -> None:
-        await stream.write((12288).to_bytes(8, "little"), 1.0)
-        await write_frame(stream, NAN * 3072, 1.0)
-
-    node._answer = answer  # type: ignore[method-assign]
-    node.outcomes.serve_mean = serve  # type: ignore[method-assign]
-
-
-def with_itself_alone(liar: MemoryWorker) -> Callable[[messages.Outcome], messages.Outcome]:
-    """A plan with all workers' headers, and a certificate that the liar alone has signed, for all of them."""
-
-    def forge(last: messages.Outcome) -> messages.Outcome:
-        assert last.plan is not None and last.certificate is not None
-        made = structs.replace(last.plan, majority=True)
-        own = liar.node.outcomes.notary
-        ranges = tuple(own.sign_range(made, one) for one in range_digests(made, 3, NAN * 3072))
-        vote = own.vote(made, 3, ranges)
-        signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
-        return messages.Outcome(made, Certificate(3, ranges, signatures))
-
-    return forge
-
-
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_mean_that_most_have_not_voted_for_is_not_taken_whatever_a_member_says(number: int) -> None:
     """The leader, or another worker: it claims that a round has ended, and gives NaN as the mean."""
@@ -148,7 +106,7 @@ def test_a_mean_that_most_have_not_voted_for_is_not_taken_whatever_a_member_says
         workers = await founded(swarm, 4)
         await rounds(workers, 1)
         liar, honest = workers[number], [worker for worker in workers if worker.node.number != number]
-        claims_the_end(liar, with_itself_alone(liar))
+        claims_the_end(swarm, liar)
         await asyncio.sleep(1.0)
         means = await all_post(honest)
         return means, [worker.trainer.means for worker in honest], banned(honest), liar.name
@@ -188,30 +146,6 @@ def test_a_late_worker_takes_a_mean_only_if_its_bytes_are_those_that_were_voted_
 
 
 # A reducer that gives different means
-
-
-def gives_others_another_mean(liar: MemoryWorker, to: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a reducer it sends some workers other bytes than the rest, and signs them for them."""
-    honest = Transfer._send_mean
-
-    async def send(transfer: Transfer, stream: Stream) -> None:
-        if transfer._transport.peer != liar.name or stream.peer not in to or not len(transfer._mine):
-            await honest(transfer, stream)
-            return
-        await transfer._wait_until(lambda: transfer._reduced == len(transfer._mine), 5.0)
-        wrong = memoryview(bytes(len(transfer._mean(transfer._mine))))
-        await write_frame(stream, wrong, 1.0)
-        await write_frame(stream, bytes(8 * len(transfer._own_products)), 1.0)
-        digest = _digest(wrong, transfer._mean_width)
-        await write_frame(stream, liar.node.outcomes.notary.sign_range(transfer.plan, digest).signature, 1.0)
-
-    monkeypatch.setattr(Transfer, "_send_mean", send)
-
-
-def _digest(data: memoryview, width: int) -> bytes:
-    taken = RangeDigest(width)
-    taken.add(data)
-    return taken.digest()
 
 
 @pytest.mark.parametrize(("number", "victims"), [(0, 1), (0, 2), (3, 1)])
@@ -270,32 +204,6 @@ def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_a
 # Wrong states for joiners
 
 
-def serves(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = False) -> None:
-    """It serves a state of its own making: NaN, of the right round or of a later one; or not the one that it said."""
-    trainer = liar.trainer
-    honest = trainer.snapshot
-
-    async def snapshot() -> Any:
-        means, sequence = trainer.means, trainer.sequence
-        trainer.means, trainer.sequence = [NAN * 3072 for _ in means], sequence + ahead
-        try:
-            return await honest()
-        finally:
-            trainer.means, trainer.sequence = means, sequence
-
-    trainer.snapshot = snapshot  # type: ignore[method-assign]
-    liar.node.own.ended_round += ahead
-    if swapped:
-        digest = liar.node.states.witnesses.digest
-
-        async def another(_: Any, *, own: bool) -> bytes:
-            made = await honest()
-            assert made is not None
-            return await digest(made, own=own)
-
-        liar.node.states.witnesses.digest = another  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("options", [{}, {"ahead": 500}, {"swapped": True}])
 def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[str, Any]) -> None:
     """The liar is asked first; the joiner names it, takes the state of another member, and is in the next round."""
@@ -304,7 +212,7 @@ def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[st
         workers = list(await founded(swarm, 4))
         await rounds(workers, 2)
         liar = workers[1]
-        serves(liar, **options)
+        serves_another_state(liar, **options)
         await asyncio.sleep(1.0)
         joiner = await swarm.start()
         states = joiner.node.states
@@ -326,7 +234,7 @@ def test_of_two_members_that_disagree_a_joiner_believes_neither_and_says_so() ->
     async def story(swarm: MemorySwarm) -> None:
         workers = await founded(swarm, 2)
         await rounds(workers, 2)
-        serves(workers[1])
+        serves_another_state(workers[1])
         joiner = await swarm.start()
         with pytest.raises(EngineError, match="do not agree"):
             await joiner.catch_up()
@@ -356,18 +264,6 @@ def test_a_state_that_is_no_safetensors_file_is_refused(data: bytes) -> None:
 
 
 # False accusations
-
-
-def accuses(liar: MemoryWorker, victim: MemoryWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every round it says that the victim's parts are not what was claimed."""
-    honest = Transfer.run
-
-    async def run(transfer: Transfer) -> None:
-        if transfer._transport.peer == liar.name and transfer.plan.entry(victim.name) is not None:
-            raise TransferFailed(victim.name, "its parts have the norm 900, it claimed 1", lie=True)
-        await honest(transfer)
-
-    monkeypatch.setattr(Transfer, "run", run)
 
 
 def test_one_accuser_alone_has_no_worker_banned_and_is_left_out_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.wire import Malformed
+from support.swarm.lies import reduces_wrongly
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
 from support.swarm.stories import founded, told
 
@@ -120,28 +120,6 @@ def test_honest_rounds_open_no_part_and_name_no_worker(name: str, monkeypatch: p
 
     bans, checked = told(story)
     assert bans == [set()] * 4 and checked == [2] * 4 and opened == []
-
-
-def reduces_wrongly(
-    liar: MemoryWorker, wrong: Callable[[torch.Tensor], torch.Tensor], patch: pytest.MonkeyPatch
-) -> None:
-    """It gives all others the same wrong mean of its range, signs it, and votes for it."""
-    honest = Transfer._reduce_rows
-
-    def reduce(transfer: Transfer, rows: range) -> Any:
-        if transfer._transport.peer != liar.name:
-            return honest(transfer, rows)
-        add = transfer._signatures.add
-        transfer._signatures.add = lambda *_: None  # type: ignore[method-assign]
-        mean, squares, products = honest(transfer, rows)
-        transfer._signatures.add = add  # type: ignore[method-assign]
-        decoded = torch.empty(len(rows), transfer.posted.part_elements)
-        transfer._means.decode(mean, decoded)
-        transfer._means.encode(wrong(decoded), mean)
-        add(liar.name, mean.view(-1).numpy().data)
-        return mean, squares, products
-
-    patch.setattr(Transfer, "_reduce_rows", reduce)
 
 
 @pytest.mark.parametrize(("name", "number", "hidden"), [("int4", 0, False), ("int8", 2, True)])

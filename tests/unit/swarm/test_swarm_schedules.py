@@ -20,3 +20,9 @@ def test_whatever_happens_all_workers_have_one_mean_and_come_back(seed: int) -> 
 def test_neither_half_of_a_swarm_of_four_steps_while_it_is_split() -> None:
     ended = schedules.run(1, 4, [Fault(10.0, "split", 20.0, (0, 2, 3, 1))])
     assert ended.problems() == []
+
+
+def test_a_worker_that_accuses_another_stops_no_round() -> None:
+    """The accused was cut off before, so that the accuser is one of two that count."""
+    ended = schedules.run(8, 3, [Fault(21.0, "split", 11.0, (0, 2, 1))], lie="accuses")
+    assert ended.problems() == []

@@ -30,6 +30,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.members import Members
 from diloco.engines.swarm.node.messages import Done, NotHere
+from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.proofs.liars import Liars
@@ -47,7 +48,17 @@ _POLL_SECONDS = 0.1
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
 _STEPS_OF_ROUNDING = 3.0
 _COPIED_BYTES = 1 << 26
+_MAX_KEPT, _MAX_KEPT_BYTES = 64, 1 << 28
 _TRIES, _TRY_SECONDS = 2, 1.0
+
+
+@dataclass
+class _Own:
+    """This worker's contribution to a plan."""
+
+    posted: PostedRound
+    data: memoryview
+    leaves: list[bytes]
 
 
 @dataclass
@@ -56,9 +67,7 @@ class _Counted:
 
     agreed: Agreed
     posted: PostedRound
-    contribution: memoryview
-    """This worker's own, encoded."""
-    leaves: list[bytes]
+    own: _Own
     mean: bytes | bytearray
     numbers: dict[str, Numbers] = field(default_factory=dict)
     """By contributor."""
@@ -68,6 +77,7 @@ class MeanCheck:
     def __init__(self, members: Members, calls: Calls, liars: Liars) -> None:
         self._members, self._calls, self._liars = members, calls, liars
         self._me, self._seconds = members.me, members.settings.stall_seconds
+        self._own: LruCache[_Own] = LruCache(_MAX_KEPT)
         self._rounds: LruCache[_Counted] = LruCache(_KEPT)
         self._early: LruCache[Numbers] = LruCache(64)
         """Numbers of rounds that have not ended here yet, by plan and sender."""
@@ -87,13 +97,26 @@ class MeanCheck:
         """The round has ended, and this worker has its mean, in `mean` once it is `copied`."""
         if not agreed.plan.has_mean or len(agreed.plan.contributors) < 2:
             return
-        view = posted.contribution.view
-        small = len(view) <= _COPIED_BYTES  # a small round is soon followed by the next one, in the same memory
-        round_ = _Counted(agreed, posted, memoryview(bytearray(view)) if small else view, leaves, mean)
+        self.keep(agreed.plan, posted, leaves)
+        own = self._own.get(agreed.plan.digest.hex())
+        assert own is not None
+        round_ = _Counted(agreed, posted, own, mean)
         self._rounds.put(agreed.plan.digest.hex(), round_)
         task = asyncio.create_task(self._check(round_, copied))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def keep(self, plan: Plan, posted: PostedRound, leaves: list[bytes]) -> None:
+        """This worker follows the plan: others may ask for its parts, also if they end the round first."""
+        name, view = plan.digest.hex(), posted.contribution.view
+        if name in self._own:
+            return
+        earlier = [own for key in list(self._own) if (own := self._own.get(key)) is not None and own.posted is posted]
+        small = len(view) <= _COPIED_BYTES  # a small round is soon followed by the next one, in the same memory
+        data = earlier[0].data if earlier else memoryview(bytearray(view)) if small else view
+        self._own.put(name, _Own(posted, data, leaves))
+        while len(self._own) > 1 and len(self._own) * len(data) > _MAX_KEPT_BYTES:
+            self._own.drop(next(iter(self._own)))
 
     # For the others
 
@@ -116,15 +139,15 @@ class MeanCheck:
 
     def show(self, request: AskPart) -> PeerMessage:
         """One part of this worker's contribution, if its memory is not in use again."""
-        round_ = self._rounds.get(request.plan.hex())
-        if round_ is None or request.part >= len(round_.leaves):
+        own = self._own.get(request.plan.hex())
+        if own is None or request.part >= len(own.leaves):
             return NotHere()
-        width = len(round_.contribution) // len(round_.leaves)
-        data = bytes(round_.contribution[request.part * width : (request.part + 1) * width])
-        if merkle.leaves(memoryview(data), width) != [round_.leaves[request.part]]:
+        width = len(own.data) // len(own.leaves)
+        data = bytes(own.data[request.part * width : (request.part + 1) * width])
+        if merkle.leaves(memoryview(data), width) != [own.leaves[request.part]]:
             return NotHere()
         self.bytes += width
-        return Part(data, merkle.prove(round_.leaves, range(request.part, request.part + 1)))
+        return Part(data, merkle.prove(own.leaves, range(request.part, request.part + 1)))
 
     # The check
 
@@ -144,6 +167,10 @@ class MeanCheck:
                     await self._open(round_, part)
         except Exception:
             logger.exception("the check of the mean of round %d", plan.key.sequence)
+        if len(round_.own.data) > _COPIED_BYTES:  # the trainer's own memory: hold it until the others have checked too
+            await asyncio.sleep(2 * self._seconds)
+            self._own.drop(plan.digest.hex())
+            self._rounds.drop(plan.digest.hex())
 
     async def _compare(self, round_: _Counted) -> list[int | None]:
         """The parts to open."""
@@ -153,9 +180,9 @@ class MeanCheck:
         own, means = codec(posted.codec), codec(posted.codec).for_means
         parts, mean = posted.num_parts, memoryview(round_.mean)
         if any(entry.peer == self._me for entry in plan.contributors):
-            mine = await loop.run_in_executor(None, projections.project, own, round_.contribution, parts, sign)
-            first = round_.contribution[: len(round_.contribution) // parts]
-            if merkle.leaves(first, len(first)) != round_.leaves[:1]:
+            mine = await loop.run_in_executor(None, projections.project, own, round_.own.data, parts, sign)
+            first = round_.own.data[: len(round_.own.data) // parts]
+            if merkle.leaves(first, len(first)) != round_.own.leaves[:1]:
                 return []  # the trainer has posted again: these are other values
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
@@ -227,15 +254,18 @@ class MeanCheck:
                 self._liars.record_unproved(peer, f"its number of part {part} is {told[part]:.3g}, not {right:.3g}")
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
-        request = AskPart(round_.agreed.plan.digest, part)
+        request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
         answer = self.show(request) if peer == self._me else await self._ask(peer, request)
         for _ in range(_TRIES):
             if isinstance(answer, Part) or peer == self._me:
                 break
             await asyncio.sleep(_TRY_SECONDS)
+            asked_at = clock.now()
             answer = await self._ask(peer, request)
         if not isinstance(answer, Part):
-            if self._members.is_live(peer):
+            known = self._members.peers.get(peer)
+            answers = isinstance(answer, NotHere) or (known is not None and known.heard_at > asked_at)
+            if known is not None and known.live and answers:  # it answers other questions
                 self._liars.record_unproved(peer, "it does not show a part of its contribution")
             return None
         self.bytes += len(answer.data)

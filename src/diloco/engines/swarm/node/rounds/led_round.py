@@ -302,7 +302,7 @@ class LedRound:
             return None
         if self.troubles.accusers(plan):
             await self._wait_for_accusers(plan)
-            return self.troubles.judge_lies(plan)
+            return self.troubles.judge_lies(plan, self._quorum.is_majority)
         await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None

@@ -182,6 +182,7 @@ class Participant:
         round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
         round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
         if plan.has_mean:
+            self.outcomes.check.keep(plan, round_.posted, round_.leaves)
             seconds = self.settings.stall_seconds
             round_.transfer = Transfer(
                 plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves

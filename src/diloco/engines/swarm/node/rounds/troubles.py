@@ -2,11 +2,12 @@
 
 A worker that several others cannot exchange parts with is left out, after a second attempt. A worker that two others
 accuse of a lie has lied: it is left out and that counts as an offence, with both accusers' signatures. One accuser is
-not believed more than the accused: both are left out of this round. A worker that accuses others falsely puts itself
-out too, and no other for good.
+not believed more than the accused: both are left out of this round; or one of them, each in every second round, where
+a majority would be missing without both. So a worker that accuses others falsely puts itself out too.
 """
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from diloco.engines.swarm.node.members import Members
@@ -55,16 +56,19 @@ class Troubles:
                 found.setdefault(one.peer, {})[sender] = one
         return found
 
-    def judge_lies(self, plan: Plan) -> Dropped:
+    def judge_lies(self, plan: Plan, is_majority: Callable[[Collection[str]], bool]) -> Dropped:
+        """`is_majority`: whether these workers are enough for a plan."""
         accused = self.accusers(plan)
         for peer, accusers in accused.items():
             if len(accusers) >= ACCUSERS:
                 return Dropped({peer: "several workers accuse it of a lie"}, [_offence(plan, peer, accusers)])
-        dropped: dict[str, str] = {}
-        for peer, accusers in accused.items():
-            dropped |= dict.fromkeys((peer, *accusers), "one accuses the other of a lie")
-        dropped.pop(self._members.me, None)
-        return Dropped(dropped)
+        left_out: set[str] = set()
+        for peer, accuser in [(peer, one) for peer, accusers in accused.items() for one in accusers]:
+            one, other = sorted((peer, accuser), reverse=bool(plan.key.sequence % 2))
+            choices = [{one, other} - {self._members.me}, {one}, {other}]
+            rests = [[e.peer for e in plan.entries if e.peer not in left_out | choice] for choice in choices]
+            left_out |= next((choices[i] for i, rest in enumerate(rests) if is_majority(rest)), choices[0])
+        return Dropped(dict.fromkeys(left_out, "one accuses the other of a lie"))
 
     def pairs(self, plan: Plan) -> list[tuple[str, str]]:
         """Workers that cannot exchange parts with each other, as one of them says."""

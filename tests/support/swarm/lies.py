@@ -1,0 +1,135 @@
+"""Ways in which a worker of a swarm in memory lies. Each changes what one worker does, and leaves all others alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.plan import Entry, Plan
+from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
+from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
+from diloco.engines.swarm.node.wire import write_frame
+from support.swarm.memory import MemorySwarm, MemoryWorker
+
+NAN = bytes.fromhex("0000c07f")
+
+
+def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
+    """It says that the rounds of others have ended, with a mean of NaN and votes that it has made for all of them."""
+    node = liar.node
+    honest = node._answer
+
+    def posted(sequence: int) -> dict[str, Any]:
+        found = {worker.name: worker.node.participant.rounds.get(sequence) for worker in swarm.workers}
+        return {name: round_ for name, round_ in found.items() if round_ is not None}
+
+    def forge(sequence: int) -> messages.Outcome:
+        last, rounds = node.outcomes.quorum.last, posted(sequence)
+        if last is None or not rounds:
+            return messages.Outcome()
+        entries = sorted((Entry(name, one.contribution) for name, one in rounds.items()), key=lambda one: one.number)
+        one = next(iter(rounds.values())).posted
+        made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=(), excluded=())
+        data, own = NAN * (one.mean.num_bytes // 4), node.outcomes.notary
+        ranges = tuple(own.sign_range(made, digest) for digest in range_digests(made, one.num_parts, data))
+        vote = own.vote(made, one.num_parts, ranges)
+        signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
+        return messages.Outcome(made, Certificate(one.num_parts, ranges, signatures))
+
+    async def answer(peer: str, request: Any) -> Any:
+        if peer != liar.name:
+            node.own.ended_round = max(node.own.ended_round, 1000)
+            if isinstance(request, messages.Ready | messages.Inquire):
+                return messages.Ended()
+            if isinstance(request, messages.AskOutcome):
+                return forge(request.sequence)
+        return await honest(peer, request)
+
+    async def serve(stream: Stream, request: messages.OpenMean) -> None:
+        size = next((one.posted.mean.num_bytes for one in posted(request.sequence).values()), 0)
+        await stream.write(size.to_bytes(8, "little"), 1.0)
+        await write_frame(stream, NAN * (size // 4), 1.0)
+
+    node._answer = answer  # type: ignore[method-assign]
+    node.outcomes.serve_mean = serve  # type: ignore[method-assign]
+
+
+def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.MonkeyPatch) -> None:
+    """As a reducer it sends some workers other bytes than the rest, and signs them for them."""
+    honest = Transfer._send_mean
+
+    async def send(transfer: Transfer, stream: Stream) -> None:
+        if transfer._transport.peer != liar.name or stream.peer not in to or not len(transfer._mine):
+            await honest(transfer, stream)
+            return
+        await transfer._wait_until(lambda: transfer._reduced == len(transfer._mine), 5.0)
+        wrong, digest = memoryview(bytes(len(transfer._mean(transfer._mine)))), RangeDigest(transfer._mean_width)
+        digest.add(wrong)
+        await write_frame(stream, wrong, 1.0)
+        await write_frame(stream, bytes(8 * len(transfer._own_products)), 1.0)
+        signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest())
+        await write_frame(stream, signed.signature, 1.0)
+
+    patch.setattr(Transfer, "_send_mean", send)
+
+
+def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], patch: pytest.MonkeyPatch) -> None:
+    """It gives all others the same wrong mean of its range, signs it, and votes for it."""
+    honest = Transfer._reduce_rows
+
+    def reduce(transfer: Transfer, rows: range) -> Any:
+        if transfer._transport.peer != liar.name:
+            return honest(transfer, rows)
+        add = transfer._signatures.add
+        transfer._signatures.add = lambda *_: None  # type: ignore[method-assign]
+        mean, squares, products = honest(transfer, rows)
+        transfer._signatures.add = add  # type: ignore[method-assign]
+        decoded = torch.empty(len(rows), transfer.posted.part_elements)
+        transfer._means.decode(mean, decoded)
+        transfer._means.encode(wrong(decoded), mean)
+        add(liar.name, mean.view(-1).numpy().data)
+        return mean, squares, products
+
+    patch.setattr(Transfer, "_reduce_rows", reduce)
+
+
+def accuses(liar: MemoryWorker, victim: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
+    """In every round it says that the victim's parts are not what was claimed."""
+    honest = Transfer.run
+
+    async def run(transfer: Transfer) -> None:
+        if transfer._transport.peer == liar.name and transfer.plan.entry(victim.name) is not None:
+            raise TransferFailed(victim.name, "its parts have the norm 900, it claimed 1", lie=True)
+        await honest(transfer)
+
+    patch.setattr(Transfer, "run", run)
+
+
+def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = False) -> None:
+    """A state of NaN, of the right round or of a later one; `swapped`: it says that it is another."""
+    trainer = liar.trainer
+    honest = trainer.snapshot
+
+    async def snapshot() -> Any:
+        means, sequence = trainer.means, trainer.sequence
+        trainer.means, trainer.sequence = [NAN * 3072 for _ in means], sequence + ahead
+        try:
+            return await honest()
+        finally:
+            trainer.means, trainer.sequence = means, sequence
+
+    trainer.snapshot = snapshot  # type: ignore[method-assign]
+    liar.node.own.ended_round += ahead
+    if swapped:
+        digest = liar.node.states.witnesses.digest
+
+        async def another(_: Any, *, own: bool) -> bytes:
+            made = await honest()
+            assert made is not None
+            return await digest(made, own=own)
+
+        liar.node.states.witnesses.digest = another  # type: ignore[assignment, method-assign]
