@@ -3,6 +3,7 @@
 Counted over the calls of Python functions in the package (`sys.setprofile`).
 """
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,7 @@ def test_an_outer_step_of_a_one_rank_worker_runs_through_few_files(workers: int)
         other.post()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
+    gc.collect()  # what earlier tests left behind is not part of this step
     trace = Trace()
     sys.setprofile(trace)
     try:
