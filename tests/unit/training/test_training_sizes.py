@@ -116,7 +116,6 @@ def test_what_is_told_of_asynchronous_workers_has_the_anchor_of_worker_0(
     assert server is not None
     held = [*fragment.state.values(), server._anchor, *server._state.values(), server._vector.data]
     assert sum(tensor.nbytes for tensor in held) <= sizes.memory[OF_WORKER_0]
-    assert sizes.memory["encoded outer gradient"] == loop.replica.lanes[0].sending[0].vector.num_bytes
     sent = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 1]
     assert sent[0] == sizes.round_bytes
 
