@@ -1,0 +1,207 @@
+"""Four honest members and one that attacks: how late rounds are, whether the honest agree, and what becomes of it.
+
+    python benchmarks/adversary.py
+
+The nodes are the swarm's own, with all of its protocol; the network is in memory and the clock virtual, so that a
+minute of waiting costs nothing and every run is the same. No model is trained: contributions are known vectors, and the
+error of a mean is its distance from that of the honest ones, as a share of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import search_path  # noqa: F401  `support` of the tests
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock, messages
+from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.engines.swarm.node.wire import write_frame
+from measuring import write_results
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker
+from support.swarm.stories import founded, told
+
+ROUNDS, NUMEL, ROUND_SECONDS = 8, 4_000, 10.0
+RATIO = 3.0
+COMMON = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
+
+
+def honest(number: int, sequence: int) -> torch.Tensor:
+    return COMMON + 0.7 * torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * sequence + number))
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    values: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Of what it sends; None: its honest work."""
+    options: dict[str, Any] | None = None
+    """Of its post."""
+    begin: Callable[[list[MemoryWorker], MemoryWorker], Coroutine[Any, Any, None]] | None = None
+    """Run beside all rounds."""
+    posts: bool = True
+    first: bool = False
+    """It has number 0, and leads."""
+    merge: str = "mean"
+
+
+@dataclass(frozen=True)
+class Row:
+    attack: str
+    times_calm: float
+    slowest_times_calm: float
+    agreed: bool
+    failed: int
+    worst_error: float
+    last_error: float
+    banned_after: int | None
+
+
+async def take_terms(workers: list[MemoryWorker], bad: MemoryWorker, term: int) -> None:
+    while True:
+        sequence = max(worker.node.own.next_round for worker in workers)
+        for worker in workers:
+            try:
+                inquire = messages.Inquire(sequence, Authority(term, -bad.node.number))
+                answer = await bad.node.participant.calls.ask(worker.name, inquire)
+            except (CallRefused, Unreachable):
+                continue
+            if term < 1000 and isinstance(answer, messages.Superseded | messages.Posted):
+                term = max(term, answer.seen.term + 1)
+        await asyncio.sleep(0.5)
+
+
+async def flood(workers: list[MemoryWorker], bad: MemoryWorker) -> None:
+    while True:
+        for worker in workers:
+            for _ in range(50):
+                with contextlib.suppress(CallRefused, Unreachable):
+                    await bad.node.participant.calls.ask(worker.name, messages.AskOutcome(0))
+        await asyncio.sleep(0.5)
+
+
+async def lead_badly(_: list[MemoryWorker], bad: MemoryWorker) -> None:
+    bad.node.leader.answer_ready = lambda *_: messages.Waiting()  # type: ignore[method-assign]
+
+
+async def pretend(_: list[MemoryWorker], bad: MemoryWorker) -> None:
+    bad.node._own_checks.run = lambda: None  # type: ignore[method-assign]
+
+
+async def keep_alive(_: list[MemoryWorker], bad: MemoryWorker) -> None:
+    send = Transfer._send_mean
+
+    async def empty(self: Transfer, stream: Stream) -> None:
+        if self._transport.peer != bad.name:
+            return await send(self, stream)
+        while True:
+            await write_frame(stream, b"", 5.0)
+            await asyncio.sleep(1.0)
+
+    Transfer._send_mean = empty  # type: ignore[method-assign]
+    try:
+        await asyncio.sleep(1e9)
+    finally:
+        Transfer._send_mean = send  # type: ignore[method-assign]
+
+
+ATTACKS = (
+    Attack("none"),
+    Attack("contribution × −900", lambda v: -900 * v),
+    Attack("weight 10¹⁸, turned around", lambda v: -v, {"weight": 1e18, "round_weight": 1e18}),
+    Attack("NaN", lambda v: v * float("nan")),
+    Attack("claims a small norm, sends 10³⁰", lambda v: 1e30 * v, {"claimed": 100.0}),
+    Attack("posts first, with another layout", options={"layout": "another"}),
+    Attack("posts first, with another bound on norms", options={"ratio": 1e9}),
+    Attack("never posts", begin=pretend, posts=False),
+    Attack("leads, and never makes a plan", begin=lead_badly, first=True),
+    Attack("inquires with the highest term", begin=lambda w, b: take_terms(w, b, 1 << 53)),
+    Attack("inquires again and again", begin=lambda w, b: take_terms(w, b, 1)),
+    Attack("keep-alive frames instead of means", begin=keep_alive),
+    Attack("a flood of calls", begin=flood),
+    Attack("wrong direction at an honest norm", lambda v: -v),
+    Attack("the same, merge = clipped", lambda v: -v, merge="clipped"),
+)
+
+
+def run(attack: Attack) -> tuple[list[float], Row]:
+    async def story(swarm: MemorySwarm) -> tuple[list[float], Row]:
+        workers = await founded(swarm, 5)
+        bad = workers.pop(0 if attack.first else 4) if attack.name != "none" else workers[4]
+        beside = None if attack.begin is None else asyncio.create_task(attack.begin(workers, bad))
+        took, errors, agreed, failed, banned = [], [], True, 0, None
+        for sequence in range(ROUNDS):
+            started, lie = clock.now(), None
+            if attack.posts and bad not in workers:
+                lie = asyncio.create_task(post(bad, attack, sequence))
+                await asyncio.sleep(0.05)
+            ended = await asyncio.gather(*(post(worker, attack, sequence, good=True) for worker in workers))
+            took.append(clock.now() - started)
+            failed += sum(one.failure is not None for one, _ in ended)
+            means = {mean for one, mean in ended if one.failure is None}
+            agreed &= len(means) == 1
+            wanted = torch.stack([honest(worker.node.number, sequence) for worker in workers]).mean(0)
+            got = torch.frombuffer(bytearray(next(iter(means))), dtype=torch.float32)[:NUMEL]
+            errors.append(float((got - wanted).norm() / wanted.norm()))
+            if banned is None and all(bad.name in worker.node.permissions.bans() for worker in workers):
+                banned = sequence + 1
+            if lie is not None:
+                lie.cancel()
+            await asyncio.sleep(ROUND_SECONDS)
+        if beside is not None:
+            beside.cancel()
+        row = Row(attack.name, median(took), max(took), agreed, failed, max(errors), errors[-1], banned)
+        return took, row
+
+    return told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)  # type: ignore[no-any-return]
+
+
+async def post(
+    worker: MemoryWorker, attack: Attack, sequence: int, *, good: bool = False
+) -> tuple[RoundOutcome, bytes]:
+    values, options = honest(worker.node.number, sequence), {"ratio": RATIO, "merge": attack.merge, "seconds": 600.0}
+    if not good:
+        values = values if attack.values is None else attack.values(values)
+        options |= attack.options or {}
+        await worker.catch_up()
+    return await worker.post(values, sequence=sequence, **options)
+
+
+def main() -> int:
+    logging.disable(logging.CRITICAL)
+    table = Table(
+        "attack", "rounds, × calm", "slowest, × calm", "one mean", "failed", "worst error", "last error", "banned after"
+    )
+    rows: list[dict[str, object]] = []
+    calm = 0.0
+    for attack in ATTACKS:
+        took, row = run(attack)
+        usual = ROUND_SECONDS + median(took)
+        calm = calm or usual
+        row = Row(
+            row.attack, usual / calm, (ROUND_SECONDS + max(took)) / calm, row.agreed, row.failed, row.worst_error,
+            row.last_error, row.banned_after,
+        )  # fmt: skip
+        rows.append(asdict(row))
+        table.add_row(
+            row.attack, f"{row.times_calm:.2f}", f"{row.slowest_times_calm:.2f}", "yes" if row.agreed else "no",
+            str(row.failed), f"{row.worst_error:.2f}", f"{row.last_error:.2f}",
+            "" if row.banned_after is None else f"{row.banned_after} rounds",
+        )  # fmt: skip
+    Console(width=140).print(table)
+    write_results("adversary", {"rounds": ROUNDS, "members": len(NAMES[:5]), "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
