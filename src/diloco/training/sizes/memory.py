@@ -74,7 +74,8 @@ def process_memory(
     }
     step = {"gradients": _FP32 * held, ACTIVATIONS: _activations(config, outline, place, vocab_size)}
     outer, travelling = _averaging(config, shapes, place, own)
-    if not place.cuda and config.mode == "diloco" and config.sync.merges_at_once:
+    at_once = config.sync.merges_at_once and not config.sync.asynchronous
+    if not place.cuda and config.mode == "diloco" and at_once:
         step, travelling = _larger(step, travelling)
     model |= step
     host = {"Python and its libraries": base}
