@@ -51,7 +51,7 @@ def estimated(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 def test_an_estimate_tells_all_sizes_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = estimated(capsys, "--workers=3", "--bandwidth", "100mbit")
-    for part in ("memory: about", "disk:", "network: a worker sends", "at 100 Mbit/s", "anchor", "encoded outer"):
+    for part in ("memory: about", "disk:", "network: a worker sends", "at 100 Mbit/s", "anchor", "gradients"):
         assert part in shown
     assert not list(tmp_path.iterdir())
 

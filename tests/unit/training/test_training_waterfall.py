@@ -7,6 +7,7 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.outer.rounds import RoundEvent
+from diloco.training.records.agreement import Agreement
 from diloco.training.records.events import Event
 from diloco.training.records.waterfall import Span, round_spans
 from diloco.training.records.worker_events import round_fields
@@ -74,7 +75,7 @@ def test_the_seconds_of_a_round_are_told_by_the_loop(overlap: int) -> None:
     world.step(6)
     assert len(told) == 6 - overlap * 2
     for worker, one in told:
-        fields = round_fields(one)
+        fields = round_fields(one, Agreement())
         known = [fields[f"{name}_seconds"] for name in ("encode", "flight", "waited")]
         assert all(value is not None and value >= 0 for value in known)
         failed = (worker, one.key.sequence) == (1, 1)

@@ -38,17 +38,17 @@ class ReadyWorkers:
     """The workers whose headers have arrived in a round, for its leader."""
 
     def __init__(self, layout: str | None) -> None:
-        """`layout`: of the leader's own earlier rounds, if it has posted any."""
+        """`layout`: of the leader's own earlier rounds, if it has posted any; for rounds that it does not post in."""
         self.entries: dict[str, Entry] = {}
         self._terms: dict[str, Terms] = {}
         self._layout = layout
 
     def add(self, entry: Entry, terms: Terms, mine: Terms | None) -> None:
-        """Raises CallRefused for other terms than the leader's own in this round, or another layout than before."""
-        if terms != (mine or terms) or terms.layout != (self._layout or terms.layout):
+        """Raises CallRefused for other terms than the leader's own, once it has posted in this round."""
+        if terms != (mine or terms):
             raise CallRefused(
                 f"worker {entry.number} trains something else than this run: {_text(terms)} against "
-                f"{_text(mine) if mine else f'layout {self._layout}'}. Model, data, codec, schedule and outer "
+                f"{_text(mine or terms)}. Model, data, codec, schedule and outer "
                 "optimizer must be the same everywhere; compare the workers' config.toml and versions",
                 "model",
             )
