@@ -5,6 +5,7 @@ Trainers are forks (support/forks.py), so that starting many costs little; their
 """
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -110,8 +111,11 @@ class Worker:
         p2pd = self.p2pd()
         return None if p2pd is None else _parents().get(p2pd)
 
-    def stop_carrying(self, num_bytes: int, seconds: float = 200.0) -> None:
-        """Freeze its p2pd once it has moved so many bytes from now on: a transfer is under way, and does not end."""
+    def stop_carrying(self, num_bytes: int, at_most: float = math.inf, seconds: float = 200.0) -> bool:
+        """Freeze its p2pd once it has moved so many bytes from now on: a transfer is under way, and does not end.
+
+        False if it has moved `at_most` bytes before it stood still: the transfer may have ended, and p2pd goes on.
+        """
         p2pd = self.p2pd()
         if p2pd is None:
             raise Died(f"{self.folder.name} has no p2pd")
@@ -121,6 +125,10 @@ class Worker:
                 raise Hung(f"{self.folder.name} carried no {num_bytes} bytes within {seconds:g} s")
             time.sleep(0.002)
         os.kill(p2pd, signal.SIGSTOP)
+        if _written(p2pd) - before < at_most:
+            return True
+        os.kill(p2pd, signal.SIGCONT)
+        return False
 
 
 class Workers:
