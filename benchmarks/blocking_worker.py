@@ -4,7 +4,8 @@
 
 An inner step is a sleep, as if a GPU computed: that leaves the CPU free, as a GPU does. It also moves some parameters
 a little, so that there are outer gradients. With `busy` it is matrix products on one thread instead. A step is timed
-around the call of the inner optimizer's `step`, as a loop without DiLoCo has it too.
+around the call of the inner optimizer's `step`, as a loop without DiLoCo has it too; torchft averages in a hook that
+torch calls there, so its step is timed inside the call.
 """
 
 import json
@@ -77,19 +78,27 @@ class EmulatedSteps(torch.optim.SGD):
         self.without: list[float] = []
         self.in_flight: Callable[[], bool] = lambda: False
         self.square = torch.randn(320, 320)
-        self._step, self.step = self.step, self._timed_step  # type: ignore[method-assign,assignment]
+        if task.engine == "torchft":
+            self._compute = self._timed(self._compute)  # type: ignore[method-assign]
+        else:
+            self.step = self._timed(self.step)  # type: ignore[method-assign,assignment]
 
-    def _timed_step(self) -> None:
-        """With what torch does around a step."""
-        started, thread_started = time.perf_counter(), time.thread_time()
-        self._step()
-        self.seconds.append(time.perf_counter() - started)
-        (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
-        self.thread_seconds += time.thread_time() - thread_started
+    def _timed(self, call: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            started, thread_started = time.perf_counter(), time.thread_time()
+            call()
+            self.seconds.append(time.perf_counter() - started)
+            (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
+            self.thread_seconds += time.thread_time() - thread_started
+
+        return timed
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
+        self._compute()
+
+    def _compute(self) -> None:
         started = time.perf_counter()
         for number in range(4):
             parameter = self.moved[(4 * self.taken + number) % len(self.moved)]
