@@ -1,11 +1,11 @@
 """Which members are waited for: one that was in none of the last three rounds is passed over, and tried now and then.
 
 A member may be live, have the state and never post, or post and never send its parts. Each round would wait for it.
-Every member counts the rounds that each other one has missed, from the plans that were carried out; after three the
-next ones do not wait for it, all but every second, fourth and at most eighth, and the next after it has fetched the
-state. One that posts in time is in the round
-all the same, unless it was left out of three in a row because others could not exchange parts with it. So a worker that
-was only slow or unlucky is back soon, and one that never comes costs every eighth round.
+Every member counts the rounds that each other one has missed, from the plans that were carried out. After three, rounds
+do not wait for it any more, but for every second one, then every fourth, then every eighth, and the next one after it
+has fetched the state. A member that posts in time is in the round all the same, unless it was left out of three in a
+row because others could not exchange parts with it. So a worker that was only slow or unlucky is back soon, and one
+that never comes costs every eighth round.
 
 A leader that lets the others wait is passed over as a leader, and the next member leads.
 """
