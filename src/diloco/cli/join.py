@@ -12,7 +12,7 @@ from rich.text import Text
 from diloco.cli.config_parser import parse_config
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.run_display import RunDisplay, print_end
-from diloco.cli.ended_run import folder_of, summary_of
+from diloco.cli.runs.ended_run import folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, Excluded, RendezvousError, RunComplete
 from diloco.own_command import command

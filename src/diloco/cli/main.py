@@ -25,37 +25,37 @@ app = App(
 app.command("diloco.cli.train:train", name="train", help="Train a model with DiLoCo, or data-parallel as a baseline.")
 app.command("diloco.cli.join:join", name="join", help="Join a run of a swarm, with an invitation.")
 app.command(
-    "diloco.cli.status:status",
+    "diloco.cli.runs.status:status",
     name="status",
     help="Show the workers of a swarm, and how far each is.",
     help_epilogue="Example:  diloco status runs/mine --watch",
 )
 app.command(
-    "diloco.cli.compare:compare",
+    "diloco.cli.runs.compare:compare",
     name="compare",
     help="Put runs side by side in one table.",
     help_epilogue="Example:  diloco compare runs/diloco runs/data-parallel",
 )
 app.command(
-    "diloco.cli.dashboard:dashboard",
+    "diloco.cli.runs.dashboard:dashboard",
     name="dashboard",
     help="Show runs in the browser, live or afterwards.",
     help_epilogue="Example:  diloco dashboard runs/mine --port 8420",
 )
 app.command(
-    "diloco.cli.plot:plot",
+    "diloco.cli.runs.plot:plot",
     name="plot",
     help="Draw runs: loss, rounds, utilisation; as SVG, PNG, PDF or HTML.",
     help_epilogue="Example:  diloco plot runs/mine runs/other --out loss.pdf --panels steps,tokens",
 )
 app.command(
-    "diloco.cli.generate:generate",
+    "diloco.cli.runs.generate:generate",
     name="generate",
     help="Continue a prompt.",
     help_epilogue='Example:  diloco generate runs/mine "Once upon a time" --max-tokens 100 --seed 1',
 )
 app.command(
-    "diloco.cli.export:export",
+    "diloco.cli.runs.export:export",
     name="export",
     help="Write a run's model as a folder that transformers loads.",
     help_epilogue="Example:  diloco export runs/mine --to my-model --dtype bfloat16",

@@ -11,9 +11,9 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from diloco.cli import status as command_module
 from diloco.cli.main import run
-from diloco.cli.status import headlines, lines, rows, table
+from diloco.cli.runs import status as command_module
+from diloco.cli.runs.status import headlines, lines, rows, table
 from diloco.engines.swarm.node import guest as guest_module
 from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.engines.swarm.trust.invitation import invite
@@ -188,7 +188,7 @@ def test_a_run_of_a_fixed_set_of_workers_that_has_not_ended_says_where_its_progr
     def refuse() -> None:
         raise AssertionError("status of such a run needs no package of the swarm")
 
-    monkeypatch.setattr("diloco.cli.status.check_swarm", refuse)
+    monkeypatch.setattr("diloco.cli.runs.status.check_swarm", refuse)
     folder = tmp_path / "killed"
     run_folder(folder, [], ended=False)
     assert run(["status", str(folder)]) == 2

@@ -11,10 +11,10 @@ from diloco.engines.swarm.network.p2pd import streams
 from diloco.engines.swarm.network.p2pd.streams import SocketStream
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock, messages
-from diloco.engines.swarm.node.attendance import Attendance
+from diloco.engines.swarm.node.membership.attendance import Attendance
+from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE
 from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.processes import addressed
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame

@@ -9,8 +9,8 @@ import pytest
 
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node.membership.numbers import give_number
 from diloco.engines.swarm.node.messages import RosterEntry
-from diloco.engines.swarm.node.numbers import give_number
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, Excluded, RendezvousError
@@ -243,7 +243,7 @@ def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: s
 
 
 def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.engines.swarm.node.joining._SEARCH_SECONDS", 0.7)
+    monkeypatch.setattr("diloco.engines.swarm.node.membership.joining._SEARCH_SECONDS", 0.7)
 
     async def story(swarm: MemorySwarm) -> None:
         await founded(swarm, 1)

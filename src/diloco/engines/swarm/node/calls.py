@@ -2,9 +2,9 @@
 
 from collections.abc import Awaitable, Callable
 
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
+from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.messages import decode
-from diloco.engines.swarm.node.processes import addressed
 from diloco.engines.swarm.node.wire import PeerMessage
 
 

@@ -37,13 +37,13 @@ from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock, guest_messages, messages
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.heartbeats import Heartbeats
-from diloco.engines.swarm.node.joining import join, look_for_others, save, settle_number
-from diloco.engines.swarm.node.members import Members
-from diloco.engines.swarm.node.numbers import give_number
+from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
+from diloco.engines.swarm.node.membership.joining import join, look_for_others, save, settle_number
+from diloco.engines.swarm.node.membership.members import Members
+from diloco.engines.swarm.node.membership.numbers import give_number
+from diloco.engines.swarm.node.membership.processes import addressed, name_process, open_addressed
 from diloco.engines.swarm.node.own_checks import OwnChecks
 from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.processes import addressed, name_process, open_addressed
 from diloco.engines.swarm.node.proofs import messages as proofs
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.proofs.notary import Notary

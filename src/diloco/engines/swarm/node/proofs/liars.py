@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate, TwoRanges, Vote, find_two_ranges

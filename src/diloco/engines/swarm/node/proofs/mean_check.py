@@ -28,7 +28,7 @@ from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done, NotHere
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs import merkle, projections

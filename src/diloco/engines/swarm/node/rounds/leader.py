@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.membership.numbers import clashes
 from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Ready, Trouble, Waiting
-from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Entry
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS
 from diloco.engines.swarm.node.rounds.led_round import LedRound

@@ -4,7 +4,7 @@ from collections import Counter
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes

@@ -19,8 +19,8 @@ from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.membership.numbers import clashes
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded
-from diloco.engines.swarm.node.numbers import clashes
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.heartbeats import Heartbeats
+from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
+from diloco.engines.swarm.node.membership.quorum import Quorum
 from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.proofs.liars import Liars
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.quorum import Quorum
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.wire import Malformed, encode, read_data_into, write_frame

@@ -14,7 +14,7 @@ import logging
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.joining import settle_number
+from diloco.engines.swarm.node.membership.joining import settle_number
 from diloco.engines.swarm.node.messages import (
     Commit,
     Complete,

@@ -16,7 +16,7 @@ from itertools import combinations
 
 from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 

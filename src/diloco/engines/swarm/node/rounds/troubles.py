@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Trouble
 from diloco.engines.swarm.node.plan import Offence, Plan
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS

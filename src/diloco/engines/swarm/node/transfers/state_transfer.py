@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import Peer
+from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.proofs.messages import AskStateDigest, StateDigest
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest

@@ -13,9 +13,9 @@ from msgspec import structs
 
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import MAX_ADDRESSES, Members, Peer
+from diloco.engines.swarm.node.membership.members import MAX_ADDRESSES, Members, Peer
+from diloco.engines.swarm.node.membership.processes import addressed, check_process
 from diloco.engines.swarm.node.messages import Beat, Goodbye, Hello, expect
-from diloco.engines.swarm.node.processes import addressed, check_process
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.credential import PeerRefused

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco.engines.swarm.network.transport import Transport
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.attendance import Attendance
+from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE

@@ -12,7 +12,7 @@ Two members cannot tell a split from a death: each goes on without the other, as
 from collections.abc import Collection
 
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import Members, Peer
+from diloco.engines.swarm.node.membership.members import Members, Peer
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 

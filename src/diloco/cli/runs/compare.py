@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, savings, tables
 from diloco.cli.display.comparison_plot import compared_panels
-from diloco.cli.plot import check_figure, write_figure
+from diloco.cli.runs.plot import check_figure, write_figure
 from diloco.errors import ConfigError
 from diloco.training.config.run_file import read_run_file
 from diloco.training.records.run_folder import RUN_FILE

@@ -16,7 +16,7 @@ import time
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.members import Members, Peer
+from diloco.engines.swarm.node.membership.members import Members, Peer
 from diloco.engines.swarm.node.messages import Addressed, decode
 from diloco.engines.swarm.node.wire import PeerMessage, encode
 from diloco.own_command import command

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.ended_run import describe_end, folder_of, summary_of
+from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError

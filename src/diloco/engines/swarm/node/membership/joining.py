@@ -12,11 +12,11 @@ from typing import Any
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.heartbeats import Heartbeats
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
+from diloco.engines.swarm.node.membership.members import Members
+from diloco.engines.swarm.node.membership.numbers import clashes
+from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.messages import AskNumber, Number, expect
-from diloco.engines.swarm.node.numbers import clashes
-from diloco.engines.swarm.node.processes import addressed
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private

@@ -5,7 +5,7 @@ key asks for another (`joining.settle_number`), and is in no plan before it has 
 """
 
 from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node.members import Members
+from diloco.engines.swarm.node.membership.members import Members
 
 
 def give_number(members: Members, name: str, wished: int) -> int:
