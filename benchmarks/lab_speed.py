@@ -1,13 +1,14 @@
 """How fast the laboratory computes k replicas on one device: milliseconds for an inner step of one replica.
 
-Rounds are included (H = 30), evaluations and compiling are not. On a GPU: the two models of the target (4.3M and 13.9M
+Rounds are included (H = 30), evaluations and compiling are not. On a GPU: the two models of the target (4.3M and 13.8M
 parameters, sequence 256) with 8 replicas, the small one also with more, stacked and one after another. On a CPU a model
 of 0.1M. The text is made up: speed does not depend on it.
 
     python benchmarks/lab_speed.py [--device cuda] [--cases small medium] [--profile]
 
-For reference, on the same GPU: EXO Gym's simulator takes 3.1 to 4.9 ms (4.3M) and 13.4 ms (13.9M), and plain compiled
-steps one replica after another 7.3 and 9.0 ms.
+The results file also has figures of others (OTHERS below): EXO Gym's simulator with 3.1 to 4.9 ms (4.3M) and 13.4 ms
+(13.8M), and plain compiled steps, one replica after another, with 7.3 and 9.0 ms. They were reported for an H200 when
+this target was set; this script does not measure them.
 """
 
 import argparse

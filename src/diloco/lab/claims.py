@@ -7,7 +7,8 @@ over the seeds) with the range:
 
     holds           the whole interval is inside
     does not hold   the whole interval is outside
-    not resolved    the interval has a bound of the range inside, or there are fewer than three seeds
+    not resolved    the interval has a bound of the range inside, or there are fewer than three seeds,
+                    or the scale is too small for its numbers to mean anything (smoke)
 """
 
 import math
@@ -78,7 +79,14 @@ class Judgement:
     claim: Claim
     values: tuple[float, ...]
     verdict: Verdict
-    reason: str
+    reason: str = ""
+    """Why no interval was compared; empty if one was."""
+
+    @property
+    def verdict_text(self) -> str:
+        if self.verdict != "not resolved":
+            return self.verdict
+        return f"not resolved ({self.reason})" if self.reason else "not resolved at this scale"
 
     @property
     def mean(self) -> float:
@@ -100,8 +108,8 @@ def half_width(values: Sequence[float]) -> float:
     return _T_95[min(len(values) - 1, len(_T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def judge(claim: Claim, seeds: Sequence[Measured]) -> Judgement:
-    """The verdict of the seeds in which all arms of the claim are finished."""
+def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Judgement:
+    """The verdict of the seeds in which all arms of the claim are finished. `smoke`: their numbers mean nothing."""
     values = []
     for seed in seeds:
         try:
@@ -109,6 +117,8 @@ def judge(claim: Claim, seeds: Sequence[Measured]) -> Judgement:
         except KeyError:  # an arm of this seed is not finished
             continue
     found = tuple(values)
+    if smoke:
+        return Judgement(claim, found, "not resolved", "a smoke test's numbers mean nothing")
     if any(not math.isfinite(value) for value in found):
         return Judgement(claim, found, "not resolved", "an arm diverged")
     if len(found) < FEWEST_SEEDS:
@@ -117,11 +127,7 @@ def judge(claim: Claim, seeds: Sequence[Measured]) -> Judgement:
     mean, half = statistics.mean(found), half_width(found)
     low, high = mean - half, mean + half
     if claim.at_least <= low and high <= claim.at_most:
-        return Judgement(claim, found, "holds", f"95 % interval {_between(claim, low, high)} is inside")
+        return Judgement(claim, found, "holds")
     if high < claim.at_least or claim.at_most < low:
-        return Judgement(claim, found, "does not hold", f"95 % interval {_between(claim, low, high)} is outside")
-    return Judgement(claim, found, "not resolved", f"95 % interval {_between(claim, low, high)} crosses a bound")
-
-
-def _between(claim: Claim, low: float, high: float) -> str:
-    return f"{claim.format(low)} to {claim.format(high)}"
+        return Judgement(claim, found, "does not hold")
+    return Judgement(claim, found, "not resolved")

@@ -56,6 +56,8 @@ class Scale:
     final_lr_ratio: float = 0.05
     threads: int = 1
     """Of a process on a CPU: small matrices gain nothing from more, and lose on a busy machine."""
+    smoke: bool = False
+    """Only to see that everything runs: its numbers mean nothing, and no claim is judged by them."""
 
     def inner(self, lr: float, **more: Any) -> dict[str, Any]:
         return {"lr": lr, "warmup_steps": self.warmup_steps, "final_lr_ratio": self.final_lr_ratio} | more
@@ -142,6 +144,7 @@ SCALES: dict[str, Scale] = {
         inner_lr=5e-3,
         outer_lr=0.7,
         outer_momentum=0.5,
+        smoke=True,
     ),
     "cpu": Scale(
         name="cpu",

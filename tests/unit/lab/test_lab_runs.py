@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A scale of a few steps, and a cache of its own."""
     tiny = replace(
         scales.SCALES["smoke"], workers=2, steps=6, pretraining_steps=2, H=3, batch_size=1, sequence_length=8,
-        eval_windows=4, vocab_size=300, text_bytes=100_000,
+        eval_windows=4, vocab_size=300, text_bytes=100_000, smoke=False,
     )  # fmt: skip
     monkeypatch.setitem(scales.SCALES, "smoke", tiny)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -118,6 +118,19 @@ def test_the_report_makes_no_claim_of_two_seeds(simulated: list[tuple[str, int]]
     report = write_report(Path("out"), [T2])
     assert {one.verdict for one in report.judgements} == {"not resolved"}
     assert "2 of the 3 seeds" in report.markdown.read_text()
+
+
+def test_the_report_of_a_smoke_test_makes_no_claim(
+    simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(T2)
+    assert "holds" in {one.verdict for one in write_report(Path("out"), [T2]).judgements}
+    monkeypatch.setitem(scales.SCALES, "smoke", replace(scales.SCALES["smoke"], smoke=True))
+    report, said = write_report(Path("out"), [T2]), list[str]()
+    assert {one.verdict for one in report.judgements} == {"not resolved"}
+    assert "not resolved (a smoke test's numbers mean nothing)" in report.markdown.read_text()
+    commands.report(Path("out"), ["t2"], None, said.append)
+    assert said[0].startswith("not resolved (a smoke test's numbers mean nothing)")
 
 
 def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> None:

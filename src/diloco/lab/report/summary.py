@@ -83,7 +83,7 @@ def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest
     arms = tuple(one for one in found if one.by_seed)
     missing = tuple(one.name for one in found if not one.by_seed)
     measured = [_measured(arms, seed) for seed in seeds]
-    judgements = tuple(judge(claim, measured) for claim in experiment.claims(scale))
+    judgements = tuple(judge(claim, measured, smoke=scale.smoke) for claim in experiment.claims(scale))
     return Summary(experiment, arms, missing, judgements)
 
 

@@ -78,7 +78,7 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary]) -> list[Bloc
         )
         for verdict in ("holds", "does not hold", "not resolved")
     ]
-    smoke = " This is a smoke test: its numbers mean nothing." if scale.name == "smoke" else ""
+    smoke = " This is a smoke test: its numbers mean nothing." if scale.smoke else ""
     return [
         Text(
             f"Here: {scale.described()}.{smoke} Text: {texts}. Machine: {'; '.join(machines)}. "
@@ -107,10 +107,8 @@ def _verdicts(summaries: Sequence[Summary]) -> Grid:
 
 
 def _judgement_row(one: Judgement) -> tuple[str, ...]:
-    few = len(one.values) < FEWEST_SEEDS
-    verdict = f"{one.verdict} ({one.reason})" if few and one.verdict == "not resolved" else one.verdict
-    shown = f"{verdict} at this scale" if verdict == "not resolved" else verdict
-    return one.claim.text, one.claim.published, one.measured_text, one.claim.range_text, str(len(one.values)), shown
+    claim, seeds = one.claim, str(len(one.values))
+    return claim.text, claim.published, one.measured_text, claim.range_text, seeds, one.verdict_text
 
 
 def _section(summary: Summary, scale: Scale) -> list[Block]:
