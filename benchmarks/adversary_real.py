@@ -1,0 +1,275 @@
+"""Four honest members and a bad one, all by the real commands: what becomes of the rounds, the model and the bad one.
+
+    python benchmarks/adversary_real.py                 every row, after a calm run
+    python benchmarks/adversary_real.py --rows          their names
+    python benchmarks/adversary_real.py --only floods   the calm run and one row (several with commas)
+    python benchmarks/adversary_real.py --markdown      the table of docs/swarm.md, from the result file
+
+`diloco train --engine swarm` founds a run of a small language model, `diloco join` brings four more, each a trainer, a
+sidecar and a p2pd on this machine. The fifth is the bad one: the same command, with one behaviour of its sidecar
+changed from the fourth round on (benchmarks/attacks); or an honest one, to which a fault happens. Rows are added to
+the result file of earlier ones; each is held against the calm run of its own session.
+"""
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import search_path  # noqa: F401  `support` of the tests
+from adversary_run import Figures, Member, Size, Swarm, figures
+from measuring import results_path, write_results
+
+MOST_TIMES, MOST_LOSS, MOST_ROUNDS = 2.0, 0.02, 5
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    attack: str = ""
+    """A function of benchmarks/attacks."""
+    proved: bool = False
+    """It must be named, and out within five rounds."""
+    options: tuple[str, ...] = ()
+    late: bool = False
+    """The last honest member joins when the attack has begun."""
+    leads: bool = False
+    """The bad one has founded the run, and leads it."""
+    fault: Callable[[Swarm], list[Member]] | None = None
+    """What happens to an honest run; returns the members that it must be good for in the end."""
+
+
+def sleep(swarm: Swarm) -> list[Member]:
+    """A member's processes stand still for three times `lost_seconds`."""
+    sleeper = swarm.members[-1]
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    sleeper.signal(SIGSTOP)
+    time.sleep(3 * swarm.size.lost_seconds)
+    sleeper.signal(SIGCONT)
+    return swarm.members[:5]
+
+
+def twice(swarm: Swarm) -> list[Member]:
+    """A copy of a member's run folder is started: it must be refused."""
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    copy = swarm.resume("copy", swarm.members[-1])
+    swarm.wait(lambda: copy.code is not None)
+    if copy.code == 0 or "identity" not in copy.output:
+        raise RuntimeError(f"the copy was not refused: {copy.output[-500:]}")
+    return swarm.members[:5]
+
+
+def founder_gone(swarm: Swarm) -> list[Member]:
+    """The founder is killed; a new member joins by another one's invitation."""
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    swarm.members[0].kill()
+    word = (swarm.members[1].folder / "swarm" / "invitation.txt").read_text()
+    swarm.join("late", word)
+    return swarm.members[1:]
+
+
+ROWS = (
+    Row("calm"),
+    Row("contribution × −900", "times_minus_900", proved=True),
+    Row("weight 10¹⁸, turned around", "heavy_and_turned"),
+    Row("NaN", "not_a_number", proved=True),
+    Row("more than its header claims", "more_than_claimed", proved=True),
+    Row("“this round has ended”, a forged mean", "forged_end", proved=True),
+    Row("a wrong mean as reducer", "wrong_mean", proved=True),
+    Row("different means as reducer", "different_means", proved=True),
+    Row("false accusation", "false_accusation"),
+    Row("“number 1 is mine”", "number_1_is_mine"),
+    Row("posts first, with another layout", "first_ready_with_another_layout"),
+    Row("never posts", "never_posts"),
+    Row("never completes", "never_completes"),
+    Row("keep-alive frames", "keep_alive_frames"),
+    Row("highest term", "highest_term"),
+    Row("leads, and makes no plan", "never_plans", leads=True),
+    Row("10,000 invented members", "invented_members"),
+    Row("a state of 1 TiB, byte by byte", "huge_slow_state", late=True),
+    Row("a slow state of the right size", "slow_state", late=True),
+    Row("floods", "flood"),
+    Row("a wrong state to a joiner", "wrong_state", late=True),
+    Row("small contribution", "small"),
+    Row("wrong direction", "wrong_direction"),
+    Row("wrong direction, clipped", "wrong_direction", options=("--sync.merge=clipped",)),
+    Row("a member sleeps", fault=sleep),
+    Row("one identity twice", fault=twice),
+    Row("the founder is gone", fault=founder_gone),
+    Row("plans, votes and commits are lost", "loses_messages"),
+)
+
+
+@contextmanager
+def third_party() -> Iterator[tuple[int, list[float]]]:
+    """A port of a machine that has nothing to do with the run; the moments of connections to it."""
+    calls: list[float] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
+
+        def listen() -> None:
+            while True:
+                try:
+                    server.accept()[0].close()
+                except OSError:
+                    return
+                calls.append(time.monotonic())
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield server.getsockname()[1], calls
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[str, Any]]:
+    """The figures of the honest, and what else is to be told."""
+    started = time.monotonic()
+    with third_party() as (port, calls), Swarm(folder, size, cache) as swarm:
+        swarm.environment["ATTACK_PORT"] = str(port)
+        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late else 5)
+        word = swarm.invitation()
+        for number in (1, 2, 3)[: 2 if row.late else 3]:
+            swarm.join(f"honest-{number}", word)
+        swarm.join("fifth", word, "" if row.leads else row.attack)
+        if row.late:
+            swarm.wait_for_round(size.attack_from, swarm.members[0])
+            swarm.join("late", word)
+        good = [member for member in swarm.members if not member.bad] if row.fault is None else row.fault(swarm)
+        problem = ""
+        try:
+            swarm.wait(lambda: all(member.code is not None for member in good))
+        except TimeoutError as late:
+            problem = f"the honest have not ended: {late}"
+        bad = next((member for member in swarm.members if member.bad), None)
+        told = figures(good, bad, size)
+        ends = [member.output[-800:] for member in good if member.code != 0]
+    more = {"problem": problem, "ends": ends, "seconds": time.monotonic() - started, "third_party": len(calls)}
+    return told, more
+
+
+def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, Any]) -> list[str]:
+    """What is not as it must be."""
+    found = [more["problem"]] if more["problem"] else []
+    if any(code != 0 for code in told.codes):
+        found.append(f"an honest member ended with {told.codes}")
+    if told.rounds < (size.rounds if not (row.late or row.fault) else 1):
+        found.append(f"{told.rounds} rounds of {size.rounds}")
+    if not told.digests_equal:
+        found.append("honest members differ")
+    if told.honest_banned:
+        found.append(f"an honest member is banned: {told.honest_banned[0]}")
+    if not abs(told.loss / calm.loss - 1) <= MOST_LOSS:
+        found.append(f"the loss is off by {told.loss / calm.loss - 1:+.1%}")
+    if told.longest_seconds > MOST_TIMES * calm.round_seconds:
+        found.append(f"a round took {told.longest_seconds / calm.round_seconds:.1f} times the usual")
+    if row.proved and (told.banned_after is None or told.banned_after > MOST_ROUNDS):
+        found.append("the bad one is not out in time")
+    if more["third_party"] > 100:
+        found.append(f"{more['third_party']} connections to a third party")
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "row", "rounds", "usual, s", "longest, ×", "digests", "loss", "named", "out", "banned", "not as it must be"
+    )
+    for row in rows:
+        out = "" if row["out_after"] is None else str(row["out_after"])
+        named = "" if row["named_after"] is None else f"{row['named_after']}: {row['named_as'][:30]}"
+        table.add_row(
+            row["row"], str(row["rounds"]), f"{row['round_seconds']:.2f}", f"{row['longest_times']:.2f}",
+            "equal" if row["digests_equal"] else "DIFFER", f"{row['loss_change']:+.1%}", named, out,
+            "" if row["banned_after"] is None else str(row["banned_after"]), "; ".join(row["faults"]),
+        )  # fmt: skip
+    Console(width=220).print(table)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| row | rounds, × calm (longest) | honest digests | loss | named after | banned after |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "banned_after"))
+        usual = row["round_seconds"] / rows[0]["round_seconds"]
+        equal = "equal" if row["digests_equal"] else "**differ**"
+        cells = [
+            row["row"],
+            f"{usual:.2f} ({row['longest_times']:.2f})",
+            equal,
+            f"{row['loss_change']:+.1%}",
+            named,
+            out,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="print the names of the rows, and end")
+    parser.add_argument("--markdown", action="store_true", help="print the result file as a table, and end")
+    parser.add_argument("--only", default="", help="rows by their names or parts of them, with commas")
+    parser.add_argument("--keep", type=Path, help="a folder to leave the run folders and logs in")
+    for name, value in asdict(Size()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    given = parser.parse_args()
+    size = Size(**{name: getattr(given, name) for name in asdict(Size())})
+    wanted = [word for word in given.only.split(",") if word]
+    chosen = [row for row in ROWS if row is ROWS[0] or not wanted or any(word in row.name for word in wanted)]
+    if given.rows:
+        print("\n".join(row.name for row in ROWS))
+        return 0
+    if given.markdown:
+        print(markdown(json.loads(results_path("adversary-real").read_text())["results"]["rows"]))
+        return 0
+    if wanted and len(chosen) == 1 and not any(word in "calm" for word in wanted):
+        parser.error(f"--only {given.only}: no such row; --rows names them")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.keep or Path(temporary)
+        rows = measure(chosen, size, folder)
+    show(rows)
+    print(f"written: {save(rows, size).name}")
+    return 1 if any(row["faults"] for row in rows) else 0
+
+
+def measure(chosen: list[Row], size: Size, folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    calm: Figures | None = None
+    for index, row in enumerate(chosen):
+        place = folder / f"{index}-{row.attack or 'run'}"
+        place.mkdir(parents=True)
+        told, more = run(row, size, place, folder / "cache")
+        calm = calm or told
+        change, times = told.loss / calm.loss - 1, told.longest_seconds / calm.round_seconds
+        made = {"row": row.name, **asdict(told), "loss_change": change, "longest_times": times, **more}
+        rows.append(made | {"faults": faults(row, told, calm, size, more)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def save(rows: list[dict[str, Any]], size: Size) -> Path:
+    """These rows, and those of earlier runs of the same size that were not run again."""
+    path = results_path("adversary-real")
+    before = json.loads(path.read_text())["results"] if path.exists() else {}
+    earlier = before["rows"] if before.get("size") == asdict(size) else []
+    new = {row["row"] for row in rows}
+    order = [row.name for row in ROWS]
+    kept = [row for row in earlier if row["row"] not in new and row["row"] in order] + rows
+    return write_results(
+        "adversary-real", {"size": asdict(size), "rows": sorted(kept, key=lambda row: order.index(row["row"]))}
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Runs of benchmarks/adversary_real.py: members by the real commands, on this machine, and what their logs say."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from diloco.training.records.events import Event, read_events
+from support.swarm.processes import descendants
+
+PATCHED = Path(__file__).parent / "attacks" / "patched"
+LONGEST_SECONDS = 400.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a run: a small language model, and rounds long enough that a slow one shows."""
+
+    rounds: int = 14
+    steps_a_round: int = 20
+    batch: int = 16
+    lost_seconds: float = 2.0
+    attack_from: int = 3
+    """The first round with an attack; all before are calm."""
+
+    def options(self, cache: Path) -> list[str]:
+        return [
+            *("--engine=swarm", f"--steps={self.rounds * self.steps_a_round}", f"--H={self.steps_a_round}"),
+            *("--data.source=stdlib", "--data.max_bytes=3000000", "--data.vocab_size=512", "--data.shards=5"),
+            *("--data.sequence_length=64", f"--data.cache_dir={cache}", f"--training.batch_size={self.batch}"),
+            *("--model=tiny", "--model.hidden_size=64", "--model.num_layers=2", "--model.num_heads=2"),
+            *("--inner.warmup_steps=20", "--training.eval_windows=256", "--training.sample_tokens=0"),
+            *(f"--training.eval_interval={self.rounds * self.steps_a_round}", "--checkpoint.interval=0"),
+            f"--swarm.lost_seconds={self.lost_seconds}",
+        ]
+
+
+class Member:
+    """One `diloco train` or `diloco join`."""
+
+    def __init__(self, folder: Path, arguments: list[str], attack: str = "", **environment: str) -> None:
+        self.folder, self.bad = folder, bool(attack)
+        given = os.environ | environment | {"COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+        if attack:
+            given |= {"ATTACK": attack, "PYTHONPATH": os.pathsep.join([str(PATCHED), os.environ.get("PYTHONPATH", "")])}
+        self._output = folder.with_suffix(".txt")
+        here = [f"--out={folder}", "--host=127.0.0.1", "--threads=1", "--device=cpu"]
+        with self._output.open("w") as output:
+            command = [sys.executable, "-m", "diloco", *arguments, *([] if "--resume" in arguments else here)]
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, env=given, start_new_session=True)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    @property
+    def events(self) -> list[Event]:
+        with suppress(FileNotFoundError):
+            return read_events(self.folder)
+        return []
+
+    def of(self, *types: str) -> list[Event]:
+        return [event for event in self.events if event["type"] in types]
+
+    @property
+    def peer(self) -> str:
+        return next((str(event["peer"]) for event in self.of("swarm")), "?")
+
+    @property
+    def number(self) -> int:
+        return next((int(event["worker"]) for event in reversed(self.of("round", "swarm"))), -1)
+
+    @property
+    def ended(self) -> int:
+        """The last round that it has ended."""
+        return max((int(event["sequence"]) for event in self.rounds), default=-1)
+
+    @property
+    def rounds(self) -> list[Event]:
+        return [event for event in self.of("round") if event["failure"] is None]
+
+    def signal(self, what: signal.Signals) -> None:
+        """To the command, its worker, sidecar and p2pd."""
+        for pid in [*descendants(self._process.pid), self._process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, what)
+
+    def kill(self) -> None:
+        if self.code is None:
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@dataclass
+class Swarm:
+    """Five members; the fifth is the bad one, or the one with the fault."""
+
+    folder: Path
+    size: Size
+    cache: Path
+    members: list[Member] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> "Swarm":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for member in self.members:
+            member.kill()
+
+    def found(self, *options: str, attack: str = "", min_workers: int = 5) -> Member:
+        given = [*self.size.options(self.cache), f"--swarm.min_workers={min_workers}", *options]
+        return self._start("founder", ["train", *given], attack)
+
+    def join(self, name: str, word: str = "", attack: str = "") -> Member:
+        return self._start(name, ["join", word or self.invitation(), f"--data.cache_dir={self.cache}"], attack)
+
+    def resume(self, name: str, original: Member) -> Member:
+        """A second process with the identity of a member, from a copy of its run folder."""
+        shutil.copytree(original.folder, self.folder / name)
+        return self._start(name, ["train", "--resume", str(self.folder / name)], "")
+
+    def _start(self, name: str, arguments: list[str], attack: str) -> Member:
+        first = {"ATTACK_FROM": str(self.size.attack_from)}
+        member = Member(self.folder / name, arguments, attack, **self.environment, **first)
+        self.members.append(member)
+        return member
+
+    def invitation(self) -> str:
+        self.wait(lambda: _invitations(self.members[0]))
+        return _invitations(self.members[0])[0]
+
+    def wait(self, happened: Callable[[], Any], seconds: float = LONGEST_SECONDS) -> None:
+        end = time.monotonic() + seconds
+        while not happened():
+            if time.monotonic() > end:
+                raise TimeoutError(f"not within {seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_round(self, sequence: int, of: Member) -> None:
+        self.wait(lambda: of.ended >= sequence or of.code is not None)
+
+
+def _invitations(member: Member) -> list[str]:
+    return re.findall(r"diloco join (\w+)", member.output)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the logs of the honest members say of a run."""
+
+    rounds: int
+    """That have ended for all honest members."""
+    round_seconds: float
+    """The median time between two rounds, from the first round with an attack on."""
+    longest_seconds: float
+    digests_equal: bool
+    loss: float
+    named_after: int | None
+    """Rounds from the first with an attack until an honest member named the bad one."""
+    named_as: str
+    out_after: int | None
+    """Rounds until it was in no later one."""
+    banned_after: int | None
+    """Rounds until all honest members had banned it."""
+    honest_banned: tuple[str, ...]
+    failed_rounds: int
+    codes: tuple[int | None, ...]
+    """Exit codes of the honest members."""
+
+
+def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
+    ends: dict[int, float] = {}
+    digests: dict[int, set[str]] = {}
+    numbers = {member.number for member in honest}
+    for member in honest:
+        for event in member.rounds:
+            sequence = int(event["sequence"])
+            ends[sequence] = max(ends.get(sequence, 0.0), float(event["time"]))
+            told = {one["anchor_digest"] for one in event["members"] if one["worker"] in numbers}
+            digests.setdefault(sequence, set()).update(told)
+    gaps = [ends[one] - ends[one - 1] for one in sorted(ends) if one - 1 in ends and one >= size.attack_from]
+    last = {str(event["anchor_digest"]) for member in honest for event in member.of("worker_finished")}
+    losses = [float(member.of("validation")[-1]["loss"]) for member in honest if member.of("validation")]
+    named, what = _named(honest, bad, ends)
+    contributed = [
+        int(event["sequence"])
+        for member in honest
+        for event in member.rounds
+        if bad is not None and bad.number in event["contributors"]
+    ]
+    out = None
+    if bad is not None and max(contributed, default=-1) < max(ends, default=-1):
+        out = max(0, max(contributed, default=-1) - size.attack_from + 1)
+    bans = [event for member in honest for event in member.of("member_banned")]
+    others = {member.peer for member in honest}
+    return Figures(
+        rounds=min((len(member.rounds) for member in honest), default=0),
+        round_seconds=median(gaps) if gaps else float("nan"),
+        longest_seconds=max(gaps, default=float("nan")),
+        digests_equal=len(last) == 1 and all(len(told) == 1 for told in digests.values()),
+        loss=max(losses, default=float("nan")),
+        named_after=None if named is None else max(0, named - size.attack_from + 1),
+        named_as=what,
+        out_after=out,
+        banned_after=_banned(honest, bad, ends, size),
+        honest_banned=tuple(sorted({str(event["reason"]) for event in bans if event["peer"] in others})),
+        failed_rounds=sum(event["failure"] is not None for member in honest for event in member.of("round")),
+        codes=tuple(member.code for member in honest),
+    )
+
+
+def _named(honest: list[Member], bad: Member | None, ends: dict[int, float]) -> tuple[int | None, str]:
+    """The round in which an honest member first named the bad one, and as what."""
+    found: list[tuple[float, str]] = []
+    for member in honest if bad is not None else []:
+        assert bad is not None
+        number = str(bad.number)
+        for event in member.events:
+            kind, when = str(event["type"]), float(event["time"])
+            if kind in ("member_banned", "leader_passed_over", "state_refused") and event["peer"] == bad.peer:
+                found.append((when, f"{kind}: {event.get('reason', '')}"))
+            told = {key: event.get(key) or {} for key in ("refused", "clipped")} if kind == "round" else {}
+            found += [(when, f"{key}: {reasons[number]}") for key, reasons in told.items() if number in reasons]
+            if kind == "round" and bad.number in (event.get("disagreeing") or ()):
+                found.append((when, "disagreeing"))
+    if not found:
+        return None, ""
+    when, what = min(found)
+    return _round_at(ends, when), what
+
+
+def _banned(honest: list[Member], bad: Member | None, ends: dict[int, float], size: Size) -> int | None:
+    bans = [
+        [float(e["time"]) for e in member.of("member_banned") if bad and e["peer"] == bad.peer] for member in honest
+    ]
+    if not all(bans):
+        return None
+    return max(0, _round_at(ends, max(map(min, bans))) - size.attack_from + 1)
+
+
+def _round_at(ends: dict[int, float], when: float) -> int:
+    """The last round that had ended, or was ending, at this moment."""
+    return max((one for one, end in ends.items() if end <= when + 0.5), default=-1)

@@ -1,0 +1,58 @@
+"""What the bad member of benchmarks/adversary_real.py does: each attack is a function that changes one behaviour.
+
+The bad member is the same command as any other. Its environment has ATTACK (the name of a function in this package),
+ATTACK_FROM (the first round in which it attacks) and patched/ on PYTHONPATH, whose sitecustomize.py calls `begin` in
+the member's network process. Nothing of the project itself knows of this.
+"""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from diloco.engines.swarm.node.node import Node
+
+FIRST = int(os.environ.get("ATTACK_FROM", "3"))
+"""The first round in which the member attacks."""
+_MODULES = ("contributions", "means", "rounds", "members", "states")
+_nodes: list[Node] = []
+
+
+def begin(name: str) -> None:
+    """Change the classes of this process."""
+
+    @instead_of(Node, "__init__")
+    def keep(honest: Callable[..., None], self: Node, *arguments: Any) -> None:
+        honest(self, *arguments)
+        _nodes[:] = [self]
+
+    modules = [importlib.import_module(f"{__name__}.{module}") for module in _MODULES]
+    attack: Callable[[], None] = next(getattr(module, name) for module in modules if hasattr(module, name))
+    attack()
+
+
+def node() -> Node:
+    """The bad member's own."""
+    return _nodes[0]
+
+
+def has_begun(sequence: int | None = None) -> bool:
+    """Whether it attacks in this round; None: in the one that it is in, or posts next."""
+    return (node().own.ended_round + 1 if sequence is None else sequence) >= FIRST
+
+
+def instead_of(owner: type, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts a function in the place of a method; its first argument is the honest method."""
+
+    def put(function: Callable[..., Any]) -> Callable[..., Any]:
+        honest = getattr(owner, method)
+
+        @functools.wraps(honest)
+        def changed(*arguments: Any, **named: Any) -> Any:
+            return function(honest, *arguments, **named)
+
+        setattr(owner, method, changed)
+        return function
+
+    return put

@@ -1,0 +1,109 @@
+"""Attacks by what a member contributes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from attacks import has_begun, instead_of, node
+from diloco.codecs.registry import codec
+from diloco.engines import header
+from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.node.messages import Ready
+from diloco.engines.swarm.node.rounds.outcomes import Outcomes
+from diloco.engines.swarm.node.rounds.participant import Participant
+from diloco.engines.swarm.node.rounds.round import Round
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker
+from diloco.engines.swarm.shared_memory import SharedMemory
+
+_SEQUENCE, _WEIGHT, _NORM, _ROUND_WEIGHT, _LAYOUT = 1, 3, 4, 5, 8
+"""Places in a header."""
+
+
+def with_fields(data: bytes, **fields: Any) -> bytes:
+    """A header with other values at these places, named `at_N`."""
+    values = list(header._FORMAT.unpack(data))
+    for place, value in fields.items():
+        values[int(place.removeprefix("at_"))] = value
+    return header._FORMAT.pack(*values)
+
+
+def _changed(
+    posted: PostedRound, change: Callable[[Tensor], Tensor], claim: float | None, **fields: Any
+) -> PostedRound:
+    """With other values, and a header that fits them; `claim`: the norm that the header says instead."""
+    own, parts = codec(posted.codec), posted.num_parts
+    values = torch.empty(parts, posted.part_elements)
+    own.decode(torch.frombuffer(bytearray(posted.contribution.view), dtype=torch.uint8).view(parts, -1), values)
+    values = change(values)
+    encoded = torch.empty(parts, own.part_bytes(posted.part_elements), dtype=torch.uint8)
+    own.encode(values, encoded)
+    own.decode(encoded, values)
+    norm = float(torch.linalg.vector_norm(values)) if claim is None else claim
+    made = with_fields(posted.header, **{f"at_{_NORM}": norm}, **fields)
+    return structs.replace(posted, contribution=SharedMemory.copy_of(encoded.numpy().tobytes()), header=made)
+
+
+def _contribute(change: Callable[[Tensor], Tensor], claim: float | None = None, **fields: Any) -> None:
+    @instead_of(Participant, "post")
+    async def post(honest: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:
+        if has_begun(posted.key.sequence):
+            posted = _changed(posted, change, claim, **fields)
+        return await honest(self, posted)
+
+
+def times_minus_900() -> None:
+    _contribute(lambda values: -900 * values)
+
+
+def heavy_and_turned() -> None:
+    _contribute(lambda values: -values, None, **{f"at_{_WEIGHT}": 1e18, f"at_{_ROUND_WEIGHT}": 1e18})
+
+
+def not_a_number() -> None:
+    _contribute(lambda values: values * float("nan"))
+
+
+def more_than_claimed() -> None:
+    _contribute(lambda values: 1e4 * values, claim=1e-3)
+
+
+def small() -> None:
+    """Honest work of a thousandth of the usual size: no lie at all."""
+    _contribute(lambda values: 1e-3 * values)
+
+
+def wrong_direction() -> None:
+    _contribute(lambda values: -values)
+
+
+def first_ready_with_another_layout() -> None:
+    """As soon as a round has ended it is the first to post the next, of another model and with another bound."""
+
+    async def post_first(made: PresentWorker) -> None:
+        participant = node().participant
+        for _ in range(4):
+            leader = participant.members.leader()
+            try:
+                if leader is not None:
+                    await participant.calls.ask(leader, Ready(made, 1e9, "mean"))
+            except (CallRefused, Unreachable):
+                pass
+            await asyncio.sleep(0.1)
+
+    @instead_of(Outcomes, "succeed")
+    def succeed(honest: Callable[..., None], self: Outcomes, round_: Round, *arguments: Any) -> None:
+        honest(self, round_, *arguments)
+        if has_begun():
+            fields = {f"at_{_SEQUENCE}": round_.sequence + 1, f"at_{_LAYOUT}": b"another"}
+            contribution = round_.contribution
+            made = structs.replace(contribution, header=with_fields(contribution.header, **fields))
+            _tasks.add(asyncio.create_task(post_first(made)))
+
+    _contribute(lambda values: values, None, **{f"at_{_LAYOUT}": b"another"})
+
+
+_tasks: set[asyncio.Task[None]] = set()

@@ -1,0 +1,131 @@
+"""Attacks by what a member says of means: as a reducer, as one that has ended a round, as an accuser."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from attacks import has_begun, instead_of, node
+from attacks.contributions import with_fields
+from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.node import messages
+from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
+from diloco.engines.swarm.node.node import Node
+from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
+from diloco.engines.swarm.node.rounds.outcomes import Outcomes
+from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
+from diloco.engines.swarm.node.wire import write_frame
+
+_NAN = bytes.fromhex("007e")  # in fp16
+
+
+def forged_end() -> None:
+    """It says that the round has ended, with a mean of NaN and votes that it has made for all."""
+
+    def forge(sequence: int) -> messages.Outcome:
+        own, last = node(), node().outcomes.recent.get(node().own.ended_round)
+        if last is None:
+            return messages.Outcome()
+        entries = tuple(
+            structs.replace(
+                entry,
+                contribution=structs.replace(
+                    entry.contribution, header=with_fields(entry.contribution.header, at_1=sequence)
+                ),
+            )
+            for entry in last.plan.entries
+        )
+        key = replace(last.plan.key, sequence=sequence)
+        plan = structs.replace(last.plan, key=key, entries=entries, shares=(), excluded=())
+        parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
+        notary = own.outcomes.notary
+        ranges = tuple(notary.sign_range(plan, digest) for digest in range_digests(plan, parts, data))
+        vote = notary.vote(plan, parts, ranges)
+        return messages.Outcome(plan, Certificate(parts, ranges, {e.peer: vote.signature for e in entries}))
+
+    @instead_of(Node, "_answer")
+    async def answer(honest: Callable[..., Any], self: Node, peer: str, request: Any) -> Any:
+        if has_begun() and peer != self.transport.peer:
+            if isinstance(request, messages.Ready | messages.Inquire):
+                return messages.Ended()
+            if isinstance(request, messages.AskOutcome) and request.sequence > self.own.ended_round:
+                return forge(request.sequence)
+        return await honest(self, peer, request)
+
+    @instead_of(Heartbeats, "_beat_for")
+    def beat(honest: Callable[..., messages.Beat], self: Heartbeats, *arguments: Any) -> messages.Beat:
+        made = honest(self, *arguments)
+        if not has_begun():
+            return made
+        return structs.replace(made, status=structs.replace(made.status, ended_round=made.status.ended_round + 1))
+
+    @instead_of(Outcomes, "serve_mean")
+    async def serve(honest: Callable[..., Any], self: Outcomes, stream: Stream, request: messages.OpenMean) -> None:
+        last = self.recent.get(self.members.status.ended_round)
+        if not has_begun() or last is None or request.sequence <= self.members.status.ended_round:
+            await honest(self, stream, request)
+            return
+        await stream.write(len(last.mean).to_bytes(8, "little"), 1.0)
+        await write_frame(stream, _NAN * (len(last.mean) // 2), 1.0)
+
+
+def wrong_mean() -> None:
+    """As a reducer it turns its part of the mean around, signs that, gives it to all and votes for it."""
+
+    @instead_of(Transfer, "_reduce_rows")
+    def reduce(honest: Callable[..., Any], self: Transfer, rows: range) -> Any:
+        if not has_begun(self.plan.key.sequence):
+            return honest(self, rows)
+        signatures = self._signatures
+        add = signatures.add
+        signatures.add = lambda *_: None  # type: ignore[method-assign]
+        mean, squares, products = honest(self, rows)
+        signatures.add = add  # type: ignore[method-assign]
+        decoded = torch.empty(len(rows), self.posted.part_elements)
+        self._means.decode(mean, decoded)
+        self._means.encode(-decoded, mean)
+        add(self._transport.peer, mean.view(-1).numpy().data)
+        return mean, squares, products
+
+
+def different_means() -> None:
+    """As a reducer it gives every second worker another mean, and signs both."""
+
+    @instead_of(Transfer, "_send_mean")
+    async def send(honest: Callable[..., Any], self: Transfer, stream: Stream) -> None:
+        others = [entry.peer for entry in self.plan.entries if entry.peer != self._transport.peer]
+        if not has_begun(self.plan.key.sequence) or others.index(stream.peer) % 2 or not len(self._mine):
+            await honest(self, stream)
+            return
+        await self._wait_until(lambda: self._reduced == len(self._mine), 5.0)
+        wrong, digest = memoryview(bytes(len(self._mean(self._mine)))), RangeDigest(self._mean_width)
+        digest.add(wrong)
+        await write_frame(stream, wrong, 1.0)
+        await write_frame(stream, bytes(8 * len(self._own_products)), 1.0)
+        signed = node().outcomes.notary.sign_range(self.plan, digest.digest())
+        await write_frame(stream, signed.signature, 1.0)
+
+
+def false_accusation() -> None:
+    """In every round it says that the parts of an honest member are not what was claimed."""
+
+    @instead_of(Transfer, "run")
+    async def run(honest: Callable[..., Any], self: Transfer) -> None:
+        victims = [e.peer for e in self.plan.entries if e.peer not in (self._transport.peer, self.plan.leader)]
+        if has_begun(self.plan.key.sequence) and victims:
+            raise TransferFailed(victims[0], "its parts have the norm 900, it claimed 1", lie=True)
+        await honest(self)
+
+
+def keep_alive_frames() -> None:
+    """As a reducer it sends empty frames for ever instead of the mean."""
+
+    @instead_of(Transfer, "_send_mean")
+    async def send(honest: Callable[..., Any], self: Transfer, stream: Stream) -> None:
+        while has_begun(self.plan.key.sequence):
+            await write_frame(stream, b"", 5.0)
+            await asyncio.sleep(1.0)
+        await honest(self, stream)
