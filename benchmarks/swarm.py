@@ -33,7 +33,8 @@ from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
 from measuring import results_path, write_results
-from swarm_cases import OURS, RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
+from swarm_cases import OURS, RAW, Join, Loss, joining, losses, one_round
+from swarm_crowd import Crowd, crowd
 
 PARTS = ("round", "losses", "joins", "crowd")
 MOST_TIME, MOST_BETWEEN, MOST_DURING, LEAST_FULL = 0.4, 2.0, 10.0, 0.95

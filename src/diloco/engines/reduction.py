@@ -119,46 +119,65 @@ def reduce_parts(
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
     num_products = len(encoded) * (len(encoded) + 1) // 2
     every = -(-num_products // _PRODUCTS_OF_FOUR)
-    products: dict[int, Tensor] = {}  # by the first row, so that their order is that of the rows
-
-    def decode_one_by_one(some: slice, mean: Tensor) -> Iterator[Tensor]:
-        for index, data in enumerate(encoded):
-            into = scratch("term 1", mean.shape, mean.device) if index else mean
-            codec.decode(data[some], into)
-            if on_decoded is not None:
-                on_decoded(index, into)
-            yield into
+    reduction = _Reduction(codec, encoded, weights, part, out, scales, merge, on_decoded)
 
     def reduce(some: slice) -> None:
-        shape, device = (some.stop - some.start, part), out.device
-        with_products = num_products > 1 and (first_part + some.start) // batch % every == 0
-        all_at_once = with_products or merge == "clipped"
-        terms = [scratch(f"term {index}", shape, device) for index in range(len(encoded) if all_at_once else 1)]
-        mean, values = terms[0], iter(terms)
-        if all_at_once:
-            for index, data in enumerate(encoded):
-                codec.decode(data[some], terms[index])
-                if on_decoded is not None:
-                    on_decoded(index, terms[index])
-            if with_products:
-                products[some.start] = inner_products(terms)
-        else:
-            values = decode_one_by_one(some, mean)
-        if merge == "clipped":
-            clipped_mean(list(values), weights, mean, scales)
-        else:
-            weighted_mean(values, weights, mean, scales)
-        codec.for_means.encode(mean, out[some])
+        reduction.reduce(some, with_products=num_products > 1 and (first_part + some.start) // batch % every == 0)
 
     if len(rows) > 1 and out.device.type == "cpu":
         for_each(reduce, rows)
     else:
         for some in rows:
             reduce(some)
-    if not products:
-        return [0.0] * num_products
-    sums: list[float] = torch.stack([products[first] for first in sorted(products)]).double().sum(0).tolist()
-    return sums
+    return reduction.sum_products() or [0.0] * num_products
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """The fields are the arguments of reduce_parts."""
+
+    codec: Codec
+    encoded: Sequence[Tensor]
+    weights: Sequence[float]
+    part: int
+    out: Tensor
+    scales: Sequence[float]
+    merge: Merge
+    on_decoded: Callable[[int, Tensor], None] | None
+    products: dict[int, Tensor] = field(default_factory=dict)
+    """By the first row, so that their order is that of the rows, not of the threads."""
+
+    def reduce(self, some: slice, *, with_products: bool) -> None:
+        """Encode into `out` the mean of these parts."""
+        all_at_once = with_products or self.merge == "clipped"
+        shape = (some.stop - some.start, self.part)
+        count = len(self.encoded) if all_at_once else min(len(self.encoded), 2)
+        terms = [scratch(f"term {index}", shape, self.out.device) for index in range(count)]
+        values, mean = self._decode(some, terms), terms[0]
+        if all_at_once:
+            values = iter(list(values))
+        if with_products:
+            self.products[some.start] = inner_products(terms)
+        if self.merge == "clipped":
+            clipped_mean(terms, self.weights, mean, self.scales)
+        else:
+            weighted_mean(values, self.weights, mean, self.scales)
+        self.codec.for_means.encode(mean, self.out[some])
+
+    def _decode(self, some: slice, terms: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The values of each contribution; with fewer terms than contributions, each takes the last one's memory."""
+        for index, data in enumerate(self.encoded):
+            term = terms[min(index, len(terms) - 1)]
+            self.codec.decode(data[some], term)
+            if self.on_decoded is not None:
+                self.on_decoded(index, term)
+            yield term
+
+    def sum_products(self) -> list[float]:
+        if not self.products:
+            return []
+        sums: list[float] = torch.stack([self.products[row] for row in sorted(self.products)]).double().sum(0).tolist()
+        return sums
 
 
 @dataclass(frozen=True)
