@@ -58,6 +58,10 @@ class MemoryNetwork:
         apart = any(one in side and other in rest for side in self.sides for rest in self.sides if rest is not side)
         return apart or {one, other} in self.pairs or one in self.cut or other in self.cut
 
+    def forget_connections(self, name: str) -> None:
+        for transport in self.peers.values():
+            transport.connected.pop(name, None)
+
     def kill(self, name: str) -> None:
         self.dead.add(name)
         for pipe in self.peers[name].pipes:
@@ -137,12 +141,15 @@ class MemoryTransport(Transport):
         self.on_stream: OnStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.frozen = False
+        self.connected: dict[str, MemoryTransport] = {}
+        """Peers that this one has a connection to -> the process at its other end."""
         self.twin = network.peers.get(name) if name not in network.dead else None
         """Another process with this name."""
         if self.twin is not None:
             self.twin.twin = self
         if self.twin is None or not network.first_answers:
             network.peers[name] = self
+            network.forget_connections(name)
         network.dead.discard(name)
 
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
@@ -158,7 +165,7 @@ class MemoryTransport(Transport):
     async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
         await asyncio.sleep(LATENCY_SECONDS + self.network.delay())
         self.network.way(self.peer, peer)
-        other = self.network.peers.get(peer)
+        other = self.connected.get(peer) or self._dialled(peer)
         if other is None or other.on_call is None:
             raise Unreachable("connection refused", gone=True)
         end = clock.now() + seconds
@@ -166,13 +173,19 @@ class MemoryTransport(Transport):
             if clock.now() > end:
                 raise Unreachable("no answer")
             await asyncio.sleep(0.02)
+        self.connected[peer] = other
         return other
 
+    def _dialled(self, peer: str) -> "MemoryTransport | None":
+        """The process that a new connection is to: one that is frozen takes none."""
+        other = self.network.peers.get(peer)
+        return other.twin if other is not None and other.frozen and other.twin is not None else other
+
     async def disconnect(self, peer: str) -> None:
-        """Of two processes that have one name, the next connection is to the other one."""
-        reached = self.network.peers.get(peer)
-        if reached is not None and reached.twin is not None:
-            self.network.peers[peer] = reached.twin
+        """Of two processes that have one name, the next connection is to the other one, unless that one is frozen."""
+        reached = self.connected.pop(peer, None) or self.network.peers.get(peer)
+        if reached is not None and reached.twin is not None and not reached.twin.frozen:
+            self.connected[peer] = reached.twin
 
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         other = await self._reach(peer, seconds)
@@ -222,5 +235,6 @@ class MemoryTransport(Transport):
             self.network.kill(self.peer)
             return
         self.network.peers[self.peer], self.twin.twin = self.twin, None
+        self.network.forget_connections(self.peer)
         for pipe in self.pipes:
             pipe.break_()

@@ -175,6 +175,26 @@ def test_a_frozen_worker_whose_copy_has_taken_its_place_ends_when_it_thaws_and_r
     assert "member_left" not in events, "the goodbye of the one that was replaced is not that of the other"
 
 
+def test_the_copy_of_a_worker_that_stays_frozen_is_in_the_next_rounds() -> None:
+    """The others' connections are still to the frozen process, until they have lost it."""
+
+    async def story(swarm: MemorySwarm) -> list[int]:
+        workers = list(await founded(swarm, 4))
+        await rounds(workers, 1)
+        frozen, swarm.network.first_answers = workers[3], True
+        freeze(frozen)
+        copied = shutil.copytree(frozen.node.settings.folder, swarm.folder / "copy-of-the-frozen")
+        copy = await swarm.start(name=frozen.name, folder=copied)
+        await copy.catch_up()
+        everyone, until = [*workers[:3], copy], copy.trainer.sequence + 3
+        async with asyncio.timeout(10.0):
+            await asyncio.gather(*(train(worker, until) for worker in everyone))
+        ended = [copy.node.outcomes.recent.get(sequence) for sequence in range(until - 3, until)]
+        return [len(one.plan.decision.contributors) for one in ended if one is not None]
+
+    assert told(story, lost_seconds=2.0, beat_seconds=0.2) == [4, 4, 4]
+
+
 def test_members_hold_the_process_that_they_admitted_last() -> None:
     async def story(swarm: MemorySwarm) -> list[str]:
         here, peer = (await founded(swarm, 2))[:2]

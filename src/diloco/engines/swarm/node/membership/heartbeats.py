@@ -8,6 +8,8 @@ sender's status, new addresses, and the members and revocations that the receive
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from msgspec import structs
 
@@ -116,6 +118,8 @@ class Heartbeats:
         heard_at = max(peer.heard_at, self.transport.heard_at(peer.name))  # beats may wait behind a transfer
         if peer.live and now - heard_at > self.settings.lost_seconds:
             self.members.record_lost(peer, f"silent for {self.settings.lost_seconds:g} s")
+            # Its connection may be to a frozen process, while another one has taken that one's place.
+            self._start(self.transport.disconnect(peer.name))
         if not peer.live:
             often = min(_LONGEST_PAUSE_SECONDS, (now - peer.lost_at) / 10)
             due = max(self.settings.lost_seconds, often) if peer.lost_at else 0.0
@@ -127,7 +131,10 @@ class Heartbeats:
         if name in self._asking or name not in self.members.peers:
             return
         self._asking.add(name)
-        task = asyncio.create_task(self._beat(self.members.peers[name]))
+        self._start(self._beat(self.members.peers[name]))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
