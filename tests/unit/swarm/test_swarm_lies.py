@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from diloco.engines.swarm.network.transport import CallRefused
+from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node.plan import Entry, Offence
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
@@ -21,7 +21,8 @@ from diloco.engines.swarm.node.proofs.certificate import (
 from diloco.engines.swarm.node.proofs.messages import Proof
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.led_round import LedRound
-from diloco.engines.swarm.node.trainer import Snapshot
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import RoundOutcome, Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
@@ -334,3 +335,29 @@ def _nan(header: bytes) -> bytes:
     """The same header with a norm of NaN."""
     magic_key_weight = 4 + 8 + 8 + 8
     return header[:magic_key_weight] + struct.pack("<d", math.nan) + header[magic_key_weight + 8 :]
+
+
+# A contribution that is not what its header claims
+
+
+def test_a_lie_that_one_worker_finds_before_it_has_sent_its_own_parts_is_found_by_the_others_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One accuser alone is left out together with the accused, after a wait for a second one."""
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        honest, send = workers[1].name, Transfer._send
+
+        async def send_late(transfer: Transfer, stream: Stream, data: memoryview) -> None:
+            if transfer._transport.peer == honest:
+                await asyncio.sleep(0.2)
+            await send(transfer, stream, data)
+
+        monkeypatch.setattr(Transfer, "_send", send_late)
+        posts = [worker.post(values(worker.node.number, 1, 5000)) for worker in workers[:3]]
+        ended = await asyncio.gather(*posts, workers[3].post(values(3, 1, 5000) * 1e6, claimed=1.0))
+        return [outcome for outcome, _ in ended[:3]]
+
+    assert [one.contributors for one in told(story, lost_seconds=5.0)] == [(0, 1, 2)] * 3

@@ -55,7 +55,7 @@ class TransferFailed(Exception):
 
 
 class Transfer:
-    """`run` returns when the whole mean is here; other workers may fetch their parts until `close`."""
+    """`run` returns when the whole mean is here; other workers may send and fetch parts until `close`."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class Transfer:
         # Read, also if `run` is over.
         self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._streams: set[Stream] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self.bytes_sent = self.bytes_received = 0
         self.reduce_seconds = 0.0
         self.rates: dict[str, float] = {}  # bytes a second at which the parts of others have arrived
@@ -112,20 +113,16 @@ class Transfer:
     # As a contributor
 
     async def run(self) -> None:
-        """Raises TransferFailed."""
+        """Raises TransferFailed; the exchange then goes on until `close`, so that others find out the same lie."""
         contributors, me = self.plan.contributors, self._transport.peer
         others = [entry for entry in contributors if entry.peer != me and len(self._ranges[entry.peer])]
-        tasks = [asyncio.create_task(self._reduce()), *(asyncio.create_task(self._exchange(e)) for e in others)]
-        try:
-            waiting = {*tasks, asyncio.ensure_future(self._trouble)}
-            while any(not task.done() for task in tasks):
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [asyncio.create_task(work) for work in (self._reduce(), *(self._exchange(e) for e in others))]
+        self._tasks = tasks
+        waiting = {*tasks, asyncio.ensure_future(self._trouble)}
+        while any(not task.done() for task in tasks):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
     async def _exchange(self, reducer: Entry) -> None:
         """Send this worker's parts of the reducer's range, and fetch the mean of that range."""
@@ -332,6 +329,9 @@ class Transfer:
 
     def close(self) -> None:
         """The round has ended, or goes on with another attempt."""
+        for task in self._tasks:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.cancel()
         for stream in list(self._streams):
             self._close_stream(stream)
         if not self._trouble.done():
