@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+import diloco
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.floats import Float16
+from diloco.codecs.registry import codec
 from diloco.core import fragments
 from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 SHAPES = [(1000, 999), (77,), (513, 512), (3,)]  # odd sizes: nothing is aligned
 EVEN_SHAPES = [(1024, 1024), (512,), (256, 4096)]
+LARGE_SHAPES = [(2100, 1999), (77,), (513, 512), (3,)]  # parts of full size, which is what one pass needs
+LARGE_EVEN_SHAPES = [(2048, 2048), (512,), (256, 4096)]
 OUTER: list[OuterOptimizer] = [SGD(0.7), SGDMomentum(0.7, 0.9), Nesterov(0.7, 0.9)]
 
 
@@ -68,6 +72,52 @@ def test_a_step_in_one_pass_is_the_step_of_tensor_operations_bit_for_bit(
     outer_step(plain, lambda span: delta[span.slice].clone(), mixing)
     assert same(fused, plain)
     assert same(offloaded, plain)
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4", "e3m0"])
+@pytest.mark.parametrize(("outer", "mixing"), [*zip(OUTER, [0.0] * 3, strict=True), (OUTER[2], 0.3)])
+@pytest.mark.parametrize("shapes", [LARGE_SHAPES, LARGE_EVEN_SHAPES], ids=["odd", "even"])
+def test_encoding_and_stepping_in_one_pass_give_the_bits_of_many(
+    name: str, outer: OuterOptimizer, mixing: float, shapes: list[tuple[int, ...]]
+) -> None:
+    from diloco.codecs.gradient_kernels import encode_gradient, kernels_for, step_with_mean
+
+    fused, plain = make(shapes, outer), make(shapes, outer)
+    mine, theirs = (EncodedVector(codec(name), fused.layout, "cuda") for _ in range(2))
+    kernels = kernels_for(fused, mine)
+    assert kernels is not None
+    error, norm = encode_gradient(kernels, fused, mine).sqrt().tolist()
+    delta = torch.cat([piece.clone() for _, piece in outer_gradient(plain)])
+    theirs.encode(0, delta)
+    assert torch.equal(mine.data, theirs.data)
+    decoded = theirs.decode(0, plain.layout.num_parts)
+    assert norm == pytest.approx(float(delta.norm()), rel=1e-5)
+    assert error == pytest.approx(float((decoded - delta).norm()), rel=1e-4)
+    taken = Digest(fused.device)
+    mean_norm = float(step_with_mean(kernels, fused, mine, outer, mixing, taken).sqrt())
+    assert mean_norm == pytest.approx(float(decoded.norm()), rel=1e-5)
+    outer_step(plain, lambda span: decoded[span.slice].clone(), mixing)
+    assert same(fused, plain)
+    assert taken.hexdigest() == digest(plain.anchor)
+
+
+def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> str:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2100, 1999), torch.nn.Linear(1999, 7)).cuda()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = diloco.DiLoCo(model, inner, diloco.connect(), sync=diloco.SyncConfig(1, "int8"))
+        for _ in range(3):
+            model(torch.ones(1, 2100, device="cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.loop.replica.lanes[0].codec_errors[0]
+        optimizer.finish()
+        return optimizer.anchor_digest()
+
+    fused = train()
+    monkeypatch.setattr("diloco.outer.replica._kernels", lambda *_: None)
+    assert train() == fused
 
 
 @pytest.mark.parametrize("offload", [False, True])

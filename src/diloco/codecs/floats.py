@@ -15,7 +15,7 @@ from diloco.codecs.encoded import scratch
 from diloco.core.gpu import takes_kernels
 
 _FP32_TINY = 2.0**-149  # the smallest step between two fp32 numbers
-_FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
+FP16_TOP = 2.0**15 - 2.0**4  # fp16's last number before 2^15: rounded up to 2^15, fp32's largest would decode as inf
 
 
 class Float32(Codec):
@@ -74,7 +74,7 @@ class Float16(Codec):
         if values.is_cuda and takes_kernels(values, out):
             from diloco.codecs.kernels import encode_scaled_fp16
 
-            encode_scaled_fp16(values, out, _FP16_TOP)
+            encode_scaled_fp16(values, out, FP16_TOP)
             return
         # Not aminmax and not an infinity norm: along a dimension both are ten times slower on the CPU.
         most, least = values.amax(dim=1).tolist(), values.amin(dim=1).tolist()
@@ -83,10 +83,10 @@ class Float16(Codec):
         shifts = [min(max(15 - math.frexp(one)[1], -126), 126) for one in largest]
         scales = torch.tensor([[2.0**shift for shift in shifts], [2.0**-shift for shift in shifts]])
         scales = scales.to(values.device).unsqueeze(2)  # [there and back, rows, 1]
-        within = all(one * 2.0**shift <= _FP16_TOP for one, shift in zip(largest, shifts, strict=True))
+        within = all(one * 2.0**shift <= FP16_TOP for one, shift in zip(largest, shifts, strict=True))
         scaled = torch.mul(values, scales[0], out=scratch("encode", values.shape, values.device))
         if not within:
-            scaled.clamp_(-_FP16_TOP, _FP16_TOP)
+            scaled.clamp_(-FP16_TOP, FP16_TOP)
         out[:, :-4].view(torch.float16).copy_(scaled)
         out[:, -4:].view(torch.float32).copy_(scales[1])
 

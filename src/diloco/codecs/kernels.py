@@ -16,16 +16,34 @@ from diloco.codecs.blocks import INT4_BLOCK, INT4_LARGEST_SCALE, INT8_BLOCK, INT
 
 _BLOCK = 4096
 _FP16_BLOCK, _FP16_WARPS = 8192, 32
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _round_to_even(x):
+def round_to_even(x):
     """For |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 # fp16: one scale for a part, so a part is read twice, the second time from the GPU's cache
+
+
+@triton.jit
+def fp16_shift(most):
+    """The power of two by which a part is scaled; `most` is its largest |value|."""
+    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most < 2^exponent
+    exponent = tl.where(most == 0.0, 0, exponent)
+    return tl.minimum(tl.maximum(15 - exponent, -126), 126)
+
+
+@triton.jit
+def power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp16_code(x, shift, top):
+    return tl.minimum(tl.maximum(x * power_of_two(shift), -top), top).to(tl.float16)
 
 
 @triton.jit
@@ -37,18 +55,13 @@ def _encode_fp16(values, out, rows, elements, row_bytes, top, BLOCK: tl.constexp
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, elements, BLOCK):
             largest = tl.maximum(largest, tl.abs(tl.load(source + start + at, start + at < elements, 0.0)))
-        most = tl.max(largest)
-        exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most < 2^exponent
-        exponent = tl.where(most == 0.0, 0, exponent)
-        shift = tl.minimum(tl.maximum(15 - exponent, -126), 126)
-        scale = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+        shift = fp16_shift(tl.max(largest))
         target = (out + row * row_bytes).to(tl.pointer_type(tl.float16))
         for start in range(0, elements, BLOCK):
-            scaled = tl.load(source + start + at, start + at < elements, 0.0) * scale
-            limited = tl.minimum(tl.maximum(scaled, -top), top)
-            tl.store(target + start + at, limited.to(tl.float16), start + at < elements)
+            code = fp16_code(tl.load(source + start + at, start + at < elements, 0.0), shift, top)
+            tl.store(target + start + at, code, start + at < elements)
         back = (out + row * row_bytes + 2 * elements).to(tl.pointer_type(tl.float32))
-        tl.store(back, ((127 - shift) << 23).to(tl.float32, bitcast=True))
+        tl.store(back, power_of_two(-shift))
 
 
 @triton.jit
@@ -71,16 +84,24 @@ def encode_scaled_fp16(values: Tensor, out: Tensor, top: float) -> None:
     rows, elements = values.shape
     grid = (min(rows, _processors(values.device.index)),)
     _encode_fp16[grid](
-        values, out, rows, elements, out.shape[1], top, BLOCK=_FP16_BLOCK, num_warps=_FP16_WARPS, **_EXACT
+        values, out, rows, elements, out.shape[1], top, BLOCK=_FP16_BLOCK, num_warps=_FP16_WARPS, **EXACT
     )
 
 
 def decode_scaled_fp16(data: Tensor, out: Tensor) -> None:
     rows, elements = out.shape
-    _decode_fp16[(rows, triton.cdiv(elements, _BLOCK))](data, out, elements, data.shape[1], BLOCK=_BLOCK, **_EXACT)
+    _decode_fp16[(rows, triton.cdiv(elements, _BLOCK))](data, out, elements, data.shape[1], BLOCK=_BLOCK, **EXACT)
 
 
 # int8: a program has several blocks, each with its own scale
+
+
+@triton.jit
+def int8_code(x, top_scale):
+    """Codes, in fp32, and scales of blocks [blocks, size]."""
+    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), top_scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    return round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, divisor[:, None]), -127.0), 127.0)), scale
 
 
 @triton.jit
@@ -90,9 +111,7 @@ def _encode_int8(values, out, elements, row_bytes, top_scale, BLOCKS: tl.constex
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     here = at < elements
     x = tl.load(values + row * elements + at, here, 0.0)
-    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), top_scale)
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    code = _round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, divisor[:, None]), -127.0), 127.0))
+    code, scale = int8_code(x, top_scale)
     base = out + row * row_bytes
     tl.store(base.to(tl.pointer_type(tl.int8)) + at, code.to(tl.int8), here)
     scales = (base + elements).to(tl.pointer_type(tl.float32))
@@ -114,14 +133,14 @@ def _decode_int8(data, out, elements, row_bytes, BLOCKS: tl.constexpr, SIZE: tl.
 def encode_int8(values: Tensor, out: Tensor) -> None:
     rows, elements = values.shape
     _encode_int8[_grid(rows, elements)](
-        values, out, elements, out.shape[1], INT8_LARGEST_SCALE, BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **_EXACT
+        values, out, elements, out.shape[1], INT8_LARGEST_SCALE, BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **EXACT
     )
 
 
 def decode_int8(data: Tensor, out: Tensor) -> None:
     rows, elements = out.shape
     _decode_int8[_grid(rows, elements)](
-        data, out, elements, data.shape[1], BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **_EXACT
+        data, out, elements, data.shape[1], BLOCKS=_BLOCK // INT8_BLOCK, SIZE=INT8_BLOCK, **EXACT
     )
 
 
@@ -133,15 +152,15 @@ def _grid(rows: int, elements: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _int4_code(x, least_scale, top_scale):
+def int4_code(x, least_scale, top_scale):
     """Codes and scales of blocks [blocks, size]."""
     scale = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.0), least_scale), top_scale)
-    code = _round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, scale[:, None]), -7.0), 7.0))
+    code = round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, scale[:, None]), -7.0), 7.0))
     return code.to(tl.int32), scale
 
 
 @triton.jit
-def _e3m0_code(x, least_scale):
+def e3m0_code(x, least_scale):
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), least_scale)
     bits = tl.div_rn(x, scale[:, None]).to(tl.int32, bitcast=True)
     rounded = (bits + 4194304) >> 23
@@ -169,11 +188,11 @@ def _encode_4_bits(
     source = values + row * elements + at
     low, high = tl.load(source, here, 0.0), tl.load(source + half, here, 0.0)
     if E3M0:
-        low_code, low_scale = _e3m0_code(low, least_scale)
-        high_code, high_scale = _e3m0_code(high, least_scale)
+        low_code, low_scale = e3m0_code(low, least_scale)
+        high_code, high_scale = e3m0_code(high, least_scale)
     else:
-        low_code, low_scale = _int4_code(low, least_scale, top_scale)
-        high_code, high_scale = _int4_code(high, least_scale, top_scale)
+        low_code, low_scale = int4_code(low, least_scale, top_scale)
+        high_code, high_scale = int4_code(high, least_scale, top_scale)
         low_code += 8
     base = out + row * row_bytes
     tl.store(base + at, (low_code | (high_code << 4)).to(tl.uint8), here)
@@ -183,12 +202,12 @@ def _encode_4_bits(
 
 
 @triton.jit
-def _int4_value(code, scale):
+def int4_value(code, scale):
     return code.to(tl.float32) * scale[:, None]
 
 
 @triton.jit
-def _e3m0_value(code, scale):
+def e3m0_value(code, scale):
     power = (((code & 7) << 23) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
     return (power * 1329227995784915872903807060280344576.0) * scale[:, None]  # 2^120, as in e3m0.py
 
@@ -207,25 +226,25 @@ def _decode_4_bits(data, out, elements, row_bytes, E3M0: tl.constexpr, BLOCKS: t
     high_scale = tl.load(scales + half // SIZE, block * SIZE < half, 0.0)
     target = out + row * elements + at
     if E3M0:
-        tl.store(target, _e3m0_value(packed & 15, low_scale), here)
-        tl.store(target + half, _e3m0_value(packed >> 4, high_scale), here)
+        tl.store(target, e3m0_value(packed & 15, low_scale), here)
+        tl.store(target + half, e3m0_value(packed >> 4, high_scale), here)
     else:
-        tl.store(target, _int4_value((packed & 15) - 8, low_scale), here)
-        tl.store(target + half, _int4_value((packed << 24) >> 28, high_scale), here)
+        tl.store(target, int4_value((packed & 15) - 8, low_scale), here)
+        tl.store(target + half, int4_value((packed << 24) >> 28, high_scale), here)
 
 
 def _encode_halves(values: Tensor, out: Tensor, *, e3m0: bool) -> None:
     rows, elements = values.shape
     _encode_4_bits[_grid(rows, elements // 2)](
         values, out, elements, out.shape[1], SMALLEST_SCALE, INT4_LARGEST_SCALE,
-        E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **_EXACT,
+        E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **EXACT,
     )  # fmt: skip
 
 
 def _decode_halves(data: Tensor, out: Tensor, *, e3m0: bool) -> None:
     rows, elements = out.shape
     _decode_4_bits[_grid(rows, elements // 2)](
-        data, out, elements, data.shape[1], E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **_EXACT
+        data, out, elements, data.shape[1], E3M0=e3m0, BLOCKS=_BLOCK // INT4_BLOCK, SIZE=INT4_BLOCK, **EXACT
     )
 
 

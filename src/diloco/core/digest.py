@@ -44,6 +44,13 @@ def _row_multipliers(first: int, count: int, device: torch.device) -> Tensor:
     return _multipliers(first, count, 2, device)
 
 
+@lru_cache(maxsize=8)
+def factors(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each element of a row and of each row: a digest is the sum of an element's bits times both."""
+    both = torch.stack([_column_multipliers(device), _column_multipliers(device) << 32], dim=1)
+    return both.view(ROW), _row_multipliers(0, -(-numel // ROW), device)
+
+
 class Digest:
     """The digest of a tensor that is added piece by piece, in order; every piece but the last is a multiple of ROW."""
 
@@ -63,6 +70,12 @@ class Digest:
             first = (self._numel + start) // ROW
             self._total += (sums * _row_multipliers(first, sums.numel(), flat.device)).sum()
         self._numel += flat.numel()
+
+    def add_total(self, total: Tensor, numel: int) -> None:
+        """The sum over so many elements, all that there are, computed elsewhere with `factors`."""
+        assert self._numel == 0
+        self._total += total
+        self._numel = numel
 
     def _row_sums(self, chunk: Tensor) -> Tensor:
         if chunk.numel() % ROW or chunk.data_ptr() % 8:  # int64 needs whole rows at an even offset

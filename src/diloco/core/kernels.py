@@ -13,6 +13,7 @@ on a GPU come here. Imported only where there is a GPU, since Triton may be abse
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -28,7 +29,7 @@ _KINDS: dict[type[OuterOptimizer], int] = {SGD: 0, SGDMomentum: 1, Nesterov: 2}
 
 
 @triton.jit
-def _entry(table, number, ALIGNED: tl.constexpr):
+def entry(table, number, ALIGNED: tl.constexpr):
     row = table + number * 3
     theta = tl.load(row).to(tl.pointer_type(tl.float32))
     start, count = tl.load(row + 1), tl.load(row + 2)
@@ -40,11 +41,35 @@ def _entry(table, number, ALIGNED: tl.constexpr):
 @triton.jit
 def _gradient_kernel(table, first, offset, anchor, delta, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """delta ← anchor − θ_i, an entry a program; both begin at element `offset` of the fragment."""
-    theta, start, count = _entry(table, first + tl.program_id(0), ALIGNED)
+    theta, start, count = entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
     here = start - offset + at
     tl.store(delta + here, tl.load(anchor + here, mask, 0.0) - tl.load(theta + at, mask, 0.0), mask)
+
+
+@triton.jit
+def anchor_after(anchor, momentum, d, mask, lr, mu, KIND: tl.constexpr):
+    """OuterOpt along `d`, at these places; writes the momentum."""
+    a = tl.load(anchor, mask, 0.0)
+    b = d
+    if KIND > 0:
+        b = tl.load(momentum, mask, 0.0) * mu + d
+        tl.store(momentum, b, mask)
+        if KIND == 2:
+            b = tl.fma(mu, b, d)
+    return tl.fma(-lr, b, a)
+
+
+@triton.jit
+def theta_after(theta, a, mask, weight, MIX: tl.constexpr):
+    """θ_i after the anchor's step to `a`."""
+    if MIX:  # torch.lerp's two branches
+        own = tl.load(theta, mask, 0.0)
+        near = tl.fma(weight, a - own, own)
+        far = tl.fma(-(a - own), 1.0 - weight, a)
+        a = tl.where(weight < 0.5, near, far)
+    return a
 
 
 @triton.jit
@@ -53,30 +78,17 @@ def _step_kernel(
     KIND: tl.constexpr, ALONE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """OuterOpt on the anchor, and θ_i after it. ALONE: Δ is this worker's own, anchor − θ_i."""
-    theta, start, count = _entry(table, first + tl.program_id(0), ALIGNED)
+    theta, start, count = entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
     here = start - offset + at
-    a = tl.load(anchor + here, mask, 0.0)
     if ALONE:
-        d = a - tl.load(theta + at, mask, 0.0)
+        d = tl.load(anchor + here, mask, 0.0) - tl.load(theta + at, mask, 0.0)
     else:
         d = tl.load(delta + here, mask, 0.0)
-    if KIND == 0:
-        a = tl.fma(-lr, d, a)
-    else:
-        b = tl.load(momentum + here, mask, 0.0) * mu + d
-        tl.store(momentum + here, b, mask)
-        if KIND == 2:
-            b = tl.fma(mu, b, d)
-        a = tl.fma(-lr, b, a)
+    a = anchor_after(anchor + here, momentum + here, d, mask, lr, mu, KIND)
     tl.store(anchor + here, a, mask)
-    if MIX:  # torch.lerp's two branches
-        own = tl.load(theta + at, mask, 0.0)
-        near = tl.fma(weight, a - own, own)
-        far = tl.fma(-(a - own), 1.0 - weight, a)
-        a = tl.where(weight < 0.5, near, far)
-    tl.store(theta + at, a, mask)
+    tl.store(theta + at, theta_after(theta + at, a, mask, weight, MIX), mask)
 
 
 @triton.jit
@@ -96,9 +108,15 @@ def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
     return sums
 
 
-def _numbers(outer: OuterOptimizer) -> tuple[float, float]:
+def numbers_of(outer: OuterOptimizer) -> tuple[float, float]:
+    """Learning rate and momentum."""
     assert isinstance(outer, SGD | SGDMomentum | Nesterov)
     return outer.lr, 0.0 if isinstance(outer, SGD) else outer.momentum
+
+
+def kind_of(outer: OuterOptimizer) -> int:
+    """What the kernels call it."""
+    return _KINDS[type(outer)]
 
 
 class Kernels:
@@ -106,7 +124,7 @@ class Kernels:
 
     def __init__(self, tensors: Sequence[Tensor], part_elements: int) -> None:
         """No entry crosses a multiple of the block, of which a part is a multiple: so a span is whole entries."""
-        self._tensors = tensors
+        self._tensors, self._part_elements = tensors, part_elements
         self._block = _BLOCK if part_elements % _BLOCK == 0 else 1024
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         rows: list[tuple[int, int, int]] = []
@@ -117,8 +135,16 @@ class Kernels:
             rows += [(address + (a - begin) * 4, a, b - a) for a, b in pairwise(cuts)]
             begin = end
         self._starts = [start for _, start, _ in rows]
-        self._aligned = all(address % 16 == 0 and (start | count) % 4 == 0 for address, start, count in rows)
-        self._table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
+        self.aligned = all(address % 16 == 0 and (start | count) % 4 == 0 for address, start, count in rows)
+        self.table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """The first entry of every block of all parts, the last of which may go beyond the tensors; one more ends."""
+        numel = sum(tensor.numel() for tensor in self._tensors)
+        blocks = -(-numel // self._part_elements) * (self._part_elements // self._block)
+        begins = torch.arange(blocks + 1) * self._block
+        return torch.searchsorted(torch.tensor(self._starts), begins).to(self.table.device)
 
     @property
     def moved(self) -> bool:
@@ -133,7 +159,7 @@ class Kernels:
         """out ← anchor − θ_i for the fragment's elements from `start` on."""
         first, count = self._entries(start, start + anchor.numel())
         _gradient_kernel[(count,)](
-            self._table, first, start, anchor, out, BLOCK=self._block, ALIGNED=self._aligned, enable_fp_fusion=False
+            self.table, first, start, anchor, out, BLOCK=self._block, ALIGNED=self.aligned, enable_fp_fusion=False
         )
 
     @staticmethod
@@ -152,8 +178,8 @@ class Kernels:
         """The anchor's step along `delta` (None: this worker's own, anchor − θ_i), and θ_i after it."""
         first, count = self._entries(start, start + anchor.numel())
         _step_kernel[(count,)](
-            self._table, first, start, anchor, state.get("momentum", anchor), anchor if delta is None else delta,
-            *_numbers(outer), 1.0 - mixing,
-            KIND=_KINDS[type(outer)], ALONE=delta is None, MIX=mixing > 0,
-            BLOCK=self._block, ALIGNED=self._aligned, enable_fp_fusion=False,
+            self.table, first, start, anchor, state.get("momentum", anchor), anchor if delta is None else delta,
+            *numbers_of(outer), 1.0 - mixing,
+            KIND=kind_of(outer), ALONE=delta is None, MIX=mixing > 0,
+            BLOCK=self._block, ALIGNED=self.aligned, enable_fp_fusion=False,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diloco.core.digest import Digest
 from diloco.core.fragments import Fragment, Span
+from diloco.core.outer_optimizers import OuterOptimizer
 
 
 @torch.no_grad()
@@ -42,6 +43,7 @@ def outer_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterato
         else:
             delta = fragment.read(span, theta)
         yield span, delta
+        del delta  # before the next one is made
 
 
 @torch.no_grad()
@@ -51,6 +53,7 @@ def outer_step(
     mixing: float = 0.0,
     digest: Digest | None = None,
     turn: int = 0,
+    in_one_pass: Callable[[OuterOptimizer], None] | None = None,
 ) -> None:
     """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
 
@@ -58,11 +61,15 @@ def outer_step(
     (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
     `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does, 1 leaves θ_i alone.
     `digest` is given the new anchor, span by span. `turn`: of the schedule, for an outer optimizer with a course.
+    `in_one_pass`: does all of it with an outer optimizer that the kernels know, if the fragment has any.
     """
     fragment.rounds += 1
     outer, kernels = fragment.outer_opt, fragment.kernels
     if outer.course is not None:
         outer = outer.at(turn)
+    if in_one_pass is not None and kernels is not None and kernels.know(outer):
+        in_one_pass(outer)
+        return
     for span, theta, state in fragment.visit(write=True):
         delta = None if mean_outer_gradient is None else mean_outer_gradient(span)
         if kernels is not None and kernels.know(outer):  # the same in one pass over a GPU's memory

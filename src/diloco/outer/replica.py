@@ -6,66 +6,38 @@ this file. Workers of several ranks have several lanes, and agree on what a roun
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.error_feedback import ErrorFeedback
-from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest, digest
-from diloco.core.fragments import Fragment, PartLayout, Span, layout_digest
+from diloco.core.fragments import Fragment, Span, layout_digest
 from diloco.core.lanes import Piece
-from diloco.core.methods.eager import Eager
 from diloco.core.methods.pruning import pruned_gradient
+from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.outer_step import next_anchor, outer_gradient, outer_step
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
-from diloco.outer.methods.second_moments import SecondMoments
 from diloco.outer.rounds import Outcome, PendingOutcome
+from diloco.outer.sending import Sending
 from diloco.outer.tensors.groups import Group, cut_fragments
 from diloco.outer.tensors.local_tensors import local_tensors
 from diloco.outer.tensors.model_tensors import ModelTensors
 from diloco.outer.tensors.tensor_pieces import Piece as TensorPiece
 from diloco.outer.tensors.tensor_pieces import TensorPieces
 
-_FEW_BITS = ("int4", "e3m0", "2bit", "topk")
+if TYPE_CHECKING:
+    from diloco.core.kernels import Kernels
+
 _ERROR_EVERY, _ERROR_ELEMENTS = 16, 1 << 22  # what a codec loses is measured on these spans, at most so much of each
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How one fragment's outer gradients are sent."""
-
-    vector: EncodedVector
-    feedback: ErrorFeedback | None = None
-    prune: float | None = None
-    eager: Eager | None = None
-    moments: SecondMoments | None = None
-
-    @classmethod
-    def of(cls, fragment: Fragment | None, group: Group, sync: SyncConfig, *, alone: bool) -> "Sending":
-        """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
-        if group.moments is not None:
-            return cls(group.moments.vector(sync.codec), moments=group.moments)
-        how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
-        prune = None if group.buffers else sync.prune
-        if fragment is None or (
-            how.lossless and alone and sync.merges_at_once and prune is None and not sync.asynchronous
-        ):
-            return cls(EncodedVector(how, PartLayout(0)))
-        eager = None if sync.outer_overlap == "none" else Eager(fragment, delayed=sync.outer_overlap == "delayed")
-        device = torch.device("cpu") if sync.offload else fragment.device
-        vector = EncodedVector(how, fragment.layout, device, pinned=sync.offload)
-        if group.buffers or sync.feedback_decay is None:
-            return cls(vector, None, prune, eager)
-        return cls(vector, ErrorFeedback(fragment.numel, sync.feedback_decay, device), prune, eager)
 
 
 @dataclass(eq=False)
@@ -105,7 +77,12 @@ class Lane:
         if sending.moments is not None:
             return sending.moments.encode(sending.vector) if sending.moments.due(turn) else 0.0
         norms, errors = [], []
-        if fragment is not None:
+        if fragment is not None and (kernels := _kernels(fragment, sending.vector)) and sending.as_it_is:
+            from diloco.codecs.gradient_kernels import encode_gradient
+
+            errors = [encode_gradient(kernels, fragment, sending.vector)]
+            norms = [errors[0][1].sqrt()]
+        elif fragment is not None:
             for number, (span, delta) in enumerate(self._gradient(index, fragment, turn, theta_i)):
                 if sending.feedback is not None:
                     norms.append(sending.feedback.encode(sending.vector, span, delta))
@@ -143,7 +120,8 @@ class Lane:
         mean = None
         if fragment is not None:
             mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
-            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn)
+            whole = mean.stepper(fragment, mixing, taken) if fragment.device.type == "cuda" else None
+            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn, whole)
             self.digests[index] = taken.hexdigest()
         self.sending[index].vector.give_back()
         if mean is None:
@@ -333,8 +311,30 @@ class _Decoded:
         self._norms.append(torch.linalg.vector_norm(delta))
         return delta
 
+    def stepper(self, fragment: Fragment, mixing: float, digest: Digest) -> "Callable[[OuterOptimizer], None] | None":
+        """The outer step with this mean in one pass over a GPU's memory, where it can be taken so."""
+        encoded, kernels = self._encoded, _kernels(fragment, self._encoded)
+        if kernels is None:
+            return None
+
+        def step(outer: OuterOptimizer) -> None:
+            from diloco.codecs.gradient_kernels import step_with_mean
+
+            self._norms.append(step_with_mean(kernels, fragment, encoded, outer, mixing, digest).sqrt())
+
+        return step
+
     def norm(self) -> float:
         return _total(self._norms)
+
+
+def _kernels(fragment: Fragment, vector: EncodedVector) -> "Kernels | None":
+    """See gradient_kernels.kernels_for."""
+    if fragment.device.type != "cuda" or fragment.kernels is None or not vector.num_bytes:
+        return None
+    from diloco.codecs.gradient_kernels import kernels_for
+
+    return kernels_for(fragment, vector)
 
 
 def _relative(squares: Sequence[Tensor]) -> float | None:

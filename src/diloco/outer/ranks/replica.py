@@ -22,8 +22,9 @@ from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import EngineError
 from diloco.outer.ranks.worker_round import WorkerRound
-from diloco.outer.replica import NO_DIGEST, Lane, Sending, refuse_new_parameters
+from diloco.outer.replica import NO_DIGEST, Lane, refuse_new_parameters
 from diloco.outer.rounds import PendingOutcome
+from diloco.outer.sending import Sending
 from diloco.outer.tensors.groups import Group, cut_fragments
 from diloco.outer.tensors.local_tensors import local_tensors, share, take_first
 from diloco.outer.tensors.model_tensors import ModelTensors
