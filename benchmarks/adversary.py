@@ -119,6 +119,7 @@ ATTACKS = (
     Attack("none"),
     Attack("contribution × −900", lambda v: -900 * v),
     Attack("weight 10¹⁸, turned around", lambda v: -v, {"weight": 1e18, "round_weight": 1e18}),
+    Attack("five rounds of work in each, turned around", lambda v: -v, {"weight": 5.0, "round_weight": 1.0}),
     Attack("NaN", lambda v: v * float("nan")),
     Attack("claims a small norm, sends 10³⁰", lambda v: 1e30 * v, {"claimed": 100.0}),
     Attack("posts first, with another layout", options={"layout": "another"}),

@@ -18,8 +18,12 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-MAX_WEIGHT_ROUNDS = 5.0
+MAX_WEIGHT_ROUNDS = 5
 """In a swarm a contribution weighs at most as much as this many full rounds of an average worker."""
+_MOST_UNEQUAL = 1000.0
+"""A worker's full round cannot weigh more than so many of the median worker: no batches differ by so much."""
+_FEWEST = 3
+"""Claims in a round whose median one liar cannot move."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ def admit(claims: Sequence[Claim]) -> list[str | None]:
     A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
     majority = _majority([claim.anchor_digest for claim in claims])
-    return [_own_fault(claim, majority) for claim in claims]
+    usual = _lower_median([claim.round_weight for claim in claims]) if len(claims) >= _FEWEST else math.inf
+    return [_own_fault(claim, majority, _MOST_UNEQUAL * usual) for claim in claims]
 
 
 def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[float]:
@@ -69,25 +74,31 @@ def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[f
     return bounds
 
 
-def bounded_weights(claims: Sequence[Claim]) -> list[float]:
-    """The weight of each claim, at most MAX_WEIGHT_ROUNDS times the (lower) median of the claims' `round_weight`.
+def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list[float]:
+    """The weight of each claim, at most its `rounds` times the (lower) median of the claims' `round_weight`.
 
-    A worker that missed rounds contributes the work of several. One that lies about its weight counts as much as an
-    honest one that missed four rounds, not more: fewer than half of the workers cannot move the median.
+    `rounds`: 1 of a worker that was in the last round, more of one that missed some, whose contribution has the work of
+    several; () if that is not known: MAX_WEIGHT_ROUNDS each. One that lies about its weight counts as much as an honest
+    one, not more: fewer than half of the workers cannot move the median.
     """
-    bound = MAX_WEIGHT_ROUNDS * _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
-    return [min(claim.weight, bound) for claim in claims]
+    one = _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
+    most = rounds or [MAX_WEIGHT_ROUNDS] * len(claims)
+    return [min(claim.weight, count * one) for claim, count in zip(claims, most, strict=True)]
 
 
 def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _own_fault(claim: Claim, reference_digest: str) -> str | None:
+def _own_fault(claim: Claim, reference_digest: str, most_a_round: float) -> str | None:
     if not math.isfinite(claim.weight) or claim.weight < 0:
         return f"weight {claim.weight} is not a finite number of at least 0"
     if not claim.round_weight > 0:
         return f"round_weight {claim.round_weight} must be above 0"
+    if claim.weight > MAX_WEIGHT_ROUNDS * claim.round_weight:
+        return f"weight {claim.weight:.3g} is above {MAX_WEIGHT_ROUNDS} rounds of work of {claim.round_weight:.3g} each"
+    if claim.round_weight > most_a_round:
+        return f"round_weight {claim.round_weight:.3g} is above {_MOST_UNEQUAL:g} times the median worker's"
     if not 0 <= claim.work <= 1 or (claim.weight > 0 and claim.work == 0):
         return f"work {claim.work} must be a share of a round, above 0 for a weight above 0"
     if not math.isfinite(claim.norm):

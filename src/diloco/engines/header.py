@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from math import isnan, nan
 
-from diloco.core.merging import Claim
+from diloco.core.merging import MAX_WEIGHT_ROUNDS, Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
@@ -16,12 +16,13 @@ HEADER_BYTES = _FORMAT.size
 
 
 def pack(key: RoundKey, contribution: Contribution) -> bytes:
+    """A weight above MAX_WEIGHT_ROUNDS rounds of work is told as that: no more of it counts, and a claim is a lie."""
     *report, last_round_seconds = astuple(contribution.report)
     return _FORMAT.pack(
         _MAGIC,
         key.sequence,
         key.fragment,
-        contribution.weight,
+        min(contribution.weight, MAX_WEIGHT_ROUNDS * contribution.round_weight),
         contribution.norm,
         contribution.round_weight,
         contribution.work,

@@ -62,7 +62,7 @@ class Contribution:
     note: bytes = b""
     """What else this worker tells the others with the round; only elastic engines carry it."""
     round_weight: float = inf
-    """The weight of H inner steps: with an elastic engine it bounds `weight` (core.merging.bounded_weights)."""
+    """The weight of H inner steps: with an elastic engine `weight` counts as at most MAX_WEIGHT_ROUNDS of it."""
     work: float = 1.0
     """The inner steps behind it as a share of H, at most 1."""
     merge: Merge = "mean"

@@ -141,18 +141,32 @@ def test_a_contribution_that_is_too_long_is_scaled_and_its_weight_stays_in_the_d
 def test_a_fast_worker_among_slow_ones_is_no_outlier() -> None:
     slow, fast = Claim(50.0, 1.0, round_weight=500.0), Claim(500.0, 8.0, round_weight=500.0)
     assert clipped(slow, slow, slow, fast, ratio=5.0) == {}
-    liar = Claim(5e9, 1e3, round_weight=500.0)  # claims much work to be allowed a large norm
+    liar = Claim(2500.0, 1e3, round_weight=500.0)  # claims much work to be allowed a large norm
     assert clipped(slow, slow, slow, liar, ratio=5.0) == {3: pytest.approx(50.0)}
 
 
-def test_a_weight_counts_up_to_five_rounds_of_the_median_worker() -> None:
-    """An honest worker that missed three rounds is not bounded; one that claims a billion rounds counts as five."""
+def test_a_weight_counts_up_to_five_rounds_of_the_median_worker_or_as_many_as_it_is_known_to_have_missed() -> None:
     claims = [
         Claim(500.0, 1.0, round_weight=500.0),
         Claim(2000.0, 2.0, round_weight=500.0),
-        Claim(1e12, 1.0, round_weight=1e12),
+        Claim(5e4, 1.0, round_weight=1e4),
     ]
     assert decide(range(3), claims, 5.0).weights == (500.0, 2000.0, MAX_WEIGHT_ROUNDS * 500.0)
+    assert decide(range(3), claims, 5.0, rounds=(1, 4, 1)).weights == (500.0, 2000.0, 500.0)
+    assert decide(range(3), claims, 5.0, rounds=(5, 3, 2)).weights == (500.0, 1500.0, 1000.0)
+
+
+def test_the_rounds_of_a_refused_worker_are_not_those_of_the_next_one() -> None:
+    claims = [Claim(math.nan, 1.0, round_weight=1.0), *(Claim(5.0, 1.0, round_weight=1.0) for _ in range(2))]
+    assert decide(range(3), claims, None, rounds=(5, 1, 3)).weights == (1.0, 3.0)
+
+
+def test_a_weight_above_five_rounds_of_work_is_refused_also_if_its_rounds_are_said_to_weigh_as_much() -> None:
+    honest = [Claim(500.0, 1.0, round_weight=500.0)] * 2
+    assert reasons(*honest, Claim(2500.0, 1.0, round_weight=500.0)) == [None] * 3
+    for liar in (Claim(2501.0, 1.0, round_weight=500.0), Claim(1e18, 1.0, round_weight=1e18)):
+        assert [one is None for one in reasons(*honest, liar)] == [True, True, False]
+    assert reasons(honest[0], Claim(1e18, 1.0, round_weight=1e18)) == [None] * 2, "of two, either may be wrong"
 
 
 @pytest.mark.parametrize("round_weight", [math.nan, 0.0, -1.0, -math.inf])

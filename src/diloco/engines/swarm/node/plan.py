@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct, field
 
 from diloco.core.config import Merge
-from diloco.core.merging import diverged
+from diloco.core.merging import MAX_WEIGHT_ROUNDS, diverged
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
@@ -33,6 +33,7 @@ _FEWEST_FOR_NORMS = 4
 
 _MOST = 1 << 53
 Share = Annotated[int, Meta(ge=0, le=1 << 10)]
+Rounds = Annotated[int, Meta(ge=1, le=MAX_WEIGHT_ROUNDS)]
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
@@ -110,8 +111,12 @@ class Plan(PeerMessage, frozen=True, dict=True):
     merge: Merge = "mean"
     shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_WORKERS)] = ()
     """Of each entry in the reduction (rounds/shares.py); () if all have the same one."""
+    rounds: Annotated[tuple[Rounds, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """Of work that each entry counts as at most (membership/missed_rounds.py); () if as one each."""
 
     def __post_init__(self) -> None:
+        if self.rounds and len(self.rounds) != len(self.entries):
+            raise Malformed(f"{len(self.rounds)} rounds of work for {len(self.entries)} entries")
         if self.shares and (len(self.shares) != len(self.entries) or not any(self.shares)):
             raise Malformed(f"{len(self.shares)} shares for {len(self.entries)} entries, or no share at all")
         numbers = [entry.number for entry in self.entries]
@@ -129,7 +134,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def decision(self) -> Decision:
         entries, excluded = self.entries, {offence.number: offence.reason for offence in self.excluded}
         claims = [entry.parsed.claim for entry in entries]
-        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge)
+        rounds = self.rounds or (1,) * len(entries)
+        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
         return replace(decided, refused={**decided.refused, **excluded})
 
     @cached_property

@@ -11,6 +11,7 @@ replaced, process   another process has taken this one's place; and the place of
 version, model      another version of diloco; another model, data, codec or schedule
 term                a leader's term is too far ahead of the last one
 plan                the plan is not one that this worker can follow
+rounds              a worker counts in it as more rounds of work than it has missed, as the asked worker has seen
 malformed           the asked peer cannot read the message
 """
 

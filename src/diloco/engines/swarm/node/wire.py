@@ -11,7 +11,7 @@ import msgspec
 from diloco.engines.swarm.network.transport import Stream, Unreachable
 from diloco.engines.swarm.node import clock
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when peers of two versions would misunderstand each other."""
 
 _LENGTH = struct.Struct("<I")

@@ -68,6 +68,8 @@ class LedRound:
         self.phase = "gathering"
         self.authority = Authority(1, -self._members.status.number)
         self.half_ready_at: float | None = None
+        self._counts_missed = True
+        """Workers that missed rounds count as more than one, unless a worker has seen that they missed none."""
 
     def add(self, entry: Entry, max_norm_ratio: float | None, merge: Merge) -> None:
         """A worker is ready. Raises CallRefused if it trains something else than this one."""
@@ -212,6 +214,7 @@ class LedRound:
             self.plan = Plan(
                 self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
                 terms.max_norm_ratio, terms.merge, self._leader.shares.make(entries),
+                self._outcomes.missed.rounds_of(self.key.fragment, names) if self._counts_missed else (),
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):
@@ -268,6 +271,9 @@ class LedRound:
                     return certificate
                 if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
                     raise SteppedDown("another worker leads it now, or it has ended")
+                if self._counts_missed and any(_code(refusal) == "rounds" for refusal in refusals.values()):
+                    self._counts_missed = False
+                    return Dropped({})
                 if refusals:
                     return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
                 if (problem := await self._judge(plan)) is not None:
@@ -289,7 +295,7 @@ class LedRound:
                 self._heartbeats.suspect(peer, problem)
             except (CallRefused, Malformed) as problem:
                 logger.info("round %d: %s does not take the plan: %s", self.key.sequence, peer, problem)
-                answer = problem if isinstance(problem, CallRefused) and problem.code == "plan" else None
+                answer = problem if _code(problem) in ("plan", "rounds") else None
             if answer is None:
                 await asyncio.sleep(POLL_SECONDS)
         if not isinstance(answer, Done):
@@ -337,3 +343,8 @@ class LedRound:
         if not counted and plan.entry(self._members.me) is None:
             self._outcomes.record_missed(self.key.sequence)
         await asyncio.gather(*commits)
+
+
+def _code(answer: object) -> str | None:
+    """Of a refusal."""
+    return answer.code if isinstance(answer, CallRefused) else None

@@ -16,6 +16,7 @@ from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
+from diloco.engines.swarm.node.membership.missed_rounds import MissedRounds
 from diloco.engines.swarm.node.membership.quorum import Quorum
 from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
@@ -40,6 +41,7 @@ class Outcomes:
         self.check = MeanCheck(self.members, calls, self.liars)
         self.recent = RecentRounds()
         self.quorum = Quorum(self.members)
+        self.missed = MissedRounds()
         self.on_end: Callable[[Agreed], None] = lambda _: None
         self._rounds = 0
         """Rounds whose mean this worker has counted."""
@@ -78,6 +80,7 @@ class Outcomes:
         else:
             self.recent.add(plan, b"", round_.certificate)
         self.quorum.record(Agreed(plan, round_.certificate))
+        self.missed.record(plan.key.fragment, (entry.peer for entry in plan.contributors))
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
             status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens

@@ -96,6 +96,8 @@ class Participant:
             round_.stop_transfer()
             self.rounds.pop(round_.sequence, None)
             status.waiting_round = min(self.rounds, default=-1)
+        if round_.certificate is None:
+            self.outcomes.missed.record(posted.key.fragment, ())
         status.next_round = max(status.next_round, round_.sequence + 1)
         return round_.outcome.result()
 
@@ -177,7 +179,9 @@ class Participant:
             return Done()  # it was offered again, since the first answer was lost
         if plan.authority <= round_.authority:
             return Superseded(round_.authority)
-        self._check_plan(round_, sender, plan)
+        round_.check_plan(plan, sender, self.members.me)
+        if (peer := self.outcomes.missed.find_excess(plan)) is not None:
+            raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
         round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
@@ -190,17 +194,6 @@ class Participant:
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
         return Done()
-
-    def _check_plan(self, round_: Round, sender: str, plan: Plan) -> None:
-        own = plan.entry(self.members.me)
-        if plan.leader != sender:
-            raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}", "plan")
-        if own is None or own.contribution != round_.contribution:
-            raise CallRefused("the plan does not have this worker's header as it was sent", "plan")
-        if (plan.max_norm_ratio, plan.merge) != round_.limits or plan.key != round_.posted.key:
-            raise CallRefused("the plan has another fragment, max_norm_ratio or merge", "plan")
-        if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
-            raise CallRefused("the plan has a worker that trains another model", "plan")
 
     def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
         refusal = self._refusal(sender, commit.sequence, commit.authority)

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundPhases
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs import merkle
@@ -70,6 +71,18 @@ class Round:
     @property
     def contribution(self) -> PresentWorker:
         return PresentWorker(self.number, self.posted.header, self.posted.note, self.root)
+
+    def check_plan(self, plan: Plan, sender: str, me: str) -> None:
+        """Raises CallRefused if the worker `me` cannot follow it in this round."""
+        own = plan.entry(me)
+        if plan.leader != sender:
+            raise CallRefused(f"the plan names {plan.leader} as its leader, not its sender {sender}", "plan")
+        if own is None or own.contribution != self.contribution:
+            raise CallRefused("the plan does not have this worker's header as it was sent", "plan")
+        if (plan.max_norm_ratio, plan.merge) != self.limits or plan.key != self.posted.key:
+            raise CallRefused("the plan has another fragment, max_norm_ratio or merge", "plan")
+        if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
+            raise CallRefused("the plan has a worker that trains another model", "plan")
 
     def stop_transfer(self) -> None:
         if self.task is not None:

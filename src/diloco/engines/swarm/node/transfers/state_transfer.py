@@ -230,6 +230,7 @@ class StateTransfer:
         status.position = max(status.position, fetched.position)
         self.recent.next_to_merge, self._refused_since = fetched.sequence, None
         self.witnesses.forget()
+        self.outcomes.missed.forget()
         for peer in self.members.live():  # the leader must expect this worker at once
             self.heartbeats.beat_soon(peer.name)
 
