@@ -9,14 +9,16 @@
 The inner optimizer stays the user's: learning-rate schedulers, hooks, parameter groups and GradScaler work as before.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.methods.round_lengths import LearningRateCurve
@@ -40,9 +42,7 @@ from diloco.outer.methods.warm_start import WarmStart
 from diloco.outer.rounds import RoundEvent, mean_cosine
 from diloco.outer.tensors.model_tensors import model_tensors
 from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
-from diloco.outer.unfinished import UnfinishedSteps
-
-logger = logging.getLogger(__name__)
+from diloco.outer.unfinished import UnfinishedSteps, warn_of_few_rounds
 
 
 class OuterNumbers:
@@ -97,6 +97,21 @@ class OuterNumbers:
     @on_round.setter
     def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
         self.loop.on_round = function
+
+
+def _wrapped_for_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch wraps an optimizer's step for hooks and the profiler. Here only where there are any: it takes longer than
+    all else in a step without a round."""
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def chosen(self: "DiLoCo", *arguments: Any, **named: Any) -> Any:
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        needed = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled()
+        return (wrapped if needed else step)(self, *arguments, **named)
+
+    setattr(chosen, "hooked", True)  # noqa: B010  torch then adds no wrapper of its own
+    return chosen
 
 
 class DiLoCo(OuterNumbers, torch.optim.Optimizer):
@@ -161,7 +176,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
 
     # The three parts of a step, and the end
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    @_wrapped_for_hooks
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = self.inner_step(closure)
         self.loop.post()
         self.merge()
@@ -264,20 +280,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.loop.finish(early=early, before_confirming=before_confirming)
         self.warm_start.stopping = False
         if not early:
-            self._warn_of_few_rounds()
-
-    def _warn_of_few_rounds(self) -> None:
-        """After one round the outer optimizer has hardly moved: training without DiLoCo is better."""
-        steps, H = self.loop.inner_steps - self.warm_start.steps, self.loop.sync.num_inner_steps
-        if max(self.loop.state.merged_rounds) == 1:
-            logger.warning(
-                "the run ended after %d steps and a single round, since H = %d: the workers have averaged once only, "
-                "which is worse than training on one of them. Choose H for ten rounds or more (H = %d), and for a "
-                "handful of rounds plain averaging: outer=diloco.SGD(lr=1.0)",
-                steps,
-                H,
-                max(1, steps // 10),
-            )
+            warn_of_few_rounds(self.loop.inner_steps - self.warm_start.steps, self.loop)
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import diloco
 from diloco.core.config import SyncConfig
@@ -70,6 +71,31 @@ def test_step_hooks_run_once_a_step_on_both_optimizers() -> None:
         of.register_step_post_hook(lambda *_, name=name: calls.append(f"{name} after"))
     steps(model, optimizer, 0, 3)
     assert calls == ["outer before", "inner before", "inner after", "outer after"] * 3
+
+
+def test_torchs_wrapper_is_around_a_step_only_where_hooks_or_the_profiler_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = net()
+    optimizer = made(model, SyncConfig(2))
+    entered: list[str] = []
+    record = torch.autograd.profiler.record_function
+
+    def counted(name: str) -> Any:
+        entered.append(name)
+        return record(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", counted)
+    steps(model, optimizer, 0, 1)
+    assert "Optimizer.step#DiLoCo.step" not in entered
+    hook = register_optimizer_step_post_hook(lambda of, *_: entered.append(f"after {type(of).__name__}"))
+    steps(model, optimizer, 1, 2)
+    hook.remove()
+    assert "after DiLoCo" in entered
+    assert entered.count("Optimizer.step#DiLoCo.step") == 1
+    with torch.profiler.profile() as seen:
+        steps(model, optimizer, 2, 3)
+    assert any("DiLoCo.step" in one.key for one in seen.key_averages())
 
 
 def test_a_closure_is_evaluated_by_the_inner_optimizer_and_its_loss_returned() -> None:

@@ -1,6 +1,7 @@
 """Overlapped rounds on a CPU: the arithmetic runs in threads beside training, and no bit depends on that."""
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +77,21 @@ def test_the_trainers_thread_neither_encodes_nor_steps_the_anchor(monkeypatch: p
     world.step(14)
     assert world.optimizers[0].loop.rounds > 2
     assert threads == {"diloco-waiting", "diloco-posting"}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+def test_threads_of_rounds_do_not_interrupt_the_trainers_thread_when_they_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: dict[str, int] = {}
+    update = Nesterov.update
+
+    def note(self: Nesterov, *arguments: object) -> None:
+        policies[threading.current_thread().name] = os.sched_getscheduler(0)
+        update(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Nesterov, "update", note)
+    InTurn(1, SYNCS["streaming"]).step(14)
+    assert policies == {"diloco-waiting": os.SCHED_BATCH, "diloco-posting": os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) != os.SCHED_BATCH
 
 
 def test_an_anchor_that_changed_after_the_mean_came_takes_the_step_anew() -> None:

@@ -31,6 +31,7 @@ from diloco.core.merging import num_products
 from diloco.engines.asynchronous.engine import Fixed, Link
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
+from diloco.engines.behind_training import stay_behind_training
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
 from diloco.engines.reduction import decide, run_ends, traffic
@@ -144,6 +145,7 @@ class TorchDistributedEngine(Fixed):
     # The thread
 
     def _work(self) -> None:
+        stay_behind_training()
         while (job := self._jobs.get()) is not None:
             job()
 

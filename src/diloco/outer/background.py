@@ -29,6 +29,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.engines.base import PendingRound
+from diloco.engines.behind_training import stay_behind_training
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.outer.replica import Replica
 from diloco.outer.rounds import Outcome, PendingOutcome
@@ -290,6 +291,7 @@ def _end(thread: threading.Thread, jobs: "queue.SimpleQueue[Callable[[], None] |
 
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]", errors: list[BaseException]) -> None:
+    stay_behind_training()
     while (job := jobs.get()) is not None:
         try:
             job()

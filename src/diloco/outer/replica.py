@@ -272,7 +272,7 @@ class Replica:
 
 def refuse_new_parameters(tensors: ModelTensors, inner_parameters: Iterable[Tensor]) -> None:
     """A parameter that is unfrozen or added after DiLoCo was built would train without being averaged."""
-    known = {id(tensor) for tensor in tensors.averaged.values()}
+    known = tensors.averaged_ids
     added = [tuple(p.shape) for p in inner_parameters if p.requires_grad and id(p) not in known]
     for name, tensor in tensors.equal_at_start.items():
         if tensor.requires_grad:

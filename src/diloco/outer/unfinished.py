@@ -1,8 +1,13 @@
-"""A warning for loops that forget `finish()`: their workers end with different parameters, and no error says so."""
+"""Warnings at the end of a run, where no error says that it went wrong.
+
+A loop without `finish()` leaves its workers with different parameters; a run of a single round has hardly averaged.
+"""
 
 import logging
 import sys
 import weakref
+
+from diloco.outer.loop import OuterLoop
 
 logger = logging.getLogger(__name__)
 
@@ -32,4 +37,17 @@ class UnfinishedSteps:
             "give the Trainer its DiLoCoCallback",
             self._worker,
             self.steps,
+        )
+
+
+def warn_of_few_rounds(steps: int, loop: OuterLoop) -> None:
+    """After one round the outer optimizer has hardly moved: training without DiLoCo is better."""
+    if max(loop.state.merged_rounds) == 1:
+        logger.warning(
+            "the run ended after %d steps and a single round, since H = %d: the workers have averaged once only, "
+            "which is worse than training on one of them. Choose H for ten rounds or more (H = %d), and for a "
+            "handful of rounds plain averaging: outer=diloco.SGD(lr=1.0)",
+            steps,
+            loop.sync.num_inner_steps,
+            max(1, steps // 10),
         )

@@ -14,6 +14,7 @@ it differently still know each other's parameters.
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,11 @@ class ModelTensors:
     @property
     def all(self) -> dict[str, Tensor]:
         return {**self.averaged, **self.averaged_buffers, **self.equal_at_start}
+
+    @cached_property
+    def averaged_ids(self) -> frozenset[int]:
+        """Of the averaged parameters' tensors, which live as long as this object."""
+        return frozenset(id(tensor) for tensor in self.averaged.values())
 
 
 def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensors:
