@@ -66,8 +66,12 @@ class Arm:
     """Workers that turn every outer gradient around before they send it: the wrong direction at an honest norm."""
     absences: tuple[tuple[int, int, int], ...] = ()
     """(worker, first step, end step): takes no steps from the first to before the end. From 0 on: a late joiner."""
+    away: float = 0.0
+    """The probability that a worker is away for a round (H steps), drawn from the seed. One worker always stays."""
     speeds: tuple[float, ...] = ()
     """Relative speed of each worker, 1 the nominal one (default: all 1)."""
+    slow_rounds: tuple[float, ...] = ()
+    """(p, s): with probability p a worker takes a round, or a data-parallel step, at s times its speed."""
     slow: Literal["wait", "fewer_steps"] = "wait"
     """What a speed below 1 means: the others wait in every round, or that worker takes fewer steps in a round."""
     step_seconds: float = 0.1
@@ -124,18 +128,28 @@ class Arm:
         for name, value in given.items():
             if value:
                 raise ConfigError(f"{name} = {value} has no effect with mode data_parallel: leave it out")
-        if self.drop or self.slow != "wait":
-            raise ConfigError("drop and slow = fewer_steps have no effect with mode data_parallel: leave them out")
+        if self.drop or self.away or self.slow != "wait":
+            raise ConfigError(
+                "drop, away and slow = fewer_steps have no effect with mode data_parallel: leave them out"
+            )
 
     def _check_workers(self) -> None:
         if self.speeds and (len(self.speeds) != self.workers or min(self.speeds) <= 0):
             raise ConfigError(f"speeds = {self.speeds} must be {self.workers} numbers above 0, one for each worker")
-        if self.slow == "fewer_steps" and (not self.speeds or max(self.speeds) > 1):
-            raise ConfigError(f"slow = fewer_steps needs speeds of at most 1, and they are {self.speeds}")
+        slow_ones = self.speeds or self.slow_rounds
+        if self.slow == "fewer_steps" and (not slow_ones or max(self.speeds, default=1.0) > 1):
+            raise ConfigError(f"slow = fewer_steps needs speeds of at most 1, or slow_rounds; speeds = {self.speeds}")
+        if self.slow_rounds and not (
+            len(self.slow_rounds) == 2 and 0 < min(self.slow_rounds) <= max(self.slow_rounds) < 1
+        ):
+            raise ConfigError(
+                f"slow_rounds = {self.slow_rounds} must be a probability and a speed, both between 0 and 1"
+            )
         if any(not 1 <= count <= self.workers for count in self.active_workers):
             raise ConfigError(f"active_workers = {self.active_workers} must be from 1 to workers = {self.workers}")
-        if not 0 <= self.drop < 1:
-            raise ConfigError(f"drop = {self.drop} must be at least 0 and below 1")
+        for name in ("drop", "away"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 0 and below 1")
         sync = self.sync_config
         if self.hostile and (self.mode != "diloco" or sync.fragments > 1 or not sync.merges_at_once):
             raise ConfigError(f"hostile = {self.hostile} is for mode diloco with one fragment and without overlap")
@@ -194,7 +208,7 @@ class Arm:
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"an arm has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
         plain = dict(values)
-        for name in ("active_workers", "speeds", "hostile"):
+        for name in ("active_workers", "speeds", "slow_rounds", "hostile"):
             plain[name] = tuple(plain.get(name, ()))
         plain["absences"] = tuple(tuple(one) for one in plain.get("absences", ()))
         return cls(**plain)
@@ -202,8 +216,9 @@ class Arm:
     def key(self) -> str:
         """Twelve hexadecimal digits of everything but the name: equal arms have equal keys."""
         values = {key: value for key, value in self.as_json().items() if key != "name"}
-        if not self.hostile:  # arms that ran before it existed keep their keys
-            del values["hostile"]
+        for name in ("hostile", "away", "slow_rounds"):  # arms that ran before these existed keep their keys
+            if not values[name]:
+                del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

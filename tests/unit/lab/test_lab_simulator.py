@@ -11,6 +11,7 @@ from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.simulation import pretraining, ways
 from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.presence import paces, presence
 from diloco.lab.simulation.replicas import Sequential, Task, fresh, learning_rates
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.stacked import Stacked
@@ -156,6 +157,32 @@ def test_a_slow_worker_takes_fewer_steps_or_lets_the_others_wait(corpus: Corpus)
     assert waiting.utilisation < 0.7 < 0.95 < fewer.utilisation
 
 
+def test_workers_are_away_with_the_probability_and_one_always_stays(corpus: Corpus) -> None:
+    many = arm(workers=5, steps=4 * 400, away=0.3)
+    there = presence(many, 0)
+    rounds = there.reshape(400, 4, 5)
+    assert (rounds == rounds[:, :1]).all()  # for whole rounds
+    assert there.mean() == pytest.approx(0.7, abs=0.05)
+    assert (there == presence(many, 0)).all() and (there != presence(many, 1)).any()
+    assert (presence(arm(workers=2, steps=400, away=0.99, absences=((0, 40, 400),)), 0).sum(1) == 1).mean() > 0.9
+    result = run(corpus, away=0.5)
+    assert [one.contributors for one in result.statistics] == presence(result.arm, 0)[::4].sum(1).tolist() != [3, 3, 3]
+    assert result.tokens == presence(result.arm, 0).sum() * 2 * 8
+
+
+def test_rounds_are_slow_with_the_probability(corpus: Corpus) -> None:
+    sometimes = {"slow_rounds": (0.4, 0.25)}
+    speeds = paces(arm(**sometimes), 0)
+    slow = speeds[::4] < 1
+    assert 0 < slow.sum() < slow.size and set(speeds[speeds < 1]) == {0.25}
+    waiting, fewer = run(corpus, **sometimes), run(corpus, slow="fewer_steps", **sometimes)
+    assert waiting.tokens == 3 * 12 * 2 * 8 and fewer.tokens == (3 * 12 - 3 * slow.sum()) * 2 * 8
+    assert waiting.simulated_seconds == pytest.approx(0.1 * 4 * (3 + 3 * slow.any(1).sum()), rel=0.01)
+    data_parallel = run(corpus, mode="data_parallel", sync={}, **sometimes)
+    by_step = (paces(data_parallel.arm, 0) < 1).any(1).sum()  # each step waits for the slowest
+    assert data_parallel.simulated_seconds == pytest.approx(0.1 * (12 + 3 * by_step), rel=0.01)
+
+
 def test_a_dropped_worker_trains_on_and_the_anchor_is_that_of_the_others(corpus: Corpus) -> None:
     result = run(corpus, drop=0.4, steps=40, batch_size=32)
     assert result.rounds_failed > 0
@@ -232,11 +259,20 @@ def test_data_parallel_multiplies_batch_and_updates(corpus: Corpus) -> None:
         ({"mode": "data_parallel", "drop": 0.1, "sync": {}}, "data_parallel"),
         ({"batch_multiplier": 2}, "data_parallel"),
         ({"absences": ((3, 0, 1),)}, "below 3"),
+        ({"away": 1.0}, "away = 1.0 must be"),
+        ({"mode": "data_parallel", "away": 0.1, "sync": {}}, "away"),
+        ({"slow_rounds": (0.1,)}, "a probability and a speed"),
+        ({"slow": "fewer_steps"}, "or slow_rounds"),
     ],
 )
 def test_an_arm_that_cannot_be_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         arm(**options).model_config(64)
+
+
+def test_a_step_without_any_worker_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match="no worker is there in step 8"):
+        run(corpus, workers=2, absences=((0, 8, 12), (1, 0, 9)))
 
 
 def test_an_unknown_way_to_compute_is_refused(corpus: Corpus) -> None:

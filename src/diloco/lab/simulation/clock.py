@@ -11,18 +11,19 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
 from diloco.lab.arm import Arm
+from diloco.lab.simulation.presence import Paces
 from diloco.network.link import Link
 from diloco.network.utilisation import BACKWARD_SHARE
 
 
 class Clock:
-    """Of all workers of a simulation, in seconds."""
+    """Of all workers of a simulation, in seconds; `paces` is their speed in each step (presence.py)."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: Arm, paces: Paces) -> None:
         self._link: Link = arm.link
-        speeds = arm.speeds or (1.0,) * arm.workers
-        self._step = [arm.step_seconds / speed for speed in speeds]
+        self._paces, self._taken = paces, 0
         self._nominal = arm.step_seconds
+        self._step = [arm.step_seconds] * arm.workers
         self._times = [0.0] * arm.workers
         self._compute = [0.0] * arm.workers
         self._absent = [0.0] * arm.workers
@@ -31,6 +32,8 @@ class Clock:
 
     def take_step(self, working: Sequence[bool], present: Sequence[bool]) -> None:
         """`working`: takes this inner step; `present`: is there at all (a slow worker may be between two steps)."""
+        self._step = [self._nominal / pace for pace in self._paces[self._taken].tolist()]
+        self._taken += 1
         for worker, seconds in enumerate(self._step):
             if working[worker]:
                 self._times[worker] += seconds

@@ -23,7 +23,7 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.simulation.batches import Text
 from diloco.lab.simulation.clock import Clock, round_bytes
-from diloco.lab.simulation.presence import presence, working
+from diloco.lab.simulation.presence import paces, working
 from diloco.lab.simulation.pretraining import beginning
 from diloco.lab.simulation.replicas import Beginning, Replicas, Task, learning_rates
 from diloco.lab.simulation.ways import build
@@ -72,7 +72,7 @@ class _Run:
         self.config = arm.model_config(corpus.vocab_size)
         self.text = Text(corpus, device)
         self.validation = self.text.validation(arm.eval_windows, arm.sequence_length)
-        self.clock = Clock(arm)
+        self.clock = Clock(arm, paces(arm, seed))
         self.curve: list[tuple[int, float]] = []
         self.workers: Workers | None = None
         self.evaluation_seconds = 0.0
@@ -109,7 +109,7 @@ class _Run:
         ]
         places = np.stack(drawn, 1) if arm.mode == "diloco" else np.concatenate(drawn, 1)[:, None]
         rates = learning_rates(arm.inner_config, arm.pretraining_steps, steps, arm.total_steps, self.device)
-        masked = not working(arm, presence(arm)).all()
+        masked = not working(arm, self.seed).all()
         on_device = torch.from_numpy(places).to(self.device)
         return Task(self.config, arm.inner_config, self.text, on_device, rates, masked=bool(masked))
 

@@ -25,8 +25,8 @@ class Workers:
 
     def __init__(self, arm: Arm, seed: int, replicas: Replicas, text: Text, clock: Clock) -> None:
         self.arm, self.replicas, self.clock = arm, replicas, clock
-        self._there = presence(arm)
-        self._working = working(arm, self._there)
+        self._there = presence(arm, seed)
+        self._working = working(arm, seed)
         self._all_work = bool(self._working.all())
         self._step = 0
         self.statistics: list[RoundStatistics] = []
