@@ -11,7 +11,9 @@ from diloco.lab import commands
 from diloco.lab.run_options import RunOptions
 from diloco.lab.runs import print_line
 
-_TYPES: dict[str, Callable[[str], object]] = {"seeds": int, "out": Path, "seconds": float, "processes": int}
+_TYPES: dict[str, Callable[[str], object]] = {
+    "seeds": int, "out": Path, "seconds": float, "processes": int, "save_seconds": float,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DiLoCoError as error:
         print_line(f"error: {error}")
         return 1
+    except KeyboardInterrupt:
+        print_line("error: interrupted")
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("experiments", nargs="*")
         one.add_argument("--all", action="store_true")
         for option in fields(RunOptions):
-            one.add_argument(f"--{option.name}", type=_TYPES.get(option.name, str), default=option.default)
+            one.add_argument(
+                f"--{option.name.replace('_', '-')}", type=_TYPES.get(option.name, str), default=option.default
+            )
     verbs.add_parser("new").add_argument("name")
     report = verbs.add_parser("report")
     report.add_argument("folder", type=Path)

@@ -91,7 +91,8 @@ def _texts(options: RunOptions) -> Texts:
 
 def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions) -> Run:
     device = device_of(options.device)
-    return Run(tuple(tasks), texts, options.folder, device, options.seconds, options.processes, options.how)
+    more = (options.seconds, options.processes, options.how, options.save_seconds)
+    return Run(tuple(tasks), texts, options.folder, device, *more)
 
 
 def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: int, digest: str, say: Say) -> None:

@@ -3,6 +3,7 @@
     lab.json          the scale and the texts of this folder
     results/KEY.json  a finished arm; KEY is made of the arm, the text and the seed
     beginnings/       shared pre-training, kept for the next process (pretraining.py)
+    checkpoints/      arms in progress (simulation/checkpoint.py)
 
 The key says nothing of the experiment: an arm that two experiments share is run once. Nor of the code: an arm that is
 finished stays finished, and the report names all versions of the code that it finds.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, final
 
 STDLIB = "stdlib"
+SAVE_SECONDS = 60.0
 ScaleName = Literal["smoke", "cpu", "gpu"]
 
 
@@ -34,6 +35,8 @@ class RunOptions:
         Arms at a time.
     how
         How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
+    save_seconds
+        Save an arm in progress this often, and on Ctrl-C; inf: on Ctrl-C only.
     """
 
     scale: ScaleName = "smoke"
@@ -45,6 +48,7 @@ class RunOptions:
     seconds: float = math.inf
     processes: int = 1
     how: str = "auto"
+    save_seconds: float = SAVE_SECONDS
 
     @property
     def folder(self) -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from queue import Empty
 from typing import final
@@ -26,10 +27,12 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm
 from diloco.lab.experiment import Experiment
 from diloco.lab.results import ResultFolder, Setting, key_of
-from diloco.lab.run_options import STDLIB
+from diloco.lab.run_options import SAVE_SECONDS, STDLIB
 from diloco.lab.scales import Scale
+from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.domains import DOMAINS, library_domains
 from diloco.lab.simulation.simulator import simulate
+from diloco.lab.stopping import signals_held, stop_on_signals, stop_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -119,40 +122,66 @@ class Run:
     processes: int = 1
     how: str = "auto"
     """How replicas are computed (ways.py)."""
+    save_seconds: float = SAVE_SECONDS
+    """How often an arm in progress is saved."""
 
     def __call__(self, say: Say) -> int:
         """Run what is not finished; the number of tasks that remain."""
         results = ResultFolder(self.folder)
         todo = [task for task in self.tasks if not results.has(task.key)]
+        for task in self.tasks:
+            if results.has(task.key):  # and a run may have ended before its checkpoint was removed
+                self.checkpoint(task).unlink(missing_ok=True)
         if self.processes < 1:
             raise ConfigError(f"--processes {self.processes} must be at least 1")
+        if not self.save_seconds >= 0:
+            raise ConfigError(f"--save-seconds {self.save_seconds} must be at least 0 (inf: on Ctrl-C only)")
         say(f"{len(self.tasks)} arms and seeds, {len(self.tasks) - len(todo)} of them finished already")
         account = _Account([cost(task.arm, self.texts.scale.vocab_size) for task in todo], say)
         ends = time.time() + self.seconds
-        if self.processes == 1:
-            for index, task in enumerate(todo):
-                if time.time() < ends:
-                    account.add(index, _attempt(self, task))
-        else:
-            self._spread(todo, ends, account)
+        with stop_on_signals() as stop:
+            if self.processes == 1:
+                for index, task in enumerate(todo):
+                    if time.time() < ends and not stop():
+                        account.add(index, _attempt(self, task, stop))
+            else:
+                self._spread(todo, ends, account, stop)
+            stopped = stop()
         remaining = sum(not results.has(task.key) for task in self.tasks)
+        if stopped and remaining:
+            say(f"{remaining} remain; what was in progress is saved: run the same command again to continue")
+            raise KeyboardInterrupt
         if account.failures:
             raise DiLoCoError(f"{len(account.failures)} arms failed, the first one: {account.failures[0]}")
         say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
         return remaining
 
-    def _spread(self, todo: list[Task], ends: float, account: "_Account") -> None:
+    def checkpoint(self, task: Task) -> Path:
+        """Where the task is saved while it is in progress."""
+        return self.folder / "checkpoints" / f"{task.key}.safetensors"
+
+    def _spread(self, todo: list[Task], ends: float, account: "_Account", stop: Callable[[], bool]) -> None:
         """Each process takes the next task when it has finished one."""
         context = multiprocessing.get_context("spawn")
-        waiting, outcomes = context.Queue(), context.Queue()
+        waiting, outcomes, stopping = context.Queue(), context.Queue(), context.Event()
         for item in [*enumerate(todo), *[None] * self.processes]:
             waiting.put(item)
-        started = [context.Process(target=_work, args=(self, waiting, outcomes, ends)) for _ in range(self.processes)]
-        for process in started:
-            process.start()
-        while any(process.is_alive() for process in started) or not outcomes.empty():
-            with suppress(Empty):
-                account.add(*outcomes.get(timeout=0.5))
+        given = (self, waiting, outcomes, ends, stopping)
+        started = [context.Process(target=_work, args=given) for _ in range(self.processes)]
+        try:
+            with signals_held():
+                for process in started:
+                    process.start()
+            while any(process.is_alive() for process in started) or not outcomes.empty():
+                if stop():
+                    stopping.set()
+                with suppress(Empty):
+                    account.add(*outcomes.get(timeout=0.5))
+        finally:
+            waiting.cancel_join_thread()  # tasks that were not begun
+            for process in started:
+                if process.is_alive():
+                    process.kill()
         if failed := [process.exitcode for process in started if process.exitcode]:
             raise DiLoCoError(f"{len(failed)} of {len(started)} processes failed (exit code {failed[0]}): see above")
 
@@ -166,7 +195,9 @@ class _Account:
         self.failures: list[str] = []
         self._started = time.monotonic()
 
-    def add(self, index: int, outcome: "_Outcome") -> None:
+    def add(self, index: int, outcome: "_Outcome | None") -> None:
+        if outcome is None:
+            return
         self.done.append(index)
         if outcome.failed:
             self.failures.append(outcome.line)
@@ -182,26 +213,42 @@ class _Outcome:
 
 
 def _work(
-    run: Run, waiting: "Queue[tuple[int, Task] | None]", outcomes: "Queue[tuple[int, _Outcome]]", ends: float
+    run: Run,
+    waiting: "Queue[tuple[int, Task] | None]",
+    outcomes: "Queue[tuple[int, _Outcome | None]]",
+    ends: float,
+    stopping: Event,
 ) -> None:
     """One process: tasks in their order, as long as there is time."""
-    while (item := waiting.get()) is not None:
+    stop = stop_with_parent(stopping)
+    while not stop():
+        try:
+            item = waiting.get(timeout=1.0)
+        except Empty:
+            continue
+        if item is None:
+            return
         if time.time() < ends:
-            outcomes.put((item[0], _attempt(run, item[1])))
+            outcomes.put((item[0], _attempt(run, item[1], stop)))
 
 
-def _attempt(run: Run, task: Task) -> _Outcome:
-    """Run one task and keep its result. An arm that fails is told, and the others go on."""
+def _attempt(run: Run, task: Task, stop: Callable[[], bool]) -> _Outcome | None:
+    """Run one task and keep its result; None if it is to stop before. An arm that fails is told, and others go on."""
     if torch.device(run.device).type == "cpu":
         torch.set_num_threads(run.texts.scale.threads)
     name = f"{task.name}, seed {task.seed}"
+    saving, corpus = Saving(run.checkpoint(task), run.save_seconds, stop), run.texts.open(task.text)
     try:
-        result = simulate(task.arm, task.seed, run.texts.open(task.text), run.device, folder=run.folder, how=run.how)
+        result = simulate(task.arm, task.seed, corpus, run.device, folder=run.folder, how=run.how, saving=saving)
+    except Interrupted:
+        return None
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
         logger.exception("%s failed", name)
         return _Outcome(f"{name}: failed: {str(error)[:300]}", failed=True)
     ResultFolder(run.folder).write(task.key, result)
-    return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}")
+    saving.remove()
+    resumed = f", continued from step {saving.resumed_at}" if saving.resumed_at else ""
+    return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}{resumed}")
 
 
 def print_line(line: str) -> None:

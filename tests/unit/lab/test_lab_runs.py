@@ -165,6 +165,7 @@ def test_both_command_lines_give_the_same_options(monkeypatch: pytest.MonkeyPatc
     asked: list[RunOptions] = []
     monkeypatch.setattr(commands, "run", lambda *given: asked.append(given[1]))
     words = ["run", "t2", "--scale", "cpu", "--seeds", "2", "--out", "here", "--seconds", "9", "--how", "sequential"]
+    words += ["--save-seconds", "5"]
     assert main(words) == 0
     app(["lab", *words], result_action="return_value")
-    assert asked[0] == asked[1] == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential")
+    assert asked[0] == asked[1] == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential", save_seconds=5.0)

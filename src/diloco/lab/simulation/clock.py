@@ -5,7 +5,8 @@ and the link is free, takes as long as its bytes, and a worker that merges it be
 steps in a worker's time is its utilisation. Encoding and outer steps cost nothing here, and neither does evaluation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.header import HEADER_BYTES
@@ -14,6 +15,8 @@ from diloco.lab.arm import Arm
 from diloco.lab.simulation.presence import Paces
 from diloco.network.link import Link
 from diloco.network.utilisation import BACKWARD_SHARE
+
+_SAVED = ("taken", "times", "compute", "absent", "link_free")
 
 
 class Clock:
@@ -57,6 +60,15 @@ class Clock:
         hidden = BACKWARD_SHARE * max(self._step)
         waited = max(0.0, self._link.round_seconds(num_bytes, num_bytes) - hidden) if num_bytes else 0.0
         self._times = [slowest + waited] * len(self._times)
+
+    def saved(self) -> dict[str, Any]:
+        """What `load` goes on from."""
+        return {name: getattr(self, f"_{name}") for name in _SAVED} | {"ends": list(self._ends.items())}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        for name in _SAVED:
+            setattr(self, f"_{name}", saved[name])
+        self._ends = dict(saved["ends"])
 
     @property
     def seconds(self) -> float:

@@ -76,6 +76,14 @@ class Replicas(ABC):
         """The next inner step of all replicas, or of the active ones; the others stay as they are."""
 
     @abstractmethod
+    def memory(self) -> dict[str, Tensor]:
+        """All tensors that a step changes, as they are, by name."""
+
+    @abstractmethod
+    def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
+        """Go on after so many steps, with what `memory` was then; models and inner optimizers stay the same objects."""
+
+    @abstractmethod
     def saved(self) -> Beginning:
         """Replica 0 with its inner optimizer's state, copied."""
 
@@ -126,6 +134,24 @@ class Sequential(Replicas):
             inner.step()
             self.losses[step, worker] = loss.detach()
         self._step += 1
+
+    def memory(self) -> dict[str, Tensor]:
+        found = {"losses": self.losses}
+        for worker, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
+            for name, parameter in model.named_parameters():
+                state = {"parameters": parameter.detach()} | inner.state.get(parameter, {})
+                found |= {f"{worker}/{kind}/{name}": tensor for kind, tensor in state.items()}
+        return found
+
+    def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
+        self.losses.copy_(saved["losses"])
+        for worker, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
+            kinds = {label.split("/")[1] for label in saved if label.startswith(f"{worker}/")} - {"parameters"}
+            for name, parameter in model.named_parameters():
+                parameter.detach().copy_(saved[f"{worker}/parameters/{name}"])
+                labels = {kind: f"{worker}/{kind}/{name}" for kind in kinds}
+                inner.state[parameter] = {kind: saved[label] for kind, label in labels.items() if label in saved}
+        self._step = steps
 
     def saved(self) -> Beginning:
         model, inner = self.models[0], self.inners[0]

@@ -1,8 +1,8 @@
 """One arm with one seed: k workers on one device, with the very core, schedule, codecs and outer optimizers of a swarm.
 
 The workers are taken in turn in one process over the local engine: an inner step of all (replicas.py), then `post` for
-all, then `merge` for all. The curve is that of the outer parameters. An arm is short: it is not saved on the way, and
-one that was interrupted starts again from the shared beginning, which is kept (pretraining.py).
+all, then `merge` for all. The curve is that of the outer parameters. An arm is saved on the way if it is told where
+(checkpoint.py); one that is interrupted in the shared beginning begins that again (pretraining.py).
 """
 
 import os
@@ -22,6 +22,7 @@ from diloco.data.corpus import Corpus
 from diloco.engines.worker_ranks import ALONE
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.checkpoint import Interrupted, Saving, State, fitting
 from diloco.lab.simulation.clock import Clock, round_bytes
 from diloco.lab.simulation.presence import paces, working
 from diloco.lab.simulation.pretraining import beginning
@@ -44,12 +45,14 @@ def simulate(
     folder: Path | None = None,
     on_progress: OnProgress | None = None,
     how: str = "auto",
+    saving: Saving | None = None,
 ) -> ArmResult:
     """Train the arm and measure it. `folder`: the lab folder, which keeps what the next process needs as well.
 
     `how`: how the replicas are computed (ways.py): auto, sequential, stacked or "stacked N".
+    `saving`: where and when to save the arm in progress; it goes on from what was saved there.
     """
-    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how, folder)
+    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how, folder, saving)
     with _fast_matrices(run.device):
         run.begin()
         run.train()
@@ -66,8 +69,11 @@ class _Run:
         on_progress: OnProgress | None,
         how: str,
         folder: Path | None,
+        saving: Saving | None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.saving = folder, saving
+        self.first_step = 0
+        """Steps that an earlier process has taken."""
         self.arm, self.seed, self.corpus, self.device, self.how = arm, seed, corpus, device, how
         self.config = arm.model_config(corpus.vocab_size)
         self.text = Text(corpus, device)
@@ -91,12 +97,19 @@ class _Run:
         self.replicas = self._build(self._task(), start)
         if self.arm.mode == "diloco":
             self.workers = Workers(self.arm, self.seed, self.replicas, self.text, self.clock)
+        if self.saving is not None:
+            self.fits = fitting(self.arm, self.seed, self.corpus.digest, self.replicas.how, self.device)
+            if (saved := self.saving.read(self.fits, self.device)) is not None:
+                self._load(saved)
+                self.saving.resumed_at = self.first_step
 
     def _build(self, task: Task, start: Beginning) -> Replicas:
         return build(task, start, self.how, self.folder)
 
     def _pretrained(self, step: int) -> None:
         self._tell("pretraining", step, self.arm.pretraining_steps)
+        if self.saving is not None and self.saving.stop():
+            raise Interrupted
 
     def _task(self) -> Task:
         """Each worker's windows; data-parallel, those of all workers are one batch."""
@@ -119,8 +132,9 @@ class _Run:
         arm = self.arm
         steps = arm.steps * arm.updates_multiplier
         due = self._evaluation_steps(steps)
-        self._evaluate(0)
-        for step in range(1, steps + 1):
+        if not self.first_step:
+            self._evaluate(0)
+        for step in range(self.first_step + 1, steps + 1):
             if self.workers is not None:
                 self.workers.take_step()
             else:
@@ -135,10 +149,37 @@ class _Run:
                 self._wait()
                 self.timed, self.evaluation_seconds = time.monotonic(), 0.0
             self._tell("training", step, steps)
+            if self.saving is not None and step < steps and self.saving.due():
+                self._save(step, self.saving)
 
     def _timed_from(self, steps: int) -> int:
-        """The speed is that of the steps after the first round, in which the step was compiled."""
-        return min(self.arm.sync_config.num_inner_steps if self.workers is not None else 10, (steps + 1) // 2)
+        """The speed is that of the steps after this process's first round, in which the step was compiled."""
+        first_round = self.arm.sync_config.num_inner_steps if self.workers is not None else 10
+        return self.first_step + min(first_round, (steps - self.first_step + 1) // 2)
+
+    def _save(self, step: int, saving: Saving) -> None:
+        self._wait()
+        tensors = {f"replicas/{name}": tensor for name, tensor in self.replicas.memory().items()}
+        seconds = time.monotonic() - self.started
+        numbers = {"step": step, "seconds": seconds, "curve": self.curve, "clock": self.clock.saved()}
+        if self.workers is not None:
+            state = self.workers.saved()
+            if state is None:
+                return  # after the next step, perhaps
+            tensors |= {f"workers/{name}": tensor for name, tensor in state.tensors.items()}
+            numbers |= state.numbers
+        saving.write(State(tensors, numbers), self.fits)
+        if saving.stop():
+            raise Interrupted
+
+    def _load(self, saved: State) -> None:
+        numbers = saved.numbers
+        self.first_step, self.started = numbers["step"], time.monotonic() - numbers["seconds"]
+        self.curve = [(step, loss) for step, loss in numbers["curve"]]
+        self.clock.load(numbers["clock"])
+        self.replicas.load(saved.under("replicas/"), self.first_step)
+        if self.workers is not None:
+            self.workers.load(State(saved.under("workers/"), numbers), self.first_step)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -202,6 +202,19 @@ class Stacked(Replicas):
         for stack in self.stacks:
             pool = stack.step(pool)
 
+    def memory(self) -> dict[str, Tensor]:
+        found = {"losses": self.losses}
+        for number, stack in enumerate(self.stacks):
+            changed = [stack.flat, stack.counter, *stack.inner.memory]
+            found |= {f"{number}/{index}": tensor for index, tensor in enumerate(changed)}
+        return found
+
+    def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
+        """In place: parameters and inner states are views of this memory, and so is what a CUDA graph reads."""
+        del steps  # each stack's counter has it
+        for name, tensor in self.memory().items():
+            tensor.copy_(saved[name])
+
     def saved(self) -> Beginning:
         stack = self.stacks[0]
         parameters = {name: view.clone() for name, view in stack.layout.views(stack.flat[0]).items()}

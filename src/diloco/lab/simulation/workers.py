@@ -1,9 +1,10 @@
 """The workers of a simulation: k DiLoCo optimizers over the local engine, taken in turn."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, pstdev
 
 import torch
+from torch import Tensor
 
 from diloco.core.config import FaultsConfig
 from diloco.core.merging import cosines
@@ -13,11 +14,13 @@ from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
 from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.checkpoint import State
 from diloco.lab.simulation.clock import Clock, round_bytes
 from diloco.lab.simulation.presence import presence, working
 from diloco.lab.simulation.replicas import Replicas
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
+from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
 
 
 class Workers:
@@ -72,6 +75,34 @@ class Workers:
     def newest(self) -> int:
         """A worker that has merged the most rounds: its anchor is the run's."""
         return max(range(self.arm.workers), key=lambda worker: self.optimizers[worker].rounds)
+
+    def saved(self) -> State | None:
+        """All but the replicas' memory, between two steps; rounds in flight are settled and stay unmerged.
+
+        None: a round has gone wrong for a worker, and it will have mended that after its next one.
+        """
+        for optimizer in self.optimizers:
+            optimizer.loop.settle()
+        if any(optimizer.loop.unsavable() for optimizer in self.optimizers):
+            return None
+        tensors: dict[str, Tensor] = {}
+        numbers = []
+        for worker, optimizer in enumerate(self.optimizers):
+            pieces, counted = optimizer.loop.saved()
+            tensors |= {f"{worker}/{name}": tensor.cpu() for name, tensor in as_tensors(pieces).items()}
+            numbers.append(counted | {"codec_errors": optimizer.loop.replica.lanes[0].codec_errors})
+        rows = [asdict(row) for row in self.statistics]
+        return State(tensors, {"workers": numbers, "statistics": rows, "bytes_sent": self.bytes_sent})
+
+    def load(self, saved: State, step: int) -> None:
+        """Go on after this step; the replicas' memory has been loaded."""
+        self._step, self.bytes_sent = step, saved.numbers["bytes_sent"]
+        self.statistics = [RoundStatistics(**row) for row in saved.numbers["statistics"]]
+        for worker, (optimizer, counted) in enumerate(zip(self.optimizers, saved.numbers["workers"], strict=True)):
+            memory, loaded = optimizer.loop.memory_to_load(counted)
+            copy_into(memory, saved.under(f"{worker}/"))
+            loaded()
+            optimizer.loop.replica.lanes[0].codec_errors[:] = counted["codec_errors"]
 
     def take_step(self) -> None:
         there, at_work = self._there[self._step].tolist(), self._working[self._step].tolist()

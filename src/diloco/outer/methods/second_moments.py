@@ -68,7 +68,7 @@ class SecondMoments:
         found, betas = [], self._betas()
         for parameter, end in zip(self._parameters, self._ends, strict=True):
             state: Mapping[str, Any] = self._inner.state.get(parameter, {})
-            if "exp_avg_sq" in state:
+            if "exp_avg_sq" in state and float(state["step"]) > 0:
                 correction = 1.0 - betas[parameter] ** float(state["step"])
                 found.append((flat[end - parameter.numel() : end], state["exp_avg_sq"], correction))
         return found

@@ -1,0 +1,180 @@
+"""An arm in progress is saved, and goes on from there with the same bits."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.data.corpus import Corpus
+from diloco.errors import ConfigError
+from diloco.lab import runs, scales
+from diloco.lab.arm import Arm, ArmResult, Progress
+from diloco.lab.results import ResultFolder
+from diloco.lab.runs import Run, Task, Texts
+from diloco.lab.simulation import checkpoint
+from diloco.lab.simulation.checkpoint import Interrupted, Saving
+from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.synthetic import synthetic_corpus
+
+MODEL = {
+    "hidden_size": 8, "intermediate_size": 16, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+    "tie_embeddings": True,
+}  # fmt: skip
+CLASSIC: dict[str, Any] = {"pretraining_steps": 2}
+LATE: dict[str, Any] = {
+    "sync": {"num_inner_steps": 4, "codec": "e3m0", "fragments": 2, "overlap_steps": 1, "error_feedback": True},
+    "drop": 0.3, "absences": ((1, 4, 8),), "away": 0.3, "slow_rounds": (0.4, 0.5), "slow": "fewer_steps",
+}  # fmt: skip
+DATA_PARALLEL: dict[str, Any] = {"mode": "data_parallel", "sync": {}, "slow_rounds": (0.4, 0.5)}
+MOMENTS: dict[str, Any] = {
+    "sync": {"num_inner_steps": 4, "codec": "fp16", "second_moment_every": 2}, "active_workers": (1, 3)
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return synthetic_corpus(tmp_path_factory.mktemp("lab") / "corpus", 32, 4000, shards=2)
+
+
+def arm(**options: Any) -> Arm:
+    usual: dict[str, Any] = {
+        "model": MODEL, "workers": 3, "steps": 14, "batch_size": 1, "sequence_length": 4, "eval_points": 3,
+        "eval_windows": 4, "inner": {"lr": 1e-2}, "sync": {"num_inner_steps": 4, "codec": "fp32"},
+    }  # fmt: skip
+    return Arm("test", **usual | options)
+
+
+def same(a: ArmResult, b: ArmResult) -> bool:
+    """Everything but how long this computer took."""
+    no_time: dict[str, Any] = {"seconds": 0.0, "replica_step_seconds": 0.0}
+    return replace(a, **no_time) == replace(b, **no_time)
+
+
+def interrupted(one: Arm, corpus: Corpus, path: Path, step: int, how: str, seed: int = 0) -> None:
+    """Ends after this step, counted from the beginning of the arm."""
+    taken = 0
+
+    def on_progress(told: Progress) -> None:
+        nonlocal taken
+        taken = told.step if told.phase == "training" else 0
+
+    saving = Saving(path, stop=lambda: taken == step)
+    with pytest.raises(Interrupted):
+        simulate(one, seed, corpus, "cpu", how=how, on_progress=on_progress, saving=saving)
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "stops"),
+    [
+        (CLASSIC, "stacked", (3, 8)),
+        (CLASSIC, "sequential", (4,)),
+        (LATE, "stacked 2", (2, 6, 12)),
+        (LATE, "sequential", (7,)),
+        (DATA_PARALLEL, "stacked", (5,)),
+        (DATA_PARALLEL, "sequential", (5,)),
+        (MOMENTS, "stacked", (9,)),
+    ],
+    ids=lambda one: next((name for name, value in globals().items() if value is one and name.isupper()), str(one)),
+)
+def test_an_interrupted_arm_gives_the_result_of_one_that_was_not(
+    corpus: Corpus, tmp_path: Path, options: dict[str, Any], how: str, stops: tuple[int, ...]
+) -> None:
+    one, path = arm(**options), tmp_path / "arm.safetensors"
+    expected = simulate(one, 0, corpus, "cpu", how=how)
+    for step in stops:
+        interrupted(one, corpus, path, step, how)
+    saving = Saving(path)
+    found = simulate(one, 0, corpus, "cpu", how=how, saving=saving)
+    assert saving.resumed_at == stops[-1]
+    assert same(found, expected)
+
+
+def test_saving_on_the_way_changes_nothing(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_SHARE_OF_TIME", math.inf)
+    saving, saved = Saving(tmp_path / "arm.safetensors", seconds=0.0), list[int]()
+    monkeypatch.setattr(saving, "write", lambda state, _: saved.append(state.numbers["step"]))
+    found = simulate(arm(**LATE), 0, corpus, "cpu", how="stacked", saving=saving)
+    assert saved == list(range(1, 14))
+    assert same(found, simulate(arm(**LATE), 0, corpus, "cpu", how="stacked"))
+
+
+def test_a_checkpoint_of_other_code_or_a_damaged_one_is_told_and_not_used(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, expected = tmp_path / "arm.safetensors", simulate(arm(), 0, corpus, "cpu", how="stacked")
+    for harm, told in (("code", "is of another code"), ("seed", "is of another seed"), ("bytes", "cannot be read")):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            if harm == "code":
+                patch.setattr(checkpoint, "code_version", lambda: "another")
+            interrupted(arm(), corpus, path, 5, "stacked", seed=int(harm == "seed"))
+        if harm == "bytes":
+            path.write_bytes(path.read_bytes()[:-10])
+        saving = Saving(path)
+        assert same(simulate(arm(), 0, corpus, "cpu", how="stacked", saving=saving), expected)
+        assert saving.resumed_at == 0
+        assert told in caplog.text and "the arm begins anew" in caplog.text
+
+
+def test_an_arm_whose_checkpoint_cannot_be_written_goes_on(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    saving = Saving(tmp_path / "file" / "arm.safetensors", seconds=0.0)
+    assert simulate(arm(steps=4), 0, corpus, "cpu", how="stacked", saving=saving).rounds == 1
+    assert "the arm in progress cannot be saved" in caplog.text
+
+
+def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "open_text", lambda *_: corpus)
+    tasks = (Task("a-0", "first", arm(), 0, "text"), Task("b-0", "second", arm(outer={"lr": 0.3}), 0, "text"))
+    handler, said = signal.getsignal(signal.SIGINT), list[str]()
+
+    def press(told: Progress) -> None:
+        if told.arm == "test" and told.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def run(folder: str) -> int:
+        (tmp_path / folder / "results").mkdir(parents=True, exist_ok=True)
+        whole = Run(tasks, Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
+        return whole(said.append)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "simulate", partial(simulate, on_progress=press))
+        with pytest.raises(KeyboardInterrupt):
+            run("out")
+    assert "2 remain; what was in progress is saved" in said[-1]
+    assert signal.getsignal(signal.SIGINT) is handler
+    [left] = (tmp_path / "out" / "checkpoints").iterdir()
+    assert run("out") == 0
+    assert [line for line in said if "continued from step 5" in line and "first" in line]
+    assert not left.exists()
+    assert run("other") == 0
+    for key in ("a-0", "b-0"):
+        found, expected = (ResultFolder(tmp_path / one).read(key) for one in ("out", "other"))
+        assert found is not None and expected is not None and same(found.result, expected.result)
+
+
+def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Path) -> None:
+    results = ResultFolder(tmp_path)
+    (tmp_path / "results").mkdir()
+    results.write("a-0", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
+    run = Run((Task("a-0", "", arm(), 0, "text"),), Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
+    left = run.checkpoint(run.tasks[0])
+    left.parent.mkdir()
+    left.write_text("")
+    assert run(lambda _: None) == 0
+    assert not left.exists()
+
+
+def test_a_bad_interval_is_refused() -> None:
+    run = Run((), Texts("", "", scales.SCALES["smoke"]), Path("none"), "cpu", save_seconds=math.nan)
+    with pytest.raises(ConfigError, match="--save-seconds nan must be at least 0"):
+        run(lambda _: None)
