@@ -5,16 +5,28 @@
     python benchmarks/schedules.py --first 17 --seeds 1 --shrink
 
 What each schedule must end with is in tests/support/swarm/schedules.py. A seed that fails is printed with its faults;
-`--shrink` leaves out faults as long as it still fails.
+`--shrink` leaves out faults as long as it still fails. A hundred seeds or more leave results/schedules-*.json.
 """
 
 import argparse
 import logging
+import multiprocessing
+import os
 import sys
+import tempfile
 import time
+from functools import partial
+from pathlib import Path
+
+import torch
 
 import search_path  # noqa: F401  `support` of the tests
+from measuring import write_results
 from support.swarm import schedules
+
+_IN_MEMORY = Path("/dev/shm")
+"""Run folders are small, and written with fsync: on a disk a schedule would mostly wait for that."""
+_TOLD_EVERY = 100
 
 
 def shrink(seed: int, lie: str) -> schedules.Ended:
@@ -29,34 +41,63 @@ def shrink(seed: int, lie: str) -> schedules.Ended:
     return ended
 
 
+def lie_of(seed: int) -> str:
+    return schedules.LIES[seed % len(schedules.LIES)]
+
+
+def begin(folder: str) -> None:
+    """In each process."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    tempfile.tempdir = folder
+
+
+def ended(seed: int, lies: bool, shrinking: bool) -> schedules.Ended:
+    lie = lie_of(seed) if lies else ""
+    told = schedules.run(seed, lie=lie)
+    return shrink(seed, lie) if told.problems() and shrinking else told
+
+
+def tell(told: schedules.Ended, lies: bool) -> None:
+    liar = f" (the last one lies: {lie_of(told.seed)})" if lies else ""
+    print(f"seed {told.seed}, {told.workers} workers{liar}:", *told.problems(), sep="\n  ")
+    print(*told.faults, sep="\n  ", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--shrink", action="store_true", help="leave out faults of a schedule that fails")
     parser.add_argument("--lies", action="store_true", help="one worker lies, another way for each seed")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
     given = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    started, failed, settled, after = time.monotonic(), 0, list[float](), list[int]()
-    for seed in range(given.first, given.first + given.seeds):
-        lie = schedules.LIES[seed % len(schedules.LIES)] if given.lies else ""
-        ended = schedules.run(seed, lie=lie)
-        settled.append(ended.settled_seconds)
-        after.append(ended.rounds_after)
-        if ended.problems():
-            failed += 1
-            ended = shrink(seed, lie) if given.shrink else ended
-            print(
-                f"seed {seed}, {ended.workers} workers {lie and f'(the last one lies: {lie})'}:",
-                *ended.problems(),
-                sep="\n  ",
-            )
-            print(*ended.faults, sep="\n  ", flush=True)
+    started, failed, settled, after = time.monotonic(), list[int](), list[float](), list[int]()
+    seeds = range(given.first, given.first + given.seeds)
+    with (
+        tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder,
+        multiprocessing.Pool(given.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
+    ):
+        runs = pool.imap_unordered(partial(ended, lies=given.lies, shrinking=given.shrink), seeds)
+        for number, told in enumerate(runs, 1):
+            settled.append(told.settled_seconds)
+            after.append(told.rounds_after)
+            if told.problems():
+                failed.append(told.seed)
+                tell(told, given.lies)
+            if number % _TOLD_EVERY == 0:
+                print(f"{number} of {given.seeds}, {len(failed)} failed", flush=True)
+    seconds, median = time.monotonic() - started, sorted(after)[len(after) // 2]
     print(
-        f"{given.seeds} schedules, {failed} failed; all workers were in a round {max(settled):.1f} s after the last "
-        f"fault at the latest, in most cases after {sorted(after)[len(after) // 2]} rounds "
-        f"(at most {max(after)}); {time.monotonic() - started:.0f} s"
+        f"{given.seeds} schedules, {len(failed)} failed; all workers were in a round {max(settled):.1f} s after the "
+        f"last fault at the latest, in most cases after {median} rounds (at most {max(after)}); {seconds:.0f} s"
     )
+    if given.seeds < _TOLD_EVERY:
+        return 1 if failed else 0
+    told_of = {"first": given.first, "seeds": given.seeds, "lies": given.lies, "failed": sorted(failed)}
+    late = {"latest_seconds": max(settled), "median_rounds": median, "most_rounds": max(after)}
+    name = "schedules-lies" if given.lies else "schedules"
+    print(f"written: {write_results(name, told_of | late | {'seconds': seconds}).name}")
     return 1 if failed else 0
 
 
