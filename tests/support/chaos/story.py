@@ -39,6 +39,8 @@ class Lives:
     """Honest ones that were not killed: they must come to the end."""
     replaced: frozenset[str] = frozenset()
     """Those whose place a copy has taken while they were frozen: they must end, and say why."""
+    greedy: frozenset[str] = frozenset()
+    """Those that claim more work than they did. No rule forbids it; they count as others do."""
 
 
 class Chronicle:
@@ -112,7 +114,7 @@ class Chronicle:
         Work that was refused (a norm too far above the others') may be missing; no work is there twice.
         """
         faults = []
-        for life in {line["life"] for line in self.of("start")} - lives.liars:
+        for life in {line["life"] for line in self.of("start")} - lives.liars - lives.greedy:
             told, refused = 0.0, False
             for line in self.of("round", frozenset([life])):
                 number, work = str(line["number"]), float(line["work"])

@@ -6,7 +6,6 @@ a round, and takes what it can get. `intrude` tells what it got, which must be n
 
 import asyncio
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
@@ -30,15 +29,16 @@ def intrude(settings: Settings, pipe: Connection, task: Task, run: str, addresse
     """A line "error" with what it was told, or a line "start" if any worker gave it anything."""
     del pipe
     story = Story(task)
-    got, refusals = asyncio.run(_attempts(Path(settings.folder), run, addresses))
+    got, refusals = asyncio.run(_attempts(settings, run, addresses))
     if got:
         story.tell("start", number=-1, sequence=-1, digest="", got=got)
     if refusals:
         story.tell("error", error="CallRefused", text=refusals[0], refusals=len(refusals))
 
 
-async def _attempts(folder: Path, run: str, addresses: list[str]) -> tuple[list[str], list[str]]:
-    transport = await P2pdTransport.create(folder / "stranger.key", protocol_of(run), ListenConfig("127.0.0.1", None))
+async def _attempts(settings: Settings, run: str, addresses: list[str]) -> tuple[list[str], list[str]]:
+    listen = ListenConfig(settings.host, None)
+    transport = await P2pdTransport.create(settings.path("stranger.key"), protocol_of(run), listen)
     got: list[str] = []
     refusals: list[str] = []
 

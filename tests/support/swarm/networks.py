@@ -3,17 +3,20 @@
 They are network namespaces, which need root, iproute2 and nftables. `missing()` says what this machine lacks.
 """
 
+import ctypes
 import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 _numbers = itertools.count()
 REQUIRED = "DILOCO_REQUIRE_NETNS"
 """If this is set (CI does), a test that cannot run here fails instead of being skipped."""
+_CLONE_NEWNET = 0x40000000
 _REMEDY = "apt-get install iproute2 nftables, and run the tests as root"
 
 
@@ -131,6 +134,23 @@ class Internet:
             shape = ("tbf", "rate", rate, "burst", "16kb", "latency", "400ms")
             self._in(where, "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
+    def cut(self, sides: Sequence[Sequence[str]]) -> None:
+        """Machines of one side drop all packets from those of another, until `heal`."""
+        for side in sides:
+            others = [f"5.5.5.{self._lines[name]}" for rest in sides if rest is not side for name in rest]
+            hook = "type filter hook input priority filter"
+            rules = f"table ip cut {{\n chain in {{\n {hook}; ip saddr {{ {', '.join(others)} }} drop;\n }}\n }}\n"
+            for name in side:
+                _run("ip", "netns", "exec", self._full(name), "nft", "-f", "-", input=rules)
+
+    def heal(self, sides: Sequence[Sequence[str]]) -> None:
+        for name in (name for side in sides for name in side):
+            self._in(name, "nft", "delete", "table", "ip", "cut")
+
+    def namespace(self, name: str) -> str:
+        """For `enter`."""
+        return f"/run/netns/{self._full(name)}"
+
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on that machine."""
         return ["ip", "netns", "exec", self._full(name), *command]
@@ -139,6 +159,13 @@ class Internet:
         for name in reversed(self._names):
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "del", self._full(name))
+
+
+def enter(namespace: str) -> None:
+    """From here on this process, and what it starts, is on that machine."""
+    with Path(namespace).open() as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
 
 
 def _run(*command: str, **options: Any) -> None:

@@ -21,6 +21,7 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from support.forks import context
+from support.swarm.networks import Internet, enter
 
 _DAY_SECONDS = 86_400.0
 _START_SECONDS = 200.0
@@ -37,10 +38,12 @@ class Died(Exception):
 class Worker:
     """One trainer process; `folder` is its machine's run folder. It runs `work(settings, pipe, *arguments)`."""
 
-    def __init__(self, folder: Path, settings: Settings, work: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, folder: Path, settings: Settings, work: Callable[..., None], *arguments: Any, namespace: str | None = None
+    ) -> None:
         self.folder, self.settings = folder, settings
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(work, settings, theirs, arguments))
+        self.process = context.Process(target=_run, args=(work, settings, theirs, arguments, namespace))
         self.process.start()
         theirs.close()
 
@@ -132,11 +135,14 @@ class Worker:
 
 
 class Workers:
-    """All workers of one run. `settings`: what all have in common."""
+    """All workers of one run. `settings`: what all have in common. `net`: each machine is one in it; else all are at
+    127.0.0.1.
+    """
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.key = folder, RunKey.create()
+    def __init__(self, folder: Path, net: Internet | None = None, **settings: Any) -> None:
+        self.folder, self.key, self.net = folder, RunKey.create(), net
         self._settings = {"host": "127.0.0.1", **settings}
+        self._hosts: dict[str, str] = {}
         self.all: list[Worker] = []
 
     def addresses(self) -> list[str]:
@@ -149,8 +155,13 @@ class Workers:
         swarm = machine / "swarm"
         text = invite(self.key, self.addresses()[-4:], _DAY_SECONDS, time.time()).text()
         write_private(swarm / INVITATION_FILE, text)
-        settings = Settings(str(swarm), "worker-0", founder=not self.all, label=name, **self._settings)
-        worker = Worker(machine, settings, work, *arguments)
+        namespace = None
+        if self.net is not None:
+            self._hosts[name] = self._hosts.get(name) or self.net.public(name)
+            namespace = self.net.namespace(name)
+        there = self._settings | ({"host": self._hosts[name]} if self.net is not None else {})
+        settings = Settings(str(swarm), "worker-0", founder=not self.all, label=name, **there)
+        worker = Worker(machine, settings, work, *arguments, namespace=namespace)
         self.all.append(worker)
         return worker
 
@@ -174,9 +185,13 @@ class Workers:
         self.close()
 
 
-def _run(work: Callable[..., None], settings: Settings, pipe: Connection, arguments: tuple[Any, ...]) -> None:
+def _run(
+    work: Callable[..., None], settings: Settings, pipe: Connection, arguments: tuple[Any, ...], namespace: str | None
+) -> None:
     import torch
 
+    if namespace is not None:
+        enter(namespace)
     torch.set_num_threads(1)
     try:
         work(settings, pipe, *arguments)

@@ -1,0 +1,49 @@
+"""What a chaos run (chaos.py) does to its workers, and when: drawn from a seed before it begins."""
+
+import random
+from dataclasses import dataclass
+
+MOST_LOSS = 1.021
+"""Times the calm run's."""
+FEWEST_ROUNDS = 16
+_CERTAIN = [
+    *("nan", "huge", "greedy", "join", "stranger", "copy", "kill the first"),
+    *("freeze and copy", "freeze and thaw", "kill", "return", "sidecar", "sleep", "cut"),
+]
+_MORE = [
+    *("kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "freeze and copy"),
+    *("liar returns", "sleep", "cut", "cut"),
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: int
+    seed: int
+    lost_seconds: float
+    step_seconds: float
+    workers: int = 4
+    every: int = 3
+    """Rounds between two deeds."""
+    round_seconds: float = 60.0
+    """A round that takes longer is a hang."""
+    most_loss: float = MOST_LOSS
+
+    def deeds(self) -> dict[int, list[str]]:
+        """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
+        chance = random.Random(self.seed)
+        quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
+        slots = list(range(0, self.rounds - quiet, self.every))
+        kinds = _CERTAIN + chance.choices(_MORE, k=max(0, len(slots) - len(_CERTAIN)))
+        deeds: dict[int, list[str]] = {}
+        for index, kind in enumerate(kinds):
+            deeds.setdefault(slots[index % len(slots)], []).append(kind)
+        return deeds
+
+
+def short(seed: int) -> Plan:
+    """Fewer rounds, and a lost worker is found out sooner.
+
+    A deed a round in the first sixteen rounds costs more than it does over sixty: the loss may be further off.
+    """
+    return Plan(FEWEST_ROUNDS, seed, lost_seconds=2.0, step_seconds=0.07, every=1, most_loss=1.15)
