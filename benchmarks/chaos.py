@@ -50,7 +50,6 @@ class Outcome:
 
 def outcome(plan: Plan, folder: Path, *, loopback: bool) -> Outcome:
     """The whole run, and the calm one beside it."""
-    calm_loss, _ = calm(plan.workers, plan.rounds)
     times = {"lost_seconds": plan.lost_seconds, "beat_seconds": plan.lost_seconds / 5}
     with ExitStack() as stack:
         net = None if loopback else stack.enter_context(internet())
@@ -59,13 +58,13 @@ def outcome(plan: Plan, folder: Path, *, loopback: bool) -> Outcome:
         chaos.begin()
         chaos.run()
         chaos.read()
-        chronicle, sorts = chaos.chronicle, chaos.sorts
+        chronicle, sorts, seconds = chaos.chronicle, chaos.sorts, time.monotonic() - chaos.started
+    calm_loss, _ = calm(plan.workers, plan.rounds)
     losses = chronicle.losses(sorts.finishing)
     loss = max(losses, default=float("nan"))
     faults = [*chronicle.broken_rules(sorts), *chronicle.unfinished(sorts, plan.rounds)]
     if not loss <= plan.most_loss * calm_loss:
         faults.append(f"the loss is {loss:.4f}, the calm run's {calm_loss:.4f}")
-    seconds = time.monotonic() - chaos.started
     return Outcome(
         faults, loss, calm_loss, chronicle.counts(), chaos.done, chronicle.joins(), seconds, chronicle.longest_pause()
     )

@@ -140,6 +140,7 @@ class Chaos:
             life.worker.hear(_START_SECONDS)
         for life in self.lives:
             life.worker.say("go")
+        self.read()
 
     # Deeds
 
