@@ -263,7 +263,9 @@ CALM: list[tuple[SyncConfig, int, dict[str, Any]]] = [
     (SyncConfig(3, "topk"), 8, {"seed": 0}),  # they hold a state already
     (SyncConfig(3, "int8", fragments=2, overlap_steps=1, growth=0.018), 14, {"seed": 0, **VARYING}),
     (SyncConfig(3, "fp16", fragments=2, second_moment_every=2), 11, {"seed": 0}),
+    (SyncConfig(6, "int8", fragments=2, overlap_steps=1, dynamic_steps=True), 18, {"seed": 0, "seconds": (1, 3, 1.5)}),
 ]
+CALM_NAMES = ["joined", "eager", "topk", "varying, drops", "second moments", "dynamic steps"]
 
 
 PLAIN, APART = SyncConfig(6, "fp32"), (23, 11)
@@ -336,13 +338,15 @@ def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(CALM)), ids=["joined", "eager", "topk", "varying, drops", "second moments"])
+@pytest.mark.parametrize("run", range(len(CALM)), ids=CALM_NAMES)
 def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())
     for mine, theirs in zip(swarm().calm[run], local, strict=True):
         assert replace(mine, bytes_sent=0) == replace(theirs, bytes_sent=0)
         assert len(set(mine.digests)) > 2 and mine.steps == steps
+    taken = [len(one.losses) for one in local]
+    assert (len(set(taken)) > 1) == sync.dynamic_steps, f"all take as many steps, unless they are dynamic: {taken}"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A small regression problem with numbered blocks, and a worker that trains on it and tells what happened."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,20 +110,25 @@ def train(
     weight: float = 1.0,
     seed: int | None = None,
     built: Callable[[], object] | None = None,
+    seconds: Sequence[float] = (),
     **more: Any,
 ) -> Story:
     """Train for `steps`, or end early after `stop_after`, or when another worker does; then finish.
 
-    `built` is called before the first step. `more`: for DiLoCo.
+    `built` is called before the first step. `seconds`: that an inner step takes each worker, with sync.dynamic_steps:
+    it then trains until position `steps`. `more`: for DiLoCo.
     """
     model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed, **more)
+    if pace := optimizer.loop.pace:
+        pace.clock = lambda: optimizer.loop.state.steps_taken * seconds[engine.worker]
+        pace.restart()
     if built is not None:
         built()
     story = Story()
     optimizer.loop.on_round = story.events.append
     early = False
     for step in range(steps):
-        if early := step == stop_after:
+        if (early := step == stop_after) or (pace and optimizer.position >= steps):
             break
         optimizer.zero_grad()
         loss = loss_of(model, engine.worker, step)
