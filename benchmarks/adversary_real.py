@@ -13,24 +13,26 @@ the result file of earlier ones; each is held against the calm run of its own se
 
 import argparse
 import json
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
+from adversary_faults import bad_pair, cut, founder_gone, sleep, slow_line, twice
 from adversary_run import Figures, Member, Size, Swarm, figures
 from measuring import results_path, write_results
+from support.swarm.networks import internet, missing
 
 MOST_TIMES, MOST_LOSS, MOST_ROUNDS = 2.0, 0.02, 5
 
@@ -45,39 +47,14 @@ class Row:
     options: tuple[str, ...] = ()
     late: bool = False
     """The last honest member joins when the attack has begun."""
+    early: bool = False
+    """It attacks from its first word on: the others do not wait for it at the start."""
     leads: bool = False
     """The bad one has founded the run, and leads it."""
     fault: Callable[[Swarm], list[Member]] | None = None
-    """What happens to an honest run; returns the members that it must be good for in the end."""
-
-
-def sleep(swarm: Swarm) -> list[Member]:
-    """A member's processes stand still for three times `lost_seconds`."""
-    sleeper = swarm.members[-1]
-    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
-    sleeper.signal(SIGSTOP)
-    time.sleep(3 * swarm.size.lost_seconds)
-    sleeper.signal(SIGCONT)
-    return swarm.members[:5]
-
-
-def twice(swarm: Swarm) -> list[Member]:
-    """A copy of a member's run folder is started: it must be refused."""
-    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
-    copy = swarm.resume("copy", swarm.members[-1])
-    swarm.wait(lambda: copy.code is not None)
-    if copy.code == 0 or "identity" not in copy.output:
-        raise RuntimeError(f"the copy was not refused: {copy.output[-500:]}")
-    return swarm.members[:5]
-
-
-def founder_gone(swarm: Swarm) -> list[Member]:
-    """The founder is killed; a new member joins by another one's invitation."""
-    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
-    swarm.members[0].kill()
-    word = (swarm.members[1].folder / "swarm" / "invitation.txt").read_text()
-    swarm.join("late", word)
-    return swarm.members[1:]
+    """What happens to an honest run (adversary_faults.py)."""
+    lines: bool = False
+    """Each member has a machine of its own, a network namespace of this one; needs root."""
 
 
 ROWS = (
@@ -90,7 +67,7 @@ ROWS = (
     Row("a wrong mean as reducer", "wrong_mean", proved=True),
     Row("different means as reducer", "different_means", proved=True),
     Row("false accusation", "false_accusation"),
-    Row("“number 1 is mine”", "number_1_is_mine"),
+    Row("“number 1 is mine”", "number_1_is_mine", early=True),
     Row("posts first, with another layout", "first_ready_with_another_layout"),
     Row("never posts", "never_posts"),
     Row("never completes", "never_completes"),
@@ -108,6 +85,9 @@ ROWS = (
     Row("a member sleeps", fault=sleep),
     Row("one identity twice", fault=twice),
     Row("the founder is gone", fault=founder_gone),
+    Row("two members cannot reach each other", fault=bad_pair, lines=True),
+    Row("a line of 1 Mbit/s", fault=slow_line, lines=True),
+    Row("a cut, a joiner on each side", fault=cut, lines=True),
     Row("plans, votes and commits are lost", "loses_messages"),
 )
 
@@ -134,9 +114,11 @@ def third_party() -> Iterator[tuple[int, list[float]]]:
 def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[str, Any]]:
     """The figures of the honest, and what else is to be told."""
     started = time.monotonic()
-    with third_party() as (port, calls), Swarm(folder, size, cache) as swarm:
-        swarm.environment["ATTACK_PORT"] = str(port)
-        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late else 5)
+    with ExitStack() as stack:
+        port, calls = stack.enter_context(third_party())
+        net = stack.enter_context(internet()) if row.lines else None
+        swarm = stack.enter_context(Swarm(folder, size, cache, environment={"ATTACK_PORT": str(port)}, net=net))
+        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late or row.early else 5)
         word = swarm.invitation()
         for number in (1, 2, 3)[: 2 if row.late else 3]:
             swarm.join(f"honest-{number}", word)
@@ -172,8 +154,9 @@ def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, A
         found.append(f"the loss is off by {told.loss / calm.loss - 1:+.1%}")
     if told.longest_seconds > MOST_TIMES * calm.round_seconds:
         found.append(f"a round took {told.longest_seconds / calm.round_seconds:.1f} times the usual")
-    if row.proved and (told.banned_after is None or told.banned_after > MOST_ROUNDS):
-        found.append("the bad one is not out in time")
+    for what, after in (("named", told.named_after), ("out", told.out_after)):
+        if row.proved and (after is None or after > MOST_ROUNDS):
+            found.append(f"the bad one is not {what} in time")
     if more["third_party"] > 100:
         found.append(f"{more['third_party']} connections to a third party")
     return found
@@ -196,11 +179,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| row | rounds, × calm (longest) | honest digests | loss | named after | banned after |",
+        "| row | rounds, × calm (longest) | honest digests | loss | named after | out after |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "banned_after"))
+        named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "out_after"))
         usual = row["round_seconds"] / rows[0]["round_seconds"]
         equal = "equal" if row["digests_equal"] else "**differ**"
         cells = [
@@ -224,6 +207,7 @@ def main() -> int:
     for name, value in asdict(Size()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no member is left behind
     size = Size(**{name: getattr(given, name) for name in asdict(Size())})
     wanted = [word for word in given.only.split(",") if word]
     chosen = [row for row in ROWS if row is ROWS[0] or not wanted or any(word in row.name for word in wanted)]
@@ -247,6 +231,9 @@ def measure(chosen: list[Row], size: Size, folder: Path) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     calm: Figures | None = None
     for index, row in enumerate(chosen):
+        if row.lines and (reason := missing()):
+            print(f"{row.name}: not run, {reason}")
+            continue
         place = folder / f"{index}-{row.attack or 'run'}"
         place.mkdir(parents=True)
         told, more = run(row, size, place, folder / "cache")

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from diloco.training.records.events import Event, read_events
+from support.swarm.networks import Internet
 from support.swarm.processes import descendants
 
 PATCHED = Path(__file__).parent / "attacks" / "patched"
@@ -48,15 +50,18 @@ class Size:
 class Member:
     """One `diloco train` or `diloco join`."""
 
-    def __init__(self, folder: Path, arguments: list[str], attack: str = "", **environment: str) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], attack: str, inside: Callable[[list[str]], list[str]], **more: str
+    ) -> None:
+        """`inside`: the command line that runs another on this member's machine. `more`: environment."""
         self.folder, self.bad = folder, bool(attack)
-        given = os.environ | environment | {"COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+        given = os.environ | more | {"COLUMNS": "300", "OMP_NUM_THREADS": "1"}
         if attack:
             given |= {"ATTACK": attack, "PYTHONPATH": os.pathsep.join([str(PATCHED), os.environ.get("PYTHONPATH", "")])}
         self._output = folder.with_suffix(".txt")
-        here = [f"--out={folder}", "--host=127.0.0.1", "--threads=1", "--device=cpu"]
+        here = [f"--out={folder}", "--threads=1", "--device=cpu"]
         with self._output.open("w") as output:
-            command = [sys.executable, "-m", "diloco", *arguments, *([] if "--resume" in arguments else here)]
+            command = inside([sys.executable, "-m", "diloco", *arguments, *([] if "--resume" in arguments else here)])
             self._process = subprocess.Popen(command, stdout=output, stderr=output, env=given, start_new_session=True)
 
     @property
@@ -115,6 +120,9 @@ class Swarm:
     cache: Path
     members: list[Member] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    net: Internet | None = None
+    """With it each member has a machine of its own, m0, m1, …, and an address there."""
+    places: list[str] = field(default_factory=list)
 
     def __enter__(self) -> "Swarm":
         return self
@@ -137,9 +145,19 @@ class Swarm:
 
     def _start(self, name: str, arguments: list[str], attack: str) -> Member:
         first = {"ATTACK_FROM": str(self.size.attack_from)}
-        member = Member(self.folder / name, arguments, attack, **self.environment, **first)
+        inside = self._machine() if "--resume" not in arguments else list
+        where = [] if "--resume" in arguments else [f"--host={self.places[-1] if self.net else '127.0.0.1'}"]
+        member = Member(self.folder / name, [*arguments, *where], attack, inside, **self.environment, **first)
         self.members.append(member)
         return member
+
+    def _machine(self) -> Callable[[list[str]], list[str]]:
+        """A new one, where members have their own."""
+        if self.net is None:
+            return list
+        name = f"m{len(self.members)}"
+        self.places.append(self.net.public(name))
+        return partial(self.net.inside, name)
 
     def invitation(self) -> str:
         self.wait(lambda: _invitations(self.members[0]))
@@ -205,7 +223,7 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
         if bad is not None and bad.number in event["contributors"]
     ]
     out = None
-    if bad is not None and max(contributed, default=-1) < max(ends, default=-1):
+    if bad is not None and bad.number not in numbers and max(contributed, default=-1) < max(ends, default=-1):
         out = max(0, max(contributed, default=-1) - size.attack_from + 1)
     bans = [event for member in honest for event in member.of("member_banned")]
     others = {member.peer for member in honest}

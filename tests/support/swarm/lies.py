@@ -97,13 +97,14 @@ def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], pa
     patch.setattr(Transfer, "_reduce_rows", reduce)
 
 
-def accuses(liar: MemoryWorker, victim: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
-    """In every round it says that the victim's parts are not what was claimed."""
+def accuses(liar: MemoryWorker, victims: list[MemoryWorker], patch: pytest.MonkeyPatch) -> None:
+    """In every plan it says that the parts of the first victim there are not what was claimed."""
     honest = Transfer.run
 
     async def run(transfer: Transfer) -> None:
-        if transfer._transport.peer == liar.name and transfer.plan.entry(victim.name) is not None:
-            raise TransferFailed(victim.name, "its parts have the norm 900, it claimed 1", lie=True)
+        there = [victim.name for victim in victims if transfer.plan.entry(victim.name) is not None]
+        if transfer._transport.peer == liar.name and there:
+            raise TransferFailed(there[0], "its parts have the norm 900, it claimed 1", lie=True)
         await honest(transfer)
 
     patch.setattr(Transfer, "run", run)

@@ -128,6 +128,10 @@ class Internet:
         rules = f"table ip blocks {{\n chain in {{\n {hook}; ip saddr {address} drop;\n }}\n }}\n"
         _run("ip", "netns", "exec", self._full(name), "nft", "-f", "-", input=rules)
 
+    def unblock(self, name: str) -> None:
+        """That machine drops no packets any more."""
+        self._in(name, "nft", "delete", "table", "ip", "blocks")
+
     def limit(self, name: str, rate: str) -> None:
         """The rate of a public machine's line in both directions (`tc tbf`)."""
         for where, device in ((name, "wan"), ("net", f"w{self._lines[name]}")):

@@ -160,7 +160,7 @@ class Schedule:
             case "wrong mean":
                 lies.reduces_wrongly(liar, torch.neg, patch)
             case "accuses":
-                lies.accuses(liar, victim, patch)
+                lies.accuses(liar, [victim], patch)
             case "state":
                 lies.serves_another_state(liar)
 

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Entry, Offence
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
@@ -267,24 +268,44 @@ def test_a_state_that_is_no_safetensors_file_is_refused(data: bytes) -> None:
 # False accusations
 
 
-def test_one_accuser_alone_has_no_worker_banned_and_is_left_out_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(swarm: MemorySwarm) -> tuple[list[tuple[int, ...]], list[set[str]], set[bytes]]:
+def accused(victims: list[int], patch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[float], list[set[str]]]:
+    """Ten rounds in which worker 3 accuses the first of these that is there: contributors, seconds, bans."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[set[int]], list[float], list[set[str]]]:
         workers = await founded(swarm, 5)
         await rounds(workers, 1)
-        accuses(workers[3], workers[1], monkeypatch)
-        seen, means = [], set()
-        for sequence in range(1, 6):
+        accuses(workers[3], [workers[number] for number in victims], patch)
+        seen, seconds = [], []
+        for sequence in range(1, 11):
+            started = clock.now()
             posts = (w.post(values(w.node.number, sequence), sequence=sequence) for w in workers)
             results = await asyncio.gather(*posts)
-            seen += [results[number][0].contributors for number in (0, 2, 4)]
-            means |= {results[number][1] for number in (0, 2, 4)}
+            ended = [(one.contributors, mean) for one, mean in results if one.failure is None]
+            assert len(ended) >= 3 and len(set(ended)) == 1
+            seen.append(set(ended[0][0]))
+            seconds.append(clock.now() - started)
             for worker in workers:
                 worker.node.own.has_state = True
-        return seen, banned(workers), means
+        return seen, seconds, banned(workers)
 
-    contributors, bans, means = told(story)
-    assert contributors == [(0, 2, 4)] * 15 and len(means) == 5
+    return told(story)  # type: ignore[no-any-return]
+
+
+def test_one_accuser_alone_has_no_worker_banned_and_each_of_the_two_is_in_every_second_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contributors, seconds, bans = accused([1], monkeypatch)
     assert bans == [set()] * 5
+    assert all({0, 2, 4} < there and len(there) == 4 for there in contributors)
+    assert sum(1 in there for there in contributors) >= 4
+    quick = [number for number, took in enumerate(seconds) if took < 1.0]
+    assert quick == [1, 2, 3, 4, 5, 6, 8, 9]  # the first accusation, and round 8, which has both again
+
+
+def test_a_worker_that_accuses_several_others_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    contributors, seconds, bans = accused([1, 2, 4], monkeypatch)
+    assert contributors == [{0, 1, 2, 4}] * 10 and bans == [set()] * 5
+    assert sum(took < 1.0 for took in seconds) >= 7
 
 
 def test_two_accusers_that_sign_are_believed_and_one_or_a_forged_one_is_not() -> None:

@@ -18,6 +18,7 @@ from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS
 from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
+from diloco.engines.swarm.node.rounds.troubles import Quarrels
 from diloco.engines.swarm.node.wire import PeerMessage
 
 _LEAST_PATIENCE = 0.2  # times `lost_seconds`
@@ -29,6 +30,7 @@ class Leader:
         self.participant, self.hurry = participant, hurry
         self.members, self.settings = participant.members, participant.settings
         self.shares = Shares(self.members, participant.transfers)
+        self.quarrels = Quarrels(self.members.me)
         self._rounds: dict[int, LedRound] = {}
         self._usual_seconds: deque[float] = deque(maxlen=5)
         """From the end of a round until half of the workers were ready for the next one."""

@@ -28,7 +28,7 @@ from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, 
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
-from diloco.engines.swarm.node.rounds.troubles import Dropped, Troubles
+from diloco.engines.swarm.node.rounds.troubles import Dropped, Quarrels, Troubles
 from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Leading(Protocol):
 
     participant: Participant
     shares: Shares
+    quarrels: Quarrels
 
     @property
     def patience_seconds(self) -> float: ...
@@ -203,7 +204,7 @@ class LedRound:
                 for e in self.ready.values()
                 if e.peer not in dropped and self._members.is_live(e.peer) and not clashes(self._members, e.peer)
             ]
-            here = self._without_troublesome(here)
+            here = self._without_troublesome(self._without_quarrels(here))
             if not here or not self._quorum.is_majority([entry.peer for entry in here]):
                 raise SteppedDown("too few workers are left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
@@ -226,6 +227,13 @@ class LedRound:
                     dropped.add(peer)
                     self._members.attendance.record_trouble(peer)
             excluded += problem.offences
+
+    def _without_quarrels(self, here: list[Entry]) -> list[Entry]:
+        names = [entry.peer for entry in here]
+        out = self._leader.quarrels.left_out(names, self.key.sequence, self._quorum.is_majority)
+        if out:
+            logger.info("round %d goes on without %s: one accuses another of a lie", self.key.sequence, sorted(out))
+        return [entry for entry in here if entry.peer not in out]
 
     def _without_troublesome(self, here: list[Entry]) -> list[Entry]:
         """Without those that were left out of the last rounds, if the others are enough."""
@@ -308,7 +316,7 @@ class LedRound:
             return None
         if self.troubles.accusers(plan):
             await self._wait_for_accusers(plan)
-            return self.troubles.judge_lies(plan, self._quorum.is_majority)
+            return self.troubles.judge_lies(plan, self._leader.quarrels)
         await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None
@@ -330,6 +338,7 @@ class LedRound:
         """Tell all other workers first, and count the mean here when at least one of them has answered."""
         self.phase = "committing"
         others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
+        self._leader.quarrels.settle([entry.peer for entry in plan.entries])
         commit = Commit(self.key.sequence, self.authority, plan.digest, certificate)
         commits = [asyncio.create_task(self._participant.ask_all(self.key.sequence, [peer], commit)) for peer in others]
         for next_one in asyncio.as_completed(commits):

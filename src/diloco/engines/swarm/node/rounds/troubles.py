@@ -2,12 +2,11 @@
 
 A worker that several others cannot exchange parts with is left out, after a second attempt. A worker that two others
 accuse of a lie has lied: it is left out and that counts as an offence, with both accusers' signatures. One accuser is
-not believed more than the accused: both are left out of this round; or one of them, each in every second round, where
-a majority would be missing without both. So a worker that accuses others falsely puts itself out too.
+not believed more than the accused: the two have a quarrel, which the leader remembers, and one of them is left out.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from diloco.engines.swarm.node.membership.members import Members
@@ -16,6 +15,8 @@ from diloco.engines.swarm.node.plan import Offence, Plan
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS
 
 _MAX_TROUBLES = 2
+_MAX_QUARRELS = 256
+_TOGETHER = 8  # every so many rounds
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,14 @@ class Troubles:
                 found.setdefault(one.peer, {})[sender] = one
         return found
 
-    def judge_lies(self, plan: Plan, is_majority: Callable[[Collection[str]], bool]) -> Dropped:
-        """`is_majority`: whether these workers are enough for a plan."""
+    def judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped:
         accused = self.accusers(plan)
         for peer, accusers in accused.items():
             if len(accusers) >= ACCUSERS:
                 return Dropped({peer: "several workers accuse it of a lie"}, [_offence(plan, peer, accusers)])
-        left_out: set[str] = set()
         for peer, accuser in [(peer, one) for peer, accusers in accused.items() for one in accusers]:
-            one, other = sorted((peer, accuser), reverse=bool(plan.key.sequence % 2))
-            choices = [{one, other} - {self._members.me}, {one}, {other}]
-            rests = [[e.peer for e in plan.entries if e.peer not in left_out | choice] for choice in choices]
-            left_out |= next((choices[i] for i, rest in enumerate(rests) if is_majority(rest)), choices[0])
-        return Dropped(dict.fromkeys(left_out, "one accuses the other of a lie"))
+            quarrels.record(peer, accuser, plan.key.sequence)
+        return Dropped({})
 
     def pairs(self, plan: Plan) -> list[tuple[str, str]]:
         """Workers that cannot exchange parts with each other, as one of them says."""
@@ -88,6 +84,48 @@ class Troubles:
         if self._times[worst] < _MAX_TROUBLES or worst == me:
             return Dropped({})
         return Dropped({worst: "others cannot exchange parts with it"})
+
+
+class Quarrels:
+    """Of all rounds that this node leads: which worker has accused which, alone.
+
+    One of the two lies, and no other worker can tell which. One of them is left out of each round: the one that has
+    quarrels with more workers, since otherwise several would lie; else each in turn. No time is lost by it, as no plan
+    has both. Every eighth round may have both; if it ends well the quarrel is over.
+    """
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._rounds: dict[tuple[str, str], int] = {}
+        """The two -> the last round in which one accused the other; the latest quarrel is the last one."""
+
+    def record(self, one: str, other: str, sequence: int) -> None:
+        pair = (min(one, other), max(one, other))
+        self._rounds.pop(pair, None)
+        self._rounds[pair] = sequence
+        if len(self._rounds) > _MAX_QUARRELS:
+            del self._rounds[next(iter(self._rounds))]
+
+    def settle(self, names: Collection[str]) -> None:
+        """These workers have been in a round together that ended well."""
+        self._rounds = {pair: last for pair, last in self._rounds.items() if not set(pair) <= set(names)}
+
+    def left_out(self, names: Sequence[str], sequence: int, is_majority: Callable[[Collection[str]], bool]) -> set[str]:
+        """Of these workers. `is_majority`: whether some are enough for a plan."""
+        quarrels = Counter(name for pair in self._rounds for name in pair)
+        here = [
+            pair
+            for pair, last in self._rounds.items()
+            if set(pair) <= set(names) and (last == sequence or sequence % _TOGETHER)
+        ]
+        out: set[str] = set()
+        for pair in sorted(here, key=lambda pair: -max(quarrels[name] for name in pair)):
+            if out.isdisjoint(pair):
+                in_turn = sorted(set(pair) - {self._me}, reverse=bool(sequence % 2))
+                worst = sorted(in_turn, key=lambda name: -quarrels[name])
+                rests = [[name for name in names if name not in {*out, one}] for one in worst]
+                out.add(next((one for one, rest in zip(worst, rests, strict=True) if is_majority(rest)), worst[0]))
+        return out
 
 
 def _offence(plan: Plan, peer: str, accusers: dict[str, Trouble]) -> Offence:

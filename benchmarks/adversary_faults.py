@@ -1,0 +1,81 @@
+"""Faults of benchmarks/adversary_real.py: what happens to an honest run while it trains.
+
+Each returns the members that the run must be good for in the end.
+"""
+
+import time
+from signal import SIGCONT, SIGSTOP
+
+from adversary_run import Member, Swarm
+
+
+def sleep(swarm: Swarm) -> list[Member]:
+    """A member's processes stand still for three times `lost_seconds`."""
+    sleeper = swarm.members[-1]
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    sleeper.signal(SIGSTOP)
+    time.sleep(3 * swarm.size.lost_seconds)
+    sleeper.signal(SIGCONT)
+    return swarm.members[:5]
+
+
+def twice(swarm: Swarm) -> list[Member]:
+    """A copy of a member's run folder is started: it must be refused."""
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    copy = swarm.resume("copy", swarm.members[-1])
+    swarm.wait(lambda: copy.code is not None)
+    if copy.code == 0 or "identity" not in copy.output:
+        raise RuntimeError(f"the copy was not refused: {copy.output[-500:]}")
+    return swarm.members[:5]
+
+
+def founder_gone(swarm: Swarm) -> list[Member]:
+    """The founder is killed; a new member joins by another one's invitation."""
+    swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    swarm.members[0].kill()
+    word = (swarm.members[1].folder / "swarm" / "invitation.txt").read_text()
+    swarm.join("late", word)
+    return swarm.members[1:]
+
+
+# Members with machines of their own: they need root
+
+
+def bad_pair(swarm: Swarm) -> list[Member]:
+    """The last two members drop each other's packets."""
+    swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
+    _cut(swarm, [3], [4])
+    return swarm.members[:5]
+
+
+def slow_line(swarm: Swarm) -> list[Member]:
+    """The last member's line has 1 Mbit/s from then on."""
+    swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
+    assert swarm.net is not None
+    swarm.net.limit("m4", "1mbit")
+    return swarm.members[:5]
+
+
+def cut(swarm: Swarm) -> list[Member]:
+    """Two members are cut off for five times `lost_seconds`; a new one joins on each side meanwhile."""
+    swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
+    words = [(swarm.members[index].folder / "swarm" / "invitation.txt").read_text() for index in (1, 4)]
+    _cut(swarm, [0, 1, 2], [3, 4])
+    for index, word in enumerate(words):
+        swarm.join(f"joiner-{index}", word)
+    _cut(swarm, [5], [3, 4])
+    _cut(swarm, [6], [0, 1, 2, 5])
+    time.sleep(5 * swarm.size.lost_seconds)
+    assert swarm.net is not None
+    for index in range(len(swarm.members)):
+        swarm.net.unblock(f"m{index}")
+    return swarm.members
+
+
+def _cut(swarm: Swarm, some: list[int], others: list[int]) -> None:
+    """Drop all packets between these members."""
+    assert swarm.net is not None
+    for one in some:
+        for other in others:
+            swarm.net.block(f"m{one}", swarm.places[other])
+            swarm.net.block(f"m{other}", swarm.places[one])
