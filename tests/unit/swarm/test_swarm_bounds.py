@@ -15,6 +15,7 @@ from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE
 from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame
@@ -110,6 +111,43 @@ def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads(
 # Members that never do their part
 
 
+def ended(numbers: list[int], sequence: int) -> Agreed:
+    """A round of these workers, all of which have voted."""
+    made = plan(numbers, sequence)
+    return Agreed(made, Certificate(0, (), {entry.peer: b"" for entry in made.entries}))
+
+
+@pytest.mark.parametrize("silent", [1, 3])
+def test_a_member_that_never_votes_holds_no_round_up_for_long_and_is_left_out_after_three(silent: int) -> None:
+    """It posts, sends its parts and fetches the means; the same member leads on."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[tuple[float, tuple[int, ...]]], list[str]]:
+        workers = await founded(swarm, 4)
+        await all_post(workers, 0)
+        calls = workers[silent].node.participant.calls
+        honest, found = calls.ask, list[tuple[float, tuple[int, ...]]]()
+
+        async def ask(peer: str, request: Any) -> Any:
+            return messages.Done() if isinstance(request, messages.Complete) else await honest(peer, request)
+
+        calls.ask = ask  # type: ignore[method-assign]
+        others = [worker for number, worker in enumerate(workers) if number != silent]
+        for sequence in range(1, 9):
+            started = clock.now()
+            posts = [asyncio.create_task(all_post([worker], sequence)) for worker in workers]
+            outcomes = [(await posts[worker.node.number])[0] for worker in others]
+            found.append((clock.now() - started, outcomes[0].contributors))
+            assert {one.failure for one in outcomes} == {None}
+            await asyncio.gather(*posts)
+            workers[silent].node.own.has_state = True
+        return found, [name for name, _ in workers[0].trainer.events]
+
+    found, events = told(story)
+    assert "leader_passed_over" not in events
+    assert all(seconds < 3.0 for seconds, _ in found), found
+    assert [silent in contributors for _, contributors in found[:4]] == [True, True, True, False]
+
+
 def test_a_member_that_never_posts_is_waited_for_in_three_rounds_and_then_now_and_then() -> None:
     async def story(swarm: MemorySwarm) -> list[float]:
         workers = await founded(swarm, 4)
@@ -131,10 +169,10 @@ def test_a_member_that_was_passed_over_gets_a_chance_in_every_eighth_round_and_i
     attendance, chances = Attendance(), []
     for sequence in range(40):
         chances.append(attendance.expects(NAMES[2]))
-        attendance.record(plan([0, 1], sequence), NAMES[:3])
+        attendance.record(ended([0, 1], sequence), NAMES[:3])
     assert chances[:3] == [True] * 3 and sum(chances[-8:]) == 1
     assert all(attendance.expects(name) for name in NAMES[:2])
-    attendance.record(plan([0, 1, 2], 40), NAMES[:3])
+    attendance.record(ended([0, 1, 2], 40), NAMES[:3])
     assert attendance.expects(NAMES[2])
 
 
@@ -147,7 +185,7 @@ def test_a_member_that_posts_and_never_takes_part_is_in_fewer_and_fewer_plans() 
         else:
             attendance.record_passed_over(NAMES[2])
     assert taken[:3] == [0, 1, 2] and len(taken) <= 7
-    attendance.record(plan([0, 1, 2]), NAMES[:3])
+    attendance.record(ended([0, 1, 2], 24), NAMES[:3])
     assert attendance.takes(NAMES[2])
 
 

@@ -164,7 +164,7 @@ def test_a_joiner_that_the_leader_knows_by_another_member_first_gets_a_number() 
         members, name = founder.node.members, joiner.name
         credential = members.peers.pop(name).credential
         del members.numbers[name]
-        members.add_roster([RosterEntry(name, credential, (), -1)])
+        members.add_roster(NAMES[1], [RosterEntry(name, credential, (), -1)])
         return give_number(members, name, -1)
 
     assert told(story) == 2

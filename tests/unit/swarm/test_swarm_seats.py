@@ -3,6 +3,7 @@
 import pytest
 
 from diloco.engines.swarm.network.known_peers import KnownPeer
+from diloco.engines.swarm.node.membership.members import NEW_AT_ONCE
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.trust.credential import Certificate, PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation, invite
@@ -69,7 +70,27 @@ def test_invented_members_of_one_invitation_are_never_called() -> None:
         members = workers[0].node.members
         one = invite(swarm.run_key, [], 1e9, 0.0, seats=1)
         names = [f"{NAMES[5][:-4]}{index:04d}" for index in range(300)]
-        members.add_roster(RosterEntry(name, one.credential(name).data(), (), 9) for name in names)
+        members.add_roster("teller", (RosterEntry(name, one.credential(name).data(), (), 9) for name in names))
         return [name for name in names if name in members.peers]
 
     assert len(told(story)) == 1
+
+
+def test_of_10_000_invented_members_only_a_rosters_worth_is_looked_at_and_another_member_is_still_heard() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, bool]:
+        workers = await founded(swarm, 2)
+        members, looked = workers[0].node.members, list[str]()
+        admit = members.permissions.admit
+
+        def count(peer: str, credential: bytes, *, worker: bool = True) -> None:
+            looked.append(peer)
+            admit(peer, credential, worker=worker)
+
+        members.permissions.admit = count  # type: ignore[method-assign]
+        names = [f"{NAMES[5][:-5]}{index:05d}" for index in range(10_000)]
+        members.add_roster("liar", (RosterEntry(name, b"invented", (), 9) for name in names))
+        credential = invite(swarm.run_key, [], 1e9, 0.0, seats=1).credential(NAMES[6]).data()
+        members.add_roster("another", [RosterEntry(NAMES[6], credential, (), 9)])
+        return len(looked), NAMES[6] in members.peers
+
+    assert told(story) == (NEW_AT_ONCE + 1, True)

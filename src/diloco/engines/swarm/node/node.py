@@ -239,7 +239,8 @@ class Node:
 
     def _on_round_end(self, agreed: Agreed) -> None:
         self.leader.record_end_elsewhere(agreed.plan.key.sequence)
-        self.members.attendance.record(agreed.plan, [peer.name for peer in self.members.with_state()])
+        self.participant.transfers.expect_slower(agreed.late, self.settings.lost_seconds)
+        self.members.attendance.record(agreed, [peer.name for peer in self.members.with_state()])
         self.participant.leaders.patience_seconds = self.leader.patience_seconds
         self.outcomes.liars.count_offences(agreed)
 

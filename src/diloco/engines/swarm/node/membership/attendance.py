@@ -1,11 +1,11 @@
 """Which members are waited for: one that was in none of the last three rounds is passed over, and tried now and then.
 
-A member may be live, have the state and never post, or post and never send its parts. Each round would wait for it.
-Every member counts the rounds that each other one has missed, from the plans that were carried out. After three, rounds
-do not wait for it any more, but for every second one, then every fourth, then every eighth, and the next one after it
-has fetched the state. A member that posts in time is in the round all the same, unless it was left out of three in a
-row because others could not exchange parts with it. So a worker that was only slow or unlucky is back soon, and one
-that never comes costs every eighth round.
+A member may be live, have the state and never post, or post and never send its parts, or never vote for the mean. Each
+round would wait for it. Every member counts the rounds that each other one has missed, from the plans that were carried
+out. After three, rounds do not wait for it any more, but for every second one, then every fourth, then every eighth,
+and the next one after it has fetched the state. A member that posts in time is in the round all the same, unless in
+three in a row it has not voted, or was left out because others could not exchange parts with it. So a worker that was
+only slow or unlucky is back soon, and one that never comes costs every eighth round.
 
 A leader that lets the others wait is passed over as a leader, and the next member leads.
 """
@@ -14,7 +14,8 @@ from collections.abc import Iterable
 
 from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
+from diloco.engines.swarm.node.plan import MAX_WORKERS
+from diloco.engines.swarm.node.proofs.certificate import Agreed
 
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
@@ -28,12 +29,15 @@ class Attendance:
         self._poor_leaders: LruCache[float] = LruCache(MAX_WORKERS)
         """Until when each is passed over as a leader, on the node's clock."""
 
-    def record(self, plan: Plan, there: Iterable[str]) -> None:
+    def record(self, agreed: Agreed, there: Iterable[str]) -> None:
         """A round has ended. `there`: the live members that have the state."""
-        present = {entry.peer for entry in plan.entries}
+        present = {entry.peer for entry in agreed.plan.entries}
         for name in present:
             self._absences.forget(name)
-            self._troubles.forget(name)
+            if name not in agreed.late:
+                self._troubles.forget(name)
+        for name in agreed.late:
+            self._troubles.add(name)
         for name in set(there) - present:
             self._absences.add(name)
 

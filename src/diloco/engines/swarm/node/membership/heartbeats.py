@@ -76,7 +76,7 @@ class Heartbeats:
         peer = self.members.add(name, hello.credential, hello.addresses)
         peer.left = False
         self.members.record_heard(peer, hello.status)
-        self.members.add_roster(hello.roster)
+        self.members.add_roster(name, hello.roster)
 
     def _known(self) -> list[Peer]:
         now = clock.now()
@@ -203,7 +203,7 @@ class Heartbeats:
         members = self.members
         peer = members.peers[name]
         members.record_heard(peer, beat.status)
-        members.add_roster(beat.roster)
+        members.add_roster(name, beat.roster)
         members.add_revocations(beat.revocations)
         peer.knows = frozenset(beat.known)
         peer.addresses = beat.addresses or peer.addresses  # they change when a relay is lost and another one found

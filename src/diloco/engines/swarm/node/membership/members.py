@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import Transport
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.attendance import Attendance
@@ -19,11 +20,13 @@ from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
-from diloco.engines.swarm.trust.permissions import Permissions
+from diloco.engines.swarm.trust.permissions import MAX_PEERS, Permissions
 
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 16
+NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
+"""New members that one member may name."""
 _HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
 _MOST_SILENT = 12.0  # and after more than half have
 
@@ -72,6 +75,7 @@ class Members:
         """This worker's, when a round had its contribution for the last time."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
         self._waiters: set[asyncio.Event] = set()
+        self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
 
     @property
     def me(self) -> str:
@@ -164,14 +168,19 @@ class Members:
         peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
         return peer
 
-    def add_roster(self, entries: Iterable[RosterEntry]) -> None:
-        """Peers that another member knows. Each is live here from its first answer to this node."""
+    def add_roster(self, teller: str, entries: Iterable[RosterEntry]) -> None:
+        """Peers that another member knows. Each is live here from its first answer to this node.
+
+        New ones cost signatures to check: of one teller at most a whole roster at once, and a few in a second.
+        """
         for entry in entries:
             if entry.peer == self.me:
                 continue
             if entry.peer in self.peers:
                 self._update_addresses(self.peers[entry.peer], entry.addresses)
                 continue
+            if not self._new_from.take(teller, clock.now()):
+                return
             self.permissions.vouch_for([entry.peer])
             try:
                 self.add(entry.peer, entry.credential, entry.addresses).status.number = entry.number

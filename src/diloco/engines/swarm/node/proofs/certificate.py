@@ -64,6 +64,11 @@ class Agreed(NamedTuple):
     plan: Plan
     certificate: Certificate
 
+    @property
+    def late(self) -> list[str]:
+        """The workers of the plan that had not voted when it was committed."""
+        return [entry.peer for entry in self.plan.entries if entry.peer not in self.certificate.signatures]
+
 
 class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True):
     """Proof against `peer`: it has signed two means of its range in one plan."""

@@ -12,6 +12,7 @@ A leader that finds a higher authority, or the round ended, steps down. Its own 
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, 
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
-from diloco.engines.swarm.node.rounds.troubles import Dropped, Quarrels, Troubles
+from diloco.engines.swarm.node.rounds.troubles import Dropped, Quarrels, Troubles, choose
 from diloco.engines.swarm.node.wire import Malformed
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,9 @@ class LedRound:
                 for e in self.ready.values()
                 if e.peer not in dropped and self._members.is_live(e.peer) and not clashes(self._members, e.peer)
             ]
-            here = self._without_troublesome(self._without_quarrels(here))
+            here = choose(
+                here, self.key.sequence, self._leader.quarrels, self._members.attendance, self._quorum.is_majority
+            )
             if not here or not self._quorum.is_majority([entry.peer for entry in here]):
                 raise SteppedDown("too few workers are left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
@@ -228,24 +231,6 @@ class LedRound:
                     self._members.attendance.record_trouble(peer)
             excluded += problem.offences
 
-    def _without_quarrels(self, here: list[Entry]) -> list[Entry]:
-        names = [entry.peer for entry in here]
-        out = self._leader.quarrels.left_out(names, self.key.sequence, self._quorum.is_majority)
-        if out:
-            logger.info("round %d goes on without %s: one accuses another of a lie", self.key.sequence, sorted(out))
-        return [entry for entry in here if entry.peer not in out]
-
-    def _without_troublesome(self, here: list[Entry]) -> list[Entry]:
-        """Without those that were left out of the last rounds, if the others are enough."""
-        attendance = self._members.attendance
-        kept = [entry for entry in here if attendance.takes(entry.peer)]
-        if len(kept) == len(here) or not kept or not self._quorum.is_majority([entry.peer for entry in kept]):
-            return here
-        for entry in here:
-            if entry not in kept:
-                attendance.record_passed_over(entry.peer)
-        return kept
-
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
         while not (self._members.may_go_on() and self._quorum.is_here()):
@@ -261,7 +246,8 @@ class LedRound:
         self.votes = {}
         self.troubles.begin()
         refusals: dict[str, object] = {}
-        end = clock.now() + self._participant.transfers.limit(plan, self._settings.stall_seconds)
+        grace = self._participant.transfers.grace(plan, self._settings.lost_seconds, self._settings.stall_seconds)
+        certified_at = math.inf
         offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
         try:
             while True:
@@ -273,10 +259,9 @@ class LedRound:
                     return certificate
                 if lost := {peer: "it is lost" for peer in waiting if peer not in live}:
                     return Dropped(lost, lost=True)
-                if clock.now() > end and certificate is not None:
-                    for peer in waiting:  # they are in the mean, and fetch it from the others
-                        self._participant.transfers.forget(peer)
-                    return certificate
+                certified_at = math.inf if certificate is None else min(certified_at, clock.now())
+                if certificate is not None and clock.now() - certified_at > grace:
+                    return certificate  # the others are in the mean, and fetch it
                 if any(isinstance(refusal, Superseded | Ended) for refusal in refusals.values()):
                     raise SteppedDown("another worker leads it now, or it has ended")
                 if self._counts_missed and any(_code(refusal) == "rounds" for refusal in refusals.values()):

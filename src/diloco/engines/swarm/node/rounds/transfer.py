@@ -67,8 +67,7 @@ class Transfer:
         leaves: Sequence[bytes],
     ) -> None:
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
-        self._leaves = leaves
-        self._codec = codec(posted.codec)
+        self._leaves, self._codec = leaves, codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
         self._mean_width = self._means.part_bytes(posted.part_elements)
@@ -91,8 +90,7 @@ class Transfer:
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Read, also if `run` is over.
         self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._streams: set[Stream] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._streams, self._tasks = set[Stream](), list[asyncio.Task[None]]()
         self.bytes_sent = self.bytes_received = 0
         self.reduce_seconds = 0.0
         self.rates: dict[str, float] = {}  # bytes a second at which the parts of others have arrived

@@ -1,12 +1,12 @@
 """How long the transfer of a round takes, as this worker has seen it, how long one may take at most, and at which rate
 each worker sends.
 
-All participants of a transfer wait for the slowest, so its time is known of each of them. A participant whose line has
-become much slower is left out once; after that its time is unknown again, and the next transfer waits for it.
+All participants of a transfer wait for the slowest, so its time is known of each of them. A participant that has not
+voted in time is left behind, and the next transfer waits for it for longer: its line may have become slower.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
@@ -31,8 +31,15 @@ class TransferTimes:
         """Bytes a second; None if it is not known."""
         return self._rates.get(peer)
 
-    def forget(self, peer: str) -> None:
-        self._seconds.drop(peer)
+    def expect_slower(self, peers: Iterable[str], least: float) -> None:
+        """They were left behind: the next transfer may take twice what theirs were expected to, at least `least`."""
+        for peer in peers:
+            self._seconds.put(peer, max(least, 2.0 * (self._seconds.get(peer) or 0.0)))
+
+    def grace(self, plan: Plan, least: float, unknown: float) -> float:
+        """How long the last votes may take once most are there: as long as a transfer, `unknown` if a worker is new."""
+        known = [self._seconds.get(entry.peer) for entry in plan.contributors]
+        return max([least, *(unknown if seconds is None else seconds for seconds in known)])
 
     def limit(self, plan: Plan, least: float) -> float:
         """Twice the longest of its contributors' last transfers, at least `least`; inf while one of them is new."""

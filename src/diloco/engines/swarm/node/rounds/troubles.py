@@ -5,14 +5,18 @@ accuse of a lie has lied: it is left out and that counts as an offence, with bot
 not believed more than the accused: the two have a quarrel, which the leader remembers, and one of them is left out.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Trouble
-from diloco.engines.swarm.node.plan import Offence, Plan
+from diloco.engines.swarm.node.plan import Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS
+
+logger = logging.getLogger(__name__)
 
 _MAX_TROUBLES = 2
 _MAX_QUARRELS = 256
@@ -126,6 +130,28 @@ class Quarrels:
                 rests = [[name for name in names if name not in {*out, one}] for one in worst]
                 out.add(next((one for one, rest in zip(worst, rests, strict=True) if is_majority(rest)), worst[0]))
         return out
+
+
+def choose(
+    here: list[Entry],
+    sequence: int,
+    quarrels: Quarrels,
+    attendance: Attendance,
+    is_majority: Callable[[Collection[str]], bool],
+) -> list[Entry]:
+    """The workers of a plan: without one of any two that quarrel, and without those that were left out of the last
+    rounds, if the others are enough."""
+    out = quarrels.left_out([entry.peer for entry in here], sequence, is_majority)
+    if out:
+        logger.info("round %d goes on without %s: one accuses another of a lie", sequence, sorted(out))
+    here = [entry for entry in here if entry.peer not in out]
+    kept = [entry for entry in here if attendance.takes(entry.peer)]
+    if len(kept) == len(here) or not kept or not is_majority([entry.peer for entry in kept]):
+        return here
+    for entry in here:
+        if entry not in kept:
+            attendance.record_passed_over(entry.peer)
+    return kept
 
 
 def _offence(plan: Plan, peer: str, accusers: dict[str, Trouble]) -> Offence:
