@@ -147,6 +147,25 @@ def test_a_late_worker_takes_a_mean_only_if_its_bytes_are_those_that_were_voted_
     assert points
 
 
+def test_a_member_that_claims_to_be_ahead_is_not_most_of_them_just_after_a_round() -> None:
+    """The last beats of the honest ones tell of the round before; the liar's is of a later one."""
+
+    async def story(swarm: MemorySwarm) -> tuple[bool, bool]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 3)
+        members = workers[0].node.members
+        for worker in workers[1:]:
+            status = members.peers[worker.name].status
+            status.contributed_round = status.ended_round = 1
+        liar = members.peers[workers[3].name].status
+        liar.contributed_round, liar.ended_round = 2, 9
+        alone = members.most_ended(3)
+        members.peers[workers[2].name].status.ended_round = 9
+        return alone, members.most_ended(3)
+
+    assert told(story) == (False, True)
+
+
 # A reducer that gives different means
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_ADDRESSES = 16
 NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
 """New members that one member may name."""
+_LATEST_ROUNDS = 3
 _HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
 _MOST_SILENT = 12.0  # and after more than half have
 
@@ -119,10 +120,14 @@ class Members:
         """Whether at least half of the members with the state say that this round has ended.
 
         Only members whose contributions are in the latest rounds are counted, where there are any: many joiners or
-        returning workers at once cannot outvote them.
+        returning workers at once cannot outvote them. What is known of the others may be some beats old, and they count
+        all the same: else a single one that claims to be ahead would outvote them.
         """
         holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
-        voters = [s for s in holders if s.contributed_round >= self.status.ended_round >= 0] or holders
+        latest = self.status.ended_round
+        voters = [
+            s for s in holders if latest >= 0 and s.contributed_round >= max(0, latest - _LATEST_ROUNDS)
+        ] or holders
         return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
 
     def may_go_on(self) -> bool:
