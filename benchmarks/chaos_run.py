@@ -20,6 +20,8 @@ _START_SECONDS = 120.0
 _SLOWNESS = 3.0
 _FEWEST, _MOST = 2, 5
 """Honest workers: none is hurt when there are no more than these, none joins when there are so many."""
+_AT_ONCE = 2
+"""Deeds after one round. None while the network is cut, so that a majority is left."""
 _FEWEST_CUT = 4
 """None is cut off when there are fewer: two that are left cannot tell a split from a death."""
 
@@ -55,8 +57,8 @@ class Chaos:
     sides: list[list[str]] = field(default_factory=list)
     """Machines that a cut keeps apart."""
     heals_at: float = 0.0
-    put_off: list[str] = field(default_factory=list)
-    """Deeds that wait until a cut has healed."""
+    due: list[str] = field(default_factory=list)
+    """Deeds that wait for the end of a round, and until a cut has healed."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.plan.seed + 1)
@@ -145,8 +147,10 @@ class Chaos:
     # Deeds
 
     def at_peace(self) -> list[Life]:
-        """Honest workers that train."""
+        """Honest workers that train, and have a sidecar."""
         begun = {line["life"] for line in self.chronicle.of("start")}
+        sidecars = {line["life"]: line["type"] for line in self.chronicle.of("event") if "sidecar" in line["type"]}
+        begun -= {life for life, last in sidecars.items() if last == "sidecar_lost"}
         return [
             life
             for life in self.lives
@@ -185,7 +189,9 @@ class Chaos:
                 what = self.hurt("kill", self.lives[0])
             case "kill" | "freeze" | "freeze and thaw" | "sleep" | "sidecar" | "p2pd" if victims:
                 what = self.hurt(kind, self.chance.choice(victims))
-        self.done.append((time.monotonic() - self.started, ended, what or f"({kind}: not now)"))
+        second, what = time.monotonic() - self.started, what or f"({kind}: not now)"
+        self.done.append((second, ended, what))
+        print(f"{second:.1f} s, after round {ended}: {what}", flush=True)
 
     def hurt(self, kind: str, victim: Life) -> str:
         match kind:
@@ -224,9 +230,6 @@ class Chaos:
             assert self.workers.net is not None
             self.workers.net.heal(self.sides)
             self.sides = []
-            for kind in self.put_off:
-                self.do(kind, self.chronicle.ended())
-            self.put_off = []
 
     # The run
 
@@ -240,12 +243,10 @@ class Chaos:
             self._heal()
             now = self.chronicle.ended()
             if now > ended:
-                for kind in [kind for number in range(ended + 1, now + 1) for kind in deeds.get(number, ())]:
+                self.due += [kind for number in range(ended + 1, now + 1) for kind in deeds.get(number, ())]
+                for _ in range(0 if self.sides else min(_AT_ONCE, len(self.due))):
                     time.sleep(self.chance.uniform(0.0, H * self.plan.step_seconds / 2))
-                    if self.sides:  # one thing at a time, so that a majority is left
-                        self.put_off.append(kind)
-                    else:
-                        self.do(kind, now)
+                    self.do(self.due.pop(0), now)
                 ended, moved = now, time.monotonic()
             elif time.monotonic() - moved > self.plan.round_seconds:
                 raise SystemExit(

@@ -23,7 +23,7 @@ from diloco.engines.swarm.sidecar import messages
 from diloco.engines.swarm.sidecar.child_process import COMMAND, SidecarProcess
 from diloco.engines.swarm.sidecar.link import Link, LinkClosed, LinkError, LinkFull
 from diloco.engines.swarm.sidecar.messages import FromSidecar, FromTrainer
-from diloco.errors import ConfigError, DiLoCoError, EngineError, RoundFailed
+from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RoundFailed
 
 logger = logging.getLogger(__name__)
 
@@ -255,14 +255,17 @@ class SidecarSupervisor:
             _settle(request.answer, value, error)
 
     def _check_hopeless(self, error: Exception) -> None:
-        """A failed first start and an error of configuration are final: another sidecar would fail likewise."""
+        """A failed first start, an error of configuration and an exclusion are final.
+
+        Another sidecar would fail likewise, or come back as the later one of two processes of its identity.
+        """
         if not self._first_start.done():
             final: DiLoCoError = EngineError(self._with_last_log_line(str(error)))
             if isinstance(error, DiLoCoError) and not isinstance(error, RoundFailed):
                 final = error
             self.failure = final
             self._first_start.set_exception(final)
-        elif isinstance(error, ConfigError):
+        elif isinstance(error, ConfigError | Excluded):
             self.failure = error
 
     def _on_loss(self, reason: str) -> None:

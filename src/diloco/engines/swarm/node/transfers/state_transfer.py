@@ -22,7 +22,7 @@ from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot,
 from diloco.engines.swarm.node.transfers.witnesses import Witnesses, most_have, none_has_more
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, write_frame
 from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.errors import EngineError
+from diloco.errors import EngineError, Excluded
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ class StateTransfer:
         """The others' state; None if this worker has it, or no other worker has a later one. Raises EngineError."""
         status, last_source = self.members.status, clock.now()
         while not status.has_state:
+            if self.members.excluded is not None:
+                raise Excluded(self.members.excluded)
             sources = self._sources()
             if sources:
                 last_source = clock.now()
