@@ -114,7 +114,8 @@ def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> Non
     written = write_report(folder, chosen(names, everything=not names), to)
     for one in written.judgements:
         if one.values:
-            say(f"{one.verdict_text:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published})")
+            reason = f"; {one.reason}" if one.reason else ""
+            say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published}{reason})")
     say(f"written: {written.html}, {written.markdown}")
 
 

@@ -7,6 +7,7 @@ important is finished first and with enough seeds.
 import logging
 import math
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -252,8 +253,12 @@ def _attempt(run: Run, task: Task, stop: Callable[[], bool]) -> _Outcome | None:
 
 
 def print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:  # what reads, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from error
 
 
 def _duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ TEMPLATE = '''"""NAME: say in one sentence what you want to know.
 """
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Curves, Experiment, Figure
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Similarity
 from diloco.lab.scales import Scale
 
 MINE = "less momentum"
@@ -35,12 +35,12 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    return (Curves("All arms"),)
+    return (Curves("All arms"), Similarity("How alike the workers' outer gradients are", (MINE, "DiLoCo")))
 
 
 EXPERIMENT = Experiment(
     name="NAME",
-    title="NAME",
+    title="DiLoCo with less outer momentum",
     source="an idea of mine",
     arms=arms,
     claims=claims,

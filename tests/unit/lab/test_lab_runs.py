@@ -130,7 +130,7 @@ def test_the_report_of_a_smoke_test_makes_no_claim(
     assert {one.verdict for one in report.judgements} == {"not resolved"}
     assert "not resolved (a smoke test's numbers mean nothing)" in report.markdown.read_text()
     commands.report(Path("out"), ["t2"], None, said.append)
-    assert said[0].startswith("not resolved (a smoke test's numbers mean nothing)")
+    assert said[0].startswith("not resolved") and "a smoke test's numbers mean nothing" in said[0]
 
 
 def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> None:
@@ -142,7 +142,8 @@ def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> N
     records = [json.loads(one.read_text()) for one in Path("out/results").glob("*.json")]
     assert len(records) == 4 + 7 - 1
     assert all(record["code"] and record["result"]["machine"] and record["result"]["arm"] for record in records)
-    assert write_report(Path("out"), own).html.is_file()
+    page = write_report(Path("out"), own).html.read_text()
+    assert "the regime is not checked" not in page and "One worker has a perplexity of" in page
     assert ResultFolder(Path("out")).seeds() == [0]
 
 

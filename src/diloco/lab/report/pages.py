@@ -13,7 +13,7 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bot
 th { text-align: left; border-bottom: 1.5px solid #222; padding: .25rem .7rem .25rem 0; vertical-align: bottom; }
 td { border-bottom: 1px solid #e4e4e4; padding: .25rem .7rem .25rem 0; vertical-align: top; }
 td.holds { color: #00654a; font-weight: 600; } td.fails { color: #a33a00; font-weight: 600; } td.open { color: #666; }
-svg { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
+svg { width: 100%; height: auto; } figure { margin: 1rem 0; }
 """
 
 
@@ -86,7 +86,8 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
             )
         else:
             drawing = block.svg[block.svg.index("<svg") :]
-            body.append(f'<figure role="img" aria-label="{escape(block.title)}">{drawing}</figure>')
+            label = f'role="img" aria-label="{escape(block.title)}"'
+            body.append(f'<figure {label} style="max-width: {_pixels(drawing)}px">{drawing}</figure>')
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -94,6 +95,13 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
+
+
+def _pixels(svg: str) -> int:
+    """Larger than in a paper: two panels side by side fill most of the page."""
+    found = re.search(r'width="([0-9.]+)pt"', svg)
+    assert found is not None
+    return round(float(found[1]) * 96 / 72 * 1.6)
 
 
 def _cell(text: str) -> str:

@@ -108,7 +108,10 @@ def _figures(result: ArmResult) -> dict[str, float]:
 
 
 def regime_check(summary: Summary | None) -> str:
-    """How far apart one worker and eight times the batch are, in words; `summary` is that of t2."""
+    """How far apart one worker and eight times the batch are, in words; `summary` is that of t2's arms.
+
+    An experiment of one's own has them too.
+    """
     one = summary.arm(t2.ONE) if summary is not None else None
     batch = summary.arm(t2.BATCH) if summary is not None else None
     if one is None or batch is None:

@@ -13,6 +13,7 @@ from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.lab.claims import FEWEST_SEEDS, Judgement
 from diloco.lab.experiment import Experiment
+from diloco.lab.experiments.paper import t2
 from diloco.lab.report.fits import fit_text
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
@@ -49,7 +50,9 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     summaries = [one for one in summaries if one.arms]
     if not summaries:
         raise ConfigError(f"{folder} has no finished arm of these experiments: diloco lab run … --out {folder}")
-    blocks = _head(setting, scale, summaries)
+    digest = setting.texts.get(t2.EXPERIMENT.text)
+    baselines = None if digest is None else summarise(t2.EXPERIMENT, scale, results, digest)
+    blocks = _head(setting, scale, summaries, regime_check(baselines))
     for summary in summaries:
         blocks += _section(summary, scale)
     target.mkdir(parents=True, exist_ok=True)
@@ -65,12 +68,11 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     return Report(html, markdown, tuple(one for summary in summaries for one in summary.judgements))
 
 
-def _head(setting: Setting, scale: Scale, summaries: list[Summary]) -> list[Block]:
+def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime: str) -> list[Block]:
     finished = [one for summary in summaries for arm in summary.arms for one in arm.by_seed.values()]
     machines = sorted({f"{one.result.machine['device']}, torch {one.result.machine['torch']}" for one in finished})
     codes = sorted({one.code for one in finished})
-    texts = "; ".join(f"{role}: {words}" for role, words in setting.described.items())
-    t2 = next((one for one in summaries if one.experiment.name == "t2"), None)
+    texts = "; ".join(words if role == "text" else f"{role}: {words}" for role, words in setting.described.items())
     counts = [
         (
             verdict,
@@ -86,7 +88,7 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary]) -> list[Bloc
         ),
         Heading(2, "The regime, and how the scale differs from the paper's"),
         Text(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
-        Text(regime_check(t2)),
+        Text(regime),
         Heading(2, "Verdicts"),
         Text(
             "; ".join(f"{count} {verdict}" for verdict, count in counts)
