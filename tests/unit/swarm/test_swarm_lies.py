@@ -251,6 +251,28 @@ def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[st
     assert set(refused) == {liar}
 
 
+def test_a_member_that_is_behind_takes_no_later_state_of_the_only_one_left_without_a_certificate() -> None:
+    """The honest ones have ended and left; the liar, which stays, says that it is three rounds ahead."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[bytes], list[bytes], list[Any], str]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 2)
+        late, liar = workers[2], workers[3]
+        serves_another_state(liar, ahead=3)
+        liar.node._own_checks.run = lambda: None  # type: ignore[method-assign]
+        late.node.own.has_state = False
+        for worker in workers[:2]:
+            await worker.node.leave()
+        await asyncio.sleep(2.0)
+        before = list(late.trainer.means)
+        await late.catch_up()
+        refused = [fields["peer"] for type_, fields in late.trainer.events if type_ == "state_refused"]
+        return before, late.trainer.means, refused, liar.name
+
+    before, after, refused, liar = told(story)
+    assert after == before and set(refused) == {liar}
+
+
 def test_of_two_members_that_disagree_a_joiner_believes_neither_and_says_so() -> None:
     async def story(swarm: MemorySwarm) -> None:
         workers = await founded(swarm, 2)

@@ -32,6 +32,7 @@ _MAX_HEAD_BYTES = 1 << 16
 _MAX_TRANSFERS = 2
 _POLL_SECONDS = 0.25
 _TELL_SECONDS = 1.0
+_MANY = 3
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class StateTransfer:
         """Of a state of this run, as the trainer says."""
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
+        self._without_means: set[str] = set()
+        """Sources that say that they no longer keep the means which the trainer lacks."""
         self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
 
     # Serving
@@ -113,6 +116,9 @@ class StateTransfer:
                 if fetched is not None:
                     self._record(fetched)
                     return fetched
+            if not joiner and len(sources) == 1 and self._refused_seconds > 8 * self._stall_seconds:
+                status.has_state = True  # one member alone is left, and cannot show that it is ahead
+                return None
             if joiner and self._refused_seconds > 8 * self._stall_seconds:
                 raise EngineError(
                     "the members of this run do not agree on its state, and none has it as most others have: ask the "
@@ -143,7 +149,7 @@ class StateTransfer:
                 about = {"peer": source.name, "number": source.status.number, "label": source.status.label}
                 self.members.on_event("state_refused", {**about, "reason": str(problem)})
             if isinstance(problem, _NoLongerKept):
-                self.recent.next_to_merge = None
+                self._without_means.add(source.name)
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(source.name, problem)
             return None
@@ -151,7 +157,7 @@ class StateTransfer:
     async def _fetch_base(self, source: Peer) -> _Base | None:
         """Nothing is fetched if the source still keeps all means that the trainer lacks."""
         first = self.recent.next_to_merge
-        if first is not None:
+        if first is not None and source.name not in self._without_means:
             agreed = await self.outcomes.ask(source.name, first)
             if first > source.status.ended_round or agreed is not None:
                 return _Base(None, first)
@@ -171,6 +177,8 @@ class StateTransfer:
                 raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
             data = SharedMemory.create(head.size)  # the trainer reads it there
             told, asked, snapshot = clock.now(), self.witnesses.of(peer), _snapshot(head, data)
+            if not asked:
+                await self._check_lone_source(peer, snapshot.numbers["sequence"])
             asking = asyncio.create_task(
                 self.witnesses.ask(asked, snapshot.numbers["sequence"], 4 * self._stall_seconds)
             )
@@ -191,6 +199,14 @@ class StateTransfer:
             if asking is not None:
                 asking.cancel()
             stream.close()
+
+    async def _check_lone_source(self, peer: str, sequence: int) -> None:
+        """No third member has the state. One that was in rounds of three and more wants to see a certificate then."""
+        last = self.outcomes.quorum.last
+        if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
+            return
+        if await self.outcomes.ask(peer, sequence - 1) is None:
+            raise _NotTheSame(f"no other member is there, and it shows no certificate of round {sequence - 1}")
 
     @property
     def _refused_seconds(self) -> float:
@@ -231,6 +247,7 @@ class StateTransfer:
         status.ended_round, status.next_round, status.has_state = fetched.sequence - 1, fetched.sequence, True
         status.position = max(status.position, fetched.position)
         self.recent.next_to_merge, self._refused_since = fetched.sequence, None
+        self._without_means.clear()
         self.witnesses.forget()
         self.outcomes.missed.forget()
         for peer in self.members.live():  # the leader must expect this worker at once
