@@ -13,6 +13,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
+from diloco.engines.swarm.node.messages import Commit, Inquire
 from diloco.engines.swarm.node.proofs.certificate import Certificate
 from diloco.engines.swarm.node.rounds import recent_rounds
 from diloco.engines.swarm.node.rounds.transfer import Transfer
@@ -20,6 +21,7 @@ from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.shared_memory import SharedMemory
 from support import virtual_clock
 from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
+from support.swarm.memory_network import Fate, request_in
 
 Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
 
@@ -377,6 +379,30 @@ def test_a_leader_gives_up_a_round_that_others_have_ended_so_that_the_next_one_c
 
     for outcome, _ in told(3, story, timeout_seconds=600.0):
         assert (outcome.failure, outcome.contributors) == (None, (0, 1, 2))
+
+
+def test_a_leader_asks_about_the_next_round_beside_the_one_that_is_under_way() -> None:
+    """On a link with latency its answers are there when the earlier round has ended, and it is not asked again."""
+
+    async def story(swarm: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[Any], list[tuple[str, int]]]:
+        asked: list[tuple[str, int]] = []
+
+        def note(_: str, __: str, request: bytes) -> Fate:
+            message = request_in(request)
+            if isinstance(message, Inquire | Commit):
+                asked.append((type(message).__name__, message.sequence))
+            return "arrives"
+
+        swarm.network.fate, swarm.network.delay = note, lambda: 0.05
+        posts = [w.post(values(w.node.number, n), sequence=n, fragment=n) for n in (0, 1) for w in workers]
+        return list(await asyncio.gather(*posts)), asked
+
+    ended, asked = told(3, story, patience=1000.0)
+    assert asked.count(("Inquire", 1)) == 2  # each other member once
+    assert asked.index(("Inquire", 1)) < asked.index(("Commit", 0)) < asked.index(("Commit", 1))
+    for number, (outcome, mean) in enumerate(ended):
+        assert (outcome.failure, outcome.contributors) == (None, (0, 1, 2))
+        assert mean == mean_of([values(worker, number // 3) for worker in range(3)], [1.0] * 3)
 
 
 def test_a_kept_mean_is_a_copy_that_the_next_post_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

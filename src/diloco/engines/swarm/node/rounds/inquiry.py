@@ -7,6 +7,7 @@ of answers, of which every committed plan had one too, no two leaders commit dif
 """
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -44,6 +45,24 @@ class Answers:
     def votes(self, plan: Plan) -> dict[str, Vote]:
         found = {peer: answer.complete for peer, answer in self.posted.items() if answer.complete is not None}
         return {peer: one.vote for peer, one in found.items() if one.plan.digest == plan.digest}
+
+
+async def inquire_in_turn(
+    participant: Participant, key: RoundKey, authority: Authority, wait_for_earlier: Callable[[int], Awaitable[bool]]
+) -> Answers:
+    """As `inquire`, and when it returns no earlier round is under way. Raises SteppedDown.
+
+    The question travels beside the earlier rounds: a promise holds whenever it was given. It is asked again if there is
+    something to commit, which must not end before the earlier rounds, or if these have changed the members that count
+    and the answers are no majority of those.
+    """
+    answers = await inquire(participant, key, authority)
+    if not await wait_for_earlier(key.sequence):
+        return answers
+    if answers.plan is None and participant.outcomes.quorum.is_majority(answers.answered):
+        return answers
+    later = answers.authority._replace(term=answers.authority.term + 1)
+    return await inquire(participant, key, later)
 
 
 async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Answers:

@@ -111,7 +111,10 @@ class Leader:
         """The rounds that this node leads, and the phase of each."""
         return {sequence: led.phase for sequence, led in self._rounds.items()}
 
-    async def wait_for_earlier(self, sequence: int) -> None:
-        """Rounds end in their order, also if several overlap."""
+    async def wait_for_earlier(self, sequence: int) -> bool:
+        """Rounds end in their order, also if several overlap. Whether there was one to wait for."""
+        waited = False
         while any(other < sequence for other in self._rounds):
+            waited = True
             await self.members.wait_for_change(POLL_SECONDS)
+        return waited

@@ -25,7 +25,7 @@ from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Supe
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS
-from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire
+from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire_in_turn
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.rounds.terms import ReadyWorkers, Terms, own_layout, own_terms
@@ -51,7 +51,7 @@ class Leading(Protocol):
 
     def record_end(self, led: "LedRound") -> None: ...
 
-    async def wait_for_earlier(self, sequence: int) -> None: ...
+    async def wait_for_earlier(self, sequence: int) -> bool: ...
 
 
 class LedRound:
@@ -94,7 +94,6 @@ class LedRound:
     async def run(self) -> None:
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
-                await self._leader.wait_for_earlier(self.key.sequence)
                 if await self._inquire():
                     return
                 await self._gather()
@@ -112,7 +111,7 @@ class LedRound:
 
     async def _inquire(self) -> bool:
         """Whether the round has ended, with a mean that some workers have already."""
-        answers = await inquire(self._participant, self.key, self.authority)
+        answers = await inquire_in_turn(self._participant, self.key, self.authority, self._leader.wait_for_earlier)
         self.authority = answers.authority
         if (plan := answers.plan) is not None:
             votes = answers.votes(plan)
