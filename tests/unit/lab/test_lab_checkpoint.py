@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def arm(**options: Any) -> Arm:
     usual: dict[str, Any] = {
-        "model": MODEL, "workers": 3, "steps": 14, "batch_size": 1, "sequence_length": 4, "eval_points": 3,
+        "model": MODEL, "workers": 3, "steps": 12, "batch_size": 1, "sequence_length": 4, "eval_points": 3,
         "eval_windows": 4, "inner": {"lr": 1e-2}, "sync": {"num_inner_steps": 4, "codec": "fp32"},
     }  # fmt: skip
     return Arm("test", **usual | options)
@@ -73,11 +73,11 @@ def interrupted(one: Arm, corpus: Corpus, path: Path, step: int, how: str, seed:
     [
         (CLASSIC, "stacked", (3, 8)),
         (CLASSIC, "sequential", (4,)),
-        (LATE, "stacked 2", (2, 6, 12)),
+        (LATE, "stacked 2", (2, 6, 10)),
         (LATE, "sequential", (7,)),
         (DATA_PARALLEL, "stacked", (5,)),
         (DATA_PARALLEL, "sequential", (5,)),
-        (MOMENTS, "stacked", (9,)),
+        (MOMENTS, "stacked", (7,)),
     ],
     ids=lambda one: next((name for name, value in globals().items() if value is one and name.isupper()), str(one)),
 )
@@ -99,24 +99,25 @@ def test_saving_on_the_way_changes_nothing(corpus: Corpus, tmp_path: Path, monke
     saving, saved = Saving(tmp_path / "arm.safetensors", seconds=0.0), list[int]()
     monkeypatch.setattr(saving, "write", lambda state, _: saved.append(state.numbers["step"]))
     found = simulate(arm(**LATE), 0, corpus, "cpu", how="stacked", saving=saving)
-    assert saved == list(range(1, 14))
+    assert saved == list(range(1, 12))
     assert same(found, simulate(arm(**LATE), 0, corpus, "cpu", how="stacked"))
 
 
 def test_a_checkpoint_of_other_code_or_a_damaged_one_is_told_and_not_used(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, expected = tmp_path / "arm.safetensors", simulate(arm(), 0, corpus, "cpu", how="stacked")
+    one, path = arm(steps=5), tmp_path / "arm.safetensors"
+    expected = simulate(one, 0, corpus, "cpu", how="stacked")
     for harm, told in (("code", "is of another code"), ("seed", "is of another seed"), ("bytes", "cannot be read")):
         caplog.clear()
         with monkeypatch.context() as patch:
             if harm == "code":
                 patch.setattr(checkpoint, "code_version", lambda: "another")
-            interrupted(arm(), corpus, path, 5, "stacked", seed=int(harm == "seed"))
+            interrupted(one, corpus, path, 2, "stacked", seed=int(harm == "seed"))
         if harm == "bytes":
             path.write_bytes(path.read_bytes()[:-10])
         saving = Saving(path)
-        assert same(simulate(arm(), 0, corpus, "cpu", how="stacked", saving=saving), expected)
+        assert same(simulate(one, 0, corpus, "cpu", how="stacked", saving=saving), expected)
         assert saving.resumed_at == 0
         assert told in caplog.text and "the arm begins anew" in caplog.text
 
@@ -134,7 +135,7 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "open_text", lambda *_: corpus)
-    tasks = (Task("a-0", "first", arm(), 0, "text"), Task("b-0", "second", arm(outer={"lr": 0.3}), 0, "text"))
+    tasks = tuple(Task(f"{lr}-0", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7))
     handler, said = signal.getsignal(signal.SIGINT), list[str]()
 
     def press(told: Progress) -> None:
@@ -154,10 +155,10 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     assert signal.getsignal(signal.SIGINT) is handler
     [left] = (tmp_path / "out" / "checkpoints").iterdir()
     assert run("out") == 0
-    assert [line for line in said if "continued from step 5" in line and "first" in line]
+    assert [line for line in said if "continued from step 5" in line and "lr 0.3" in line]
     assert not left.exists()
     assert run("other") == 0
-    for key in ("a-0", "b-0"):
+    for key in ("0.3-0", "0.7-0"):
         found, expected = (ResultFolder(tmp_path / one).read(key) for one in ("out", "other"))
         assert found is not None and expected is not None and same(found.result, expected.result)
 
