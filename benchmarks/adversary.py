@@ -98,6 +98,37 @@ async def pretend(_: list[MemoryWorker], bad: MemoryWorker) -> None:
     bad.node._own_checks.run = lambda: None  # type: ignore[method-assign]
 
 
+async def withhold_parts(_: list[MemoryWorker], bad: MemoryWorker) -> None:
+    send = Transfer._send
+
+    async def nothing(self: Transfer, stream: Stream, data: memoryview) -> None:
+        if self._transport.peer != bad.name:
+            await send(self, stream, data)
+
+    Transfer._send = nothing  # type: ignore[method-assign]
+    try:
+        await asyncio.sleep(1e9)
+    finally:
+        Transfer._send = send  # type: ignore[method-assign]
+
+
+async def drip(_: list[MemoryWorker], bad: MemoryWorker) -> None:
+    send = Transfer._send_mean
+
+    async def byte_by_byte(self: Transfer, stream: Stream) -> None:
+        if self._transport.peer != bad.name:
+            await send(self, stream)
+        for byte in bytes(self._mean(self._mine)) if self._transport.peer == bad.name else b"":
+            await write_frame(stream, bytes([byte]), 5.0)
+            await asyncio.sleep(1.0)
+
+    Transfer._send_mean = byte_by_byte  # type: ignore[method-assign]
+    try:
+        await asyncio.sleep(1e9)
+    finally:
+        Transfer._send_mean = send  # type: ignore[method-assign]
+
+
 async def keep_alive(_: list[MemoryWorker], bad: MemoryWorker) -> None:
     send = Transfer._send_mean
 
@@ -129,6 +160,8 @@ ATTACKS = (
     Attack("inquires with the highest term", begin=lambda w, b: take_terms(w, b, 1 << 53)),
     Attack("inquires again and again", begin=lambda w, b: take_terms(w, b, 1)),
     Attack("keep-alive frames instead of means", begin=keep_alive),
+    Attack("a byte of the mean each second", begin=drip),
+    Attack("posts, and never sends its parts", begin=withhold_parts),
     Attack("a flood of calls", begin=flood),
     Attack("wrong direction at an honest norm", lambda v: -v),
     Attack("the same, merge = clipped", lambda v: -v, merge="clipped"),

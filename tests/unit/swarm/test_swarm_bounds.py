@@ -16,7 +16,6 @@ from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE
 from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
-from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan, values
@@ -187,26 +186,6 @@ def test_a_member_that_posts_and_never_takes_part_is_in_fewer_and_fewer_plans() 
     assert taken[:3] == [0, 1, 2] and len(taken) <= 7
     attendance.record(ended([0, 1, 2], 24), NAMES[:3])
     assert attendance.takes(NAMES[2])
-
-
-def test_a_reducer_that_sends_nothing_but_keep_alive_frames_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Transfer._send_mean
-
-    async def keep_alive(self: Transfer, stream: Stream) -> None:
-        if self._transport.peer != NAMES[3]:
-            return await honest(self, stream)
-        while True:
-            await write_frame(stream, b"", 1.0)
-            await asyncio.sleep(0.2)
-
-    monkeypatch.setattr(Transfer, "_send_mean", keep_alive)
-
-    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
-        workers = await founded(swarm, 4)
-        posts = [workers[i].post(values(i, 0, 5000), seconds=200.0) for i in range(4)]
-        return [ended for ended, _ in await asyncio.gather(*posts)][:3]
-
-    assert [one.contributors for one in told(story)] == [(0, 1, 2)] * 3
 
 
 # Bytes, calls and numbers

@@ -186,6 +186,10 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "member_banned": ("bad", lambda e: f"{_name(e)} is banned: {reason_of(e)}"),
     "member_expelled": ("bad", lambda e: f"{_name(e)} is excluded: {reason_of(e)}"),
     "leader_passed_over": ("bad", lambda e: f"{_name(e)} lets round {e['round']} wait: the next worker leads"),
+    "reducer_passed_over": (
+        "bad",
+        lambda e: f"{_name(e)} did not send its means in round {e['round']}: it reduces nothing for some time",
+    ),
     "state_refused": ("bad", lambda e: f"the state of {_name(e)} is not taken over: {reason_of(e)}"),
     "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {reason_of(e)}"),
     "renumbered": (

@@ -12,6 +12,9 @@ from collections.abc import Awaitable, Callable
 MAX_CALL_BYTES = 1 << 20
 """The limit for a call and for its answer; anything longer goes over a stream."""
 
+LEAST_RATE = 4096.0
+"""Bytes a second: a stream that brings less, after a time of grace, makes no progress."""
+
 
 class Unreachable(Exception):
     """The peer does not answer, or the connection to it broke. `gone`: it is known to be dead, not only silent."""

@@ -137,6 +137,10 @@ class Complete(PeerMessage, frozen=True):
     vote: Vote
 
 
+Withheld = Literal["parts", "mean"]
+"""What a worker that answers does not send: its parts to a reducer, or the mean of its range."""
+
+
 class Trouble(PeerMessage, frozen=True):
     """The worker cannot exchange parts with `peer`; or accuses it of other parts than it claimed, and signs that."""
 
@@ -145,6 +149,7 @@ class Trouble(PeerMessage, frozen=True):
     peer: PeerName
     reason: Text
     signature: Signature | None = None
+    withheld: Withheld | None = None
 
 
 # From the leader to the workers of its round; a Plan is a message too

@@ -4,11 +4,12 @@ A message comes from outside. It is decoded strictly, into one of the types of m
 anything else is Malformed. Nothing is unpickled.
 """
 
+import asyncio
 import struct
 
 import msgspec
 
-from diloco.engines.swarm.network.transport import Stream, Unreachable
+from diloco.engines.swarm.network.transport import LEAST_RATE, Stream, Unreachable
 from diloco.engines.swarm.node import clock
 
 PROTOCOL = 6
@@ -43,20 +44,33 @@ async def read_frame(stream: Stream, limit: int, seconds: float) -> bytes:
     return await stream.read(length, seconds) if length else b""
 
 
-async def read_data_into(stream: Stream, buffer: memoryview, seconds: float, quiet_seconds: float) -> int:
-    """The same as `read_frame_into`, without empty frames: they say that the sender is alive, for so long at most."""
-    end = clock.now() + quiet_seconds
-    while (length := await read_frame_into(stream, buffer, seconds)) == 0:
-        if clock.now() > end:
-            raise Unreachable(f"{stream.peer} has sent nothing but empty frames for {quiet_seconds:g} s")
-    return length
+class Quiet(Unreachable):
+    """The peer is there, and sends no data."""
 
 
-async def read_frame_into(stream: Stream, buffer: memoryview, seconds: float) -> int:
-    """Read a frame into the beginning of `buffer`; returns its length."""
-    (length,) = _LENGTH.unpack(await stream.read(_LENGTH.size, seconds))
-    if length > len(buffer):
-        raise Malformed(f"a frame of {length} bytes, more than the {len(buffer)} that are left")
-    if length:
-        await stream.read_into(buffer[:length], seconds)
-    return int(length)
+class DataFrames:
+    """The frames of a stream. Empty ones say that the sender is alive; progress is counted in bytes of data.
+
+    The sender may take `quiet_seconds`, and for each byte the time that it takes at half of LEAST_RATE, up to
+    `quiet_seconds` again.
+    """
+
+    def __init__(self, stream: Stream, seconds: float, quiet_seconds: float) -> None:
+        """`seconds`: as for the methods of a stream."""
+        self._stream, self._seconds, self._quiet = stream, seconds, quiet_seconds
+        self._end = clock.now() + quiet_seconds
+
+    async def read_into(self, buffer: memoryview) -> int:
+        """Read the next frame with data into the beginning of `buffer`; returns its length. Raises Quiet, too."""
+        length = 0
+        try:
+            async with asyncio.timeout_at(self._end):
+                while not length:
+                    (length,) = _LENGTH.unpack(await self._stream.read(_LENGTH.size, self._seconds))
+        except TimeoutError:
+            raise Quiet(f"{self._stream.peer} has sent almost nothing but empty frames for {self._quiet:g} s") from None
+        if length > len(buffer):
+            raise Malformed(f"a frame of {length} bytes, more than the {len(buffer)} that are left")
+        await self._stream.read_into(buffer[:length], self._seconds)
+        self._end = min(clock.now() + self._quiet, self._end + 2 * length / LEAST_RATE)
+        return int(length)

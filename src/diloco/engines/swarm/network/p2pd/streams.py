@@ -1,6 +1,7 @@
 """A stream over a socket to p2pd: bytes go between memory and the daemon without copies on the way.
 
-A read or write fails after its time limit without progress; a few bytes now and then are none (LEAST_RATE). A stream
+A read or write fails after its time limit without progress; a few bytes now and then are none: each byte that arrives
+extends the limit by its time at LEAST_RATE, up to the whole limit. A stream
 may be closed at any time, also while another task reads or writes: that task then gets Unreachable.
 """
 
@@ -9,12 +10,10 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 
-from diloco.engines.swarm.network.transport import Stream, Unreachable
+from diloco.engines.swarm.network.transport import LEAST_RATE, Stream, Unreachable
 
 _PIECE_BYTES = 256 << 10
 """Handed to the kernel at once; each piece has the whole time limit."""
-LEAST_RATE = 4096.0
-"""Bytes a second: each byte that arrives extends the time limit by its share of this, up to the whole limit."""
 _TURN_BYTES = 1 << 20
 """After this many bytes the other tasks of the loop get a turn, however fast the bytes come."""
 

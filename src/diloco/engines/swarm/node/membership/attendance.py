@@ -58,9 +58,8 @@ class Attendance:
         self._troubles.pass_over(name)
 
     def record_state(self, name: str) -> None:
-        """It has fetched the state, and can be in the next round."""
+        """It has fetched the state, and can be in the next round. Its line is no better for that."""
         self._absences.give_a_chance(name)
-        self._troubles.give_a_chance(name)
 
     def pass_over(self, leader: str) -> None:
         """It has led a round that did not go on."""

@@ -249,7 +249,7 @@ class Members:
             self.attendance.forget(peer.name)
             peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
         if status.number >= 0 and (appeared or number < 0):
-            self._emit("member_joined", peer)
+            self.emit_about("member_joined", peer.name)
         self.changed()
 
     def _is_taken(self, number: int, name: str) -> bool:
@@ -260,7 +260,7 @@ class Members:
         if not peer.live:
             return
         peer.live, peer.lost_at, peer.gone = False, clock.now(), gone
-        self._emit("member_lost", peer, reason=reason)
+        self.emit_about("member_lost", peer.name, reason=reason)
         self.changed()
 
     def record_left(self, name: str) -> None:
@@ -268,7 +268,7 @@ class Members:
         peer = self.peers.get(name)
         if peer is not None and not peer.left:
             peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, clock.now()
-            self._emit("member_left", peer)
+            self.emit_about("member_left", peer.name)
             self.changed()
 
     def record_rejected(self, peer: Peer, reason: str, code: str) -> None:
@@ -283,5 +283,7 @@ class Members:
             self.exclude_self(reason)
         self.changed()
 
-    def _emit(self, type_: str, peer: Peer, **more: object) -> None:
-        self.on_event(type_, {"peer": peer.name, "number": peer.status.number, "label": peer.status.label, **more})
+    def emit_about(self, type_: str, name: str, **more: object) -> None:
+        """An event about a member, or about this worker itself."""
+        label = self.peers[name].status.label if name in self.peers else ""
+        self.on_event(type_, {"peer": name, "number": self.number_of(name), "label": label, **more})

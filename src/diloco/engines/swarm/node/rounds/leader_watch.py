@@ -49,13 +49,7 @@ class LeaderWatch:
             assert leader is not None
             self.attendance.pass_over(leader)
             round_.leader, round_.stuck_since = None, None
-            peer = self._members.peers.get(leader)
-            about = {
-                "peer": leader,
-                "number": self._members.number_of(leader),
-                "label": peer.status.label if peer else "",
-            }
-            self._members.on_event("leader_passed_over", {**about, "round": round_.sequence})
+            self._members.emit_about("leader_passed_over", leader, round=round_.sequence)
             self._members.changed()
 
     def _most_wait(self, sequence: int) -> bool:

@@ -24,7 +24,6 @@ from diloco.engines.swarm.node.membership.numbers import clashes
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded
 from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
-from diloco.engines.swarm.node.proofs.liars import ACCUSERS
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire_in_turn
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
@@ -227,7 +226,8 @@ class LedRound:
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
                 if not problem.lost:
                     dropped.add(peer)
-                    self._members.attendance.record_trouble(peer)
+                    if not problem.offences:  # those are counted, and end with a ban
+                        self._members.attendance.record_trouble(peer)
             excluded += problem.offences
 
     async def _wait_until_it_may_go_on(self) -> None:
@@ -246,7 +246,7 @@ class LedRound:
         self.troubles.begin()
         refusals: dict[str, object] = {}
         grace = self._participant.transfers.grace(plan, self._settings.lost_seconds, self._settings.stall_seconds)
-        certified_at = math.inf
+        shares, certified_at = self._leader.shares, math.inf
         offers = [asyncio.create_task(self._offer(plan, entry.peer, refusals)) for entry in plan.entries]
         try:
             while True:
@@ -268,9 +268,10 @@ class LedRound:
                     return Dropped({})
                 if refusals:
                     return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
-                if (problem := await self._judge(plan)) is not None:
+                problem = await self.troubles.judge(plan, shares, self._leader.quarrels, self._quorum.is_majority)
+                if problem is not None:
                     return problem
-                if self._leader.shares.is_blocked(plan):
+                if shares.is_blocked(plan):
                     return Dropped({})
                 await self._members.wait_for_change(POLL_SECONDS)
         finally:
@@ -293,28 +294,6 @@ class LedRound:
         if not isinstance(answer, Done):
             refusals[peer] = answer
             self._members.changed()
-
-    async def _judge(self, plan: Plan) -> Dropped | None:
-        """The workers to leave out after the reported troubles; Dropped({}) to try the same plan again."""
-        if not self.troubles:
-            return None
-        if self.troubles.accusers(plan):
-            await self._wait_for_accusers(plan)
-            return self.troubles.judge_lies(plan, self._leader.quarrels)
-        await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
-        if any(not self._members.is_live(entry.peer) for entry in plan.entries):
-            return None
-        pairs = self.troubles.pairs(plan)
-        if True in [self._leader.shares.record_failure(*pair) for pair in pairs]:
-            self.troubles.begin()
-            return Dropped({})  # these two exchange no parts in the next attempt
-        return self.troubles.judge(plan)
-
-    async def _wait_for_accusers(self, plan: Plan) -> None:
-        """One alone proves nothing; others find the same lie at about the same time."""
-        end = clock.now() + self._settings.lost_seconds
-        while clock.now() < end and max(map(len, self.troubles.accusers(plan).values())) < ACCUSERS:
-            await self._members.wait_for_change(POLL_SECONDS)
 
     # Commit
 

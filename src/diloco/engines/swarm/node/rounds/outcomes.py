@@ -26,7 +26,7 @@ from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.recent_rounds import RecentRounds
 from diloco.engines.swarm.node.rounds.round import Round
-from diloco.engines.swarm.node.wire import Malformed, encode, read_data_into, write_frame
+from diloco.engines.swarm.node.wire import DataFrames, Malformed, encode, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +190,10 @@ class Outcomes:
             if size > self.recent.max_mean_bytes:
                 raise Malformed(f"a mean of {size} bytes")
             data = bytearray(size)
+            frames = DataFrames(stream, self._stall_seconds, self._stall_seconds)
             view, received = memoryview(data), 0
             while received < size:
-                received += await read_data_into(stream, view[received:], self._stall_seconds, self._stall_seconds)
+                received += await frames.read_into(view[received:])
             await stream.write(b"\1", self._stall_seconds)
         finally:
             stream.close()

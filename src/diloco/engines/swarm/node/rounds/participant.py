@@ -50,6 +50,7 @@ _POLL_SECONDS = 0.25
 _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
 _MAX_PROMISES = 16
 _MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
+_PARTS_SHARE = 2.0  # times `stall_seconds`: how long the next parts of a worker may take, while its line is not known
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
 
@@ -188,8 +189,9 @@ class Participant:
         if plan.has_mean:
             self.outcomes.check.keep(plan, round_.posted, round_.leaves)
             seconds = self.settings.stall_seconds
+            patience = min(_PARTS_SHARE * seconds, self.transfers.limit(plan, seconds))
             round_.transfer = Transfer(
-                plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves
+                plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience
             )
         round_.task = asyncio.create_task(self._follow(round_, plan))
         round_.planned.set()
@@ -266,7 +268,9 @@ class Participant:
             if not problem.lie:
                 self.heartbeats.beat_soon(problem.peer)
             signature = self.outcomes.notary.accuse(plan, problem.peer) if problem.lie else None
-            message = Trouble(round_.sequence, plan.authority, problem.peer, str(problem)[:200], signature)
+            message = Trouble(
+                round_.sequence, plan.authority, problem.peer, str(problem)[:200], signature, problem.withheld
+            )
         while not round_.ended:  # another plan cancels this task
             try:
                 await self.calls.ask(plan.leader, message)

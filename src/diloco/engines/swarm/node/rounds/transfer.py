@@ -6,8 +6,10 @@ accumulates in fp32 in worker order and encodes once, so that all decode the sam
 `engines.reduction.reduce_parts`, so the bits are those of the local engine.
 
 Every worker checks what it receives: a contribution against the norm that its header claims, a mean against the
-largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows. All waits are
-bounded, and a reducer that must wait for others sends an empty frame every second.
+largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows.
+
+All waits are bounded. A reducer that must wait for others sends an empty frame every second, which is no progress: it
+names the contributor whose parts do not come before the others, which wait longer, name the reducer itself.
 """
 
 import asyncio
@@ -25,33 +27,38 @@ from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import OpenParts
+from diloco.engines.swarm.node.messages import OpenParts, Withheld
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.proofs.committed import MAX_PROOF_BYTES, CommittedParts
+from diloco.engines.swarm.node.proofs.norms import NormCheck
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
 from diloco.engines.swarm.node.rounds import products as products_of
 from diloco.engines.swarm.node.trainer import PostedRound
-from diloco.engines.swarm.node.wire import Malformed, encode, read_data_into, read_frame, write_frame
+from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
 _CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
+_LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
 
 class TransferFailed(Exception):
-    """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off."""
+    """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off.
 
-    def __init__(self, peer: str, reason: str, *, lie: bool = False) -> None:
+    `withheld`: it answers, and does not send its parts, or the mean of its range.
+    """
+
+    def __init__(self, peer: str, reason: str, *, lie: bool = False, withheld: Withheld | None = None) -> None:
         super().__init__(reason)
-        self.peer, self.lie = peer, lie
+        self.peer, self.lie, self.withheld = peer, lie, withheld
 
 
 class Transfer:
@@ -65,9 +72,11 @@ class Transfer:
         stall_seconds: float,
         notary: Notary,
         leaves: Sequence[bytes],
+        patience_seconds: float,
     ) -> None:
+        """`patience_seconds`: how long the next parts of a contributor may take."""
         self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
-        self._leaves, self._codec = leaves, codec(posted.codec)
+        self._leaves, self._patience, self._codec = leaves, patience_seconds, codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
         self._mean_width = self._means.part_bytes(posted.part_elements)
@@ -81,7 +90,7 @@ class Transfer:
             self._parts[transport.peer] = self._contribution(self._mine)
         self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
-        self._squares = dict.fromkeys(self._parts, 0.0)
+        self._norms = NormCheck(plan, self._codec)
         self._own_products = [0.0] * num_products(len(plan.contributors))
         self._products = list(self._own_products)
         self._reduced = 0
@@ -137,9 +146,11 @@ class Transfer:
                     both.create_task(self._send(stream, self._contribution(rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
             self._close_stream(stream)
-            self._verify_mean(reducer, fetched.result())
+            if (fault := self._norms.fault_of_mean(fetched.result())) is not None:
+                raise TransferFailed(reducer.peer, fault, lie=True)
         except (Unreachable, Malformed, ExceptionGroup) as problem:
-            raise TransferFailed(reducer.peer, str(_first(problem))) from None
+            quiet = isinstance(cause := _first(problem), Quiet)
+            raise TransferFailed(reducer.peer, str(cause), withheld="mean" if quiet else None) from None
 
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
@@ -150,9 +161,10 @@ class Transfer:
         into, width = self._mean(rows), self._mean_width
         loop = asyncio.get_running_loop()
         received = checked = 0  # bytes, rows
+        frames = DataFrames(stream, self._stall, _LONGER * self._patience)
         norms: list[asyncio.Future[float]] = []
         while received < len(into):
-            received += await read_data_into(stream, into[received:], self._stall, 3 * self._stall)
+            received += await frames.read_into(into[received:])
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
                 norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))
@@ -223,12 +235,14 @@ class Transfer:
         into = self._mean(self._mine)
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
-            while not self._have_arrived(last):
-                await self._wait_until(partial(self._have_arrived, last), self._stall)
+            if not await self._wait_until(partial(self._have_arrived, last), self._patience):
+                late = min(self._arrived, key=lambda peer: self._arrived[peer])
+                raise TransferFailed(late, "its parts do not come", withheld="parts")
             started = clock.now()
             mean, squares, products = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self.reduce_seconds += clock.now() - started
-            self._check(squares)
+            if (excess := self._norms.add(squares)) is not None:
+                raise TransferFailed(*excess, lie=True)
             self._own_products = products_of.add(self._own_products, products)
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
@@ -248,14 +262,15 @@ class Transfer:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def _wait_until(self, met: Callable[[], bool], seconds: float) -> None:
-        """Return when `met()`, or after `seconds`."""
+    async def _wait_until(self, met: Callable[[], bool], seconds: float) -> bool:
+        """Return when `met()`, or after `seconds`; whether it is met."""
         try:
             async with asyncio.timeout(seconds):
                 while not met():
                     await self._news.wait()
         except TimeoutError:
-            return
+            return met()
+        return True
 
     # Arithmetic, in the reducing threads
 
@@ -289,16 +304,6 @@ class Transfer:
         self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
         return mean, squares, products
 
-    def _check(self, squares: list[float]) -> None:
-        """The norm of the parts received so far is at most the norm that the header claims for all of them."""
-        for entry, square in zip(self.plan.contributors, squares, strict=True):
-            claimed = entry.parsed.claim.norm
-            total = self._squares[entry.peer] = self._squares[entry.peer] + square
-            norm = math.sqrt(total) if math.isfinite(total) else math.inf
-            if not norm <= claimed * self._codec.norm_slack:
-                reason = f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}"
-                raise TransferFailed(entry.peer, reason, lie=True)
-
     @torch.no_grad()
     def _squared_norm(self, rows: range, reducer: str) -> float:
         """Of these rows of the mean, which go into the digest of the reducer's range."""
@@ -306,15 +311,6 @@ class Transfer:
         values = torch.empty(len(rows), self.posted.part_elements)
         self._means.decode(_rows(self._mean(rows), len(rows)), values)
         return float(torch.linalg.vector_norm(values)) ** 2
-
-    def _verify_mean(self, reducer: Entry, squares: float) -> None:
-        """A mean is finite, and never longer than the longest contribution in it."""
-        longest = self.plan.longest
-        slack = self._codec.norm_slack * self._means.norm_slack
-        if not (math.isfinite(squares) and math.sqrt(squares) <= longest * slack):
-            raise TransferFailed(
-                reducer.peer, f"its part of the mean is longer than any contribution ({longest:.3g})", lie=True
-            )
 
     # The end
 

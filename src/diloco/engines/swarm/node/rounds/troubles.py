@@ -3,18 +3,25 @@
 A worker that several others cannot exchange parts with is left out, after a second attempt. A worker that two others
 accuse of a lie has lied: it is left out and that counts as an offence, with both accusers' signatures. One accuser is
 not believed more than the accused: the two have a quarrel, which the leader remembers, and one of them is left out.
+
+A worker that answers and does not send the mean of its range, as two others say, reduces nothing in the next attempt
+(shares.py); one that does not send its parts is left out of it.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.membership.members import Members
-from diloco.engines.swarm.node.messages import Trouble
+from diloco.engines.swarm.node.messages import Trouble, Withheld
 from diloco.engines.swarm.node.plan import Entry, Offence, Plan
 from diloco.engines.swarm.node.proofs.liars import ACCUSERS
+from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS
+from diloco.engines.swarm.node.rounds.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +53,6 @@ class Troubles:
         """Another attempt begins."""
         self._reported = []
 
-    def __bool__(self) -> bool:
-        return bool(self._reported)
-
     def add(self, sender: str, trouble: Trouble) -> None:
         if sender != trouble.peer:
             self._reported.append((sender, trouble))
@@ -61,7 +65,48 @@ class Troubles:
                 found.setdefault(one.peer, {})[sender] = one
         return found
 
-    def judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped:
+    async def judge(
+        self, plan: Plan, shares: Shares, quarrels: "Quarrels", is_majority: Callable[[Collection[str]], bool]
+    ) -> Dropped | None:
+        """The workers to leave out of the next attempt; Dropped({}) to try again with all, None to go on.
+
+        `is_majority`: whether these workers are enough for a plan.
+        """
+        if not self._reported:
+            return None
+        if self.accusers(plan):
+            await self._wait_for_accusers(plan)
+            return self._judge_lies(plan, quarrels)
+        await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
+        if any(not self._members.is_live(entry.peer) for entry in plan.entries):
+            return None
+        if (late := self._withholding(plan, "parts")) is not None:
+            return Dropped({late: "it does not send its parts to several workers"})
+        if (late := self._withholding(plan, "mean")) is not None and shares.record_withheld(late):
+            self._members.emit_about("reducer_passed_over", late, round=plan.key.sequence)
+            return Dropped({})  # it reduces nothing in the next attempt
+        news = [shares.record_failure(*pair) for pair in self._pairs(plan)]
+        cut_off = shares.cut_off(plan.entries)
+        if cut_off not in (None, self._members.me) and is_majority([e.peer for e in plan.entries if e.peer != cut_off]):
+            return Dropped({cut_off: "others cannot exchange parts with it"})
+        return Dropped({}) if True in news else self._judge_pairs(plan)  # bad pairs exchange no parts from now on
+
+    async def _wait_for_accusers(self, plan: Plan) -> None:
+        """One alone proves nothing; others find the same lie at about the same time."""
+        end = clock.now() + self._members.settings.lost_seconds
+        while clock.now() < end and max(map(len, self.accusers(plan).values())) < ACCUSERS:
+            await self._members.wait_for_change(POLL_SECONDS)
+
+    def _withholding(self, plan: Plan, what: Withheld) -> str | None:
+        """The worker that several others wait for."""
+        waiting: dict[str, set[str]] = {}
+        for sender, one in self._reported:
+            if one.withheld == what and plan.entry(one.peer) is not None and one.peer != self._members.me:
+                waiting.setdefault(one.peer, set()).add(sender)
+        worst = max(waiting, key=lambda peer: (len(waiting[peer]), self._members.number_of(peer)), default=None)
+        return worst if worst is not None and len(waiting[worst]) >= ACCUSERS else None
+
+    def _judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped:
         accused = self.accusers(plan)
         for peer, accusers in accused.items():
             if len(accusers) >= ACCUSERS:
@@ -70,11 +115,11 @@ class Troubles:
             quarrels.record(peer, accuser, plan.key.sequence)
         return Dropped({})
 
-    def pairs(self, plan: Plan) -> list[tuple[str, str]]:
+    def _pairs(self, plan: Plan) -> list[tuple[str, str]]:
         """Workers that cannot exchange parts with each other, as one of them says."""
         return [(sender, one.peer) for sender, one in self._reported if plan.entry(one.peer) is not None]
 
-    def judge(self, plan: Plan) -> Dropped | None:
+    def _judge_pairs(self, plan: Plan) -> Dropped | None:
         """Dropped({}) to try the same plan again."""
         accused = Counter(one.peer for _, one in self._reported if plan.entry(one.peer))
         senders = Counter(sender for sender, _ in self._reported)
