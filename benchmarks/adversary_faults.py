@@ -9,6 +9,10 @@ from signal import SIGCONT, SIGSTOP
 from adversary_run import Member, Swarm
 
 
+class NotAsItMustBe(Exception):
+    """What must have happened has not."""
+
+
 def sleep(swarm: Swarm) -> list[Member]:
     """A member's processes stand still for three times `lost_seconds`."""
     sleeper = swarm.members[-1]
@@ -23,9 +27,9 @@ def twice(swarm: Swarm) -> list[Member]:
     """A copy of a member's run folder is started: it must be refused."""
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
     copy = swarm.resume("copy", swarm.members[-1])
-    swarm.wait(lambda: copy.code is not None)
+    swarm.wait(lambda: None not in (copy.code, swarm.members[0].code))
     if copy.code == 0 or "identity" not in copy.output:
-        raise RuntimeError(f"the copy was not refused: {copy.output[-500:]}")
+        raise NotAsItMustBe(f"the copy was not refused: {copy.output[-500:]}")
     return swarm.members[:5]
 
 

@@ -13,6 +13,7 @@ the result file of earlier ones; each is held against the calm run of its own se
 
 import argparse
 import json
+import os
 import signal
 import socket
 import sys
@@ -29,12 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
-from adversary_faults import bad_pair, cut, founder_gone, sleep, slow_line, twice
+from adversary_faults import NotAsItMustBe, bad_pair, cut, founder_gone, sleep, slow_line, twice
 from adversary_run import Figures, Member, Size, Swarm, figures
 from measuring import results_path, write_results
 from support.swarm.networks import internet, missing
 
 MOST_TIMES, MOST_LOSS, MOST_ROUNDS = 2.0, 0.02, 5
+MOST_CALLS = 1000
+"""To the third party that 10,000 invented members are said to be; one call of each honest member to each is 40,000."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Row:
 ROWS = (
     Row("calm"),
     Row("contribution × −900", "times_minus_900", proved=True),
-    Row("weight 10¹⁸, turned around", "heavy_and_turned"),
+    Row("weight 10¹⁸, turned around", "heavy_and_turned", proved=True),
     Row("NaN", "not_a_number", proved=True),
     Row("more than its header claims", "more_than_claimed", proved=True),
     Row("“this round has ended”, a forged mean", "forged_end", proved=True),
@@ -126,16 +129,17 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
         if row.late:
             swarm.wait_for_round(size.attack_from, swarm.members[0])
             swarm.join("late", word)
-        good = [member for member in swarm.members if not member.bad] if row.fault is None else row.fault(swarm)
-        problem = ""
+        problem, good = "", [member for member in swarm.members if not member.bad]
         try:
+            good = good if row.fault is None else row.fault(swarm)
             swarm.wait(lambda: all(member.code is not None for member in good))
-        except TimeoutError as late:
-            problem = f"the honest have not ended: {late}"
+        except (TimeoutError, NotAsItMustBe) as reason:
+            problem = str(reason)
         bad = next((member for member in swarm.members if member.bad), None)
         told = figures(good, bad, size)
         ends = [member.output[-800:] for member in good if member.code != 0]
     more = {"problem": problem, "ends": ends, "seconds": time.monotonic() - started, "third_party": len(calls)}
+    more["load"] = os.getloadavg()[0]  # of the machine; five members alone make about 5
     return told, more
 
 
@@ -157,7 +161,7 @@ def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, A
     for what, after in (("named", told.named_after), ("out", told.out_after)):
         if row.proved and (after is None or after > MOST_ROUNDS):
             found.append(f"the bad one is not {what} in time")
-    if more["third_party"] > 100:
+    if more["third_party"] > MOST_CALLS:
         found.append(f"{more['third_party']} connections to a third party")
     return found
 
@@ -184,11 +188,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "out_after"))
-        usual = row["round_seconds"] / rows[0]["round_seconds"]
         equal = "equal" if row["digests_equal"] else "**differ**"
         cells = [
             row["row"],
-            f"{usual:.2f} ({row['longest_times']:.2f})",
+            f"{row['usual_times']:.2f} ({row['longest_times']:.2f})",
             equal,
             f"{row['loss_change']:+.1%}",
             named,
@@ -215,7 +218,7 @@ def main() -> int:
         print("\n".join(row.name for row in ROWS))
         return 0
     if given.markdown:
-        print(markdown(json.loads(results_path("adversary-real").read_text())["results"]["rows"]))
+        print(markdown(json.loads(results_path("adversary-real").read_text())["results"]))
         return 0
     if wanted and len(chosen) == 1 and not any(word in "calm" for word in wanted):
         parser.error(f"--only {given.only}: no such row; --rows names them")
@@ -223,7 +226,7 @@ def main() -> int:
         folder = given.keep or Path(temporary)
         rows = measure(chosen, size, folder)
     show(rows)
-    print(f"written: {save(rows, size).name}")
+    print(f"written: {save(rows).name}")
     return 1 if any(row["faults"] for row in rows) else 0
 
 
@@ -238,24 +241,21 @@ def measure(chosen: list[Row], size: Size, folder: Path) -> list[dict[str, Any]]
         place.mkdir(parents=True)
         told, more = run(row, size, place, folder / "cache")
         calm = calm or told
-        change, times = told.loss / calm.loss - 1, told.longest_seconds / calm.round_seconds
-        made = {"row": row.name, **asdict(told), "loss_change": change, "longest_times": times, **more}
+        made = {"row": row.name, **asdict(told), "loss_change": told.loss / calm.loss - 1}
+        made |= {"usual_times": told.round_seconds / calm.round_seconds}
+        made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}
         rows.append(made | {"faults": faults(row, told, calm, size, more)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def save(rows: list[dict[str, Any]], size: Size) -> Path:
-    """These rows, and those of earlier runs of the same size that were not run again."""
+def save(rows: list[dict[str, Any]]) -> Path:
+    """These rows, and those of earlier runs that were not run again."""
     path = results_path("adversary-real")
-    before = json.loads(path.read_text())["results"] if path.exists() else {}
-    earlier = before["rows"] if before.get("size") == asdict(size) else []
-    new = {row["row"] for row in rows}
-    order = [row.name for row in ROWS]
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    new, order = {row["row"] for row in rows}, [row.name for row in ROWS]
     kept = [row for row in earlier if row["row"] not in new and row["row"] in order] + rows
-    return write_results(
-        "adversary-real", {"size": asdict(size), "rows": sorted(kept, key=lambda row: order.index(row["row"]))}
-    )
+    return write_results("adversary-real", sorted(kept, key=lambda row: order.index(row["row"])))
 
 
 if __name__ == "__main__":

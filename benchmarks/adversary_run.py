@@ -28,8 +28,8 @@ _POLL_SECONDS = 0.2
 class Size:
     """Of a run: a small language model, and rounds long enough that a slow one shows."""
 
-    rounds: int = 14
-    steps_a_round: int = 20
+    rounds: int = 12
+    steps_a_round: int = 30
     batch: int = 16
     lost_seconds: float = 2.0
     attack_from: int = 3
@@ -167,7 +167,7 @@ class Swarm:
         end = time.monotonic() + seconds
         while not happened():
             if time.monotonic() > end:
-                raise TimeoutError(f"not within {seconds:g} s")
+                raise TimeoutError(f"it has not ended within {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
     def wait_for_round(self, sequence: int, of: Member) -> None:
