@@ -7,12 +7,12 @@ MOST_LOSS = 1.021
 """Times the calm run's."""
 FEWEST_ROUNDS = 16
 _CERTAIN = [
-    *("nan", "huge", "greedy", "join", "stranger", "copy", "kill the first"),
-    *("freeze and copy", "freeze and thaw", "kill", "return", "sidecar", "sleep", "cut"),
+    *("nan", "huge", "greedy", "join", "cut", "stranger", "copy", "kill the first", "freeze and copy"),
+    *("freeze and thaw", "return", "cut", "kill", "sidecar", "sleep", "join"),
 ]
 _MORE = [
     *("kill", "freeze", "freeze and thaw", "join", "return", "sidecar", "p2pd", "copy", "freeze and copy"),
-    *("liar returns", "sleep", "cut", "cut"),
+    *("liar returns", "sleep", "join", "cut", "cut"),
 ]
 
 
