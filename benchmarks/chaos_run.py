@@ -22,6 +22,7 @@ _FEWEST, _MOST = 2, 5
 """Honest workers: none is hurt when there are no more than these, none joins when there are so many."""
 _AT_ONCE = 2
 """Deeds after one round. None while the network is cut, so that a majority is left."""
+_RECENT = 3
 _FEWEST_CUT = 4
 """None is cut off when there are fewer: two that are left cannot tell a split from a death."""
 
@@ -147,8 +148,10 @@ class Chaos:
     # Deeds
 
     def at_peace(self) -> list[Life]:
-        """Honest workers that train, and have a sidecar."""
-        begun = {line["life"] for line in self.chronicle.of("start")}
+        """Honest workers that were in one of the last rounds, and have a sidecar: others may lack the state."""
+        ended = self.chronicle.ended()
+        rounds = [line for line in self.chronicle.of("round") if line["failure"] is None]
+        begun = {line["life"] for line in rounds if line["round"] > ended - _RECENT}
         sidecars = {line["life"]: line["type"] for line in self.chronicle.of("event") if "sidecar" in line["type"]}
         begun -= {life for life, last in sidecars.items() if last == "sidecar_lost"}
         return [

@@ -15,7 +15,7 @@ from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, Excluded, RendezvousError
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, stop, told
+from support.swarm.stories import founded, rounds, stop, told, train
 
 
 def test_a_joiner_has_the_next_number_the_state_and_is_in_the_next_round() -> None:
@@ -273,3 +273,22 @@ def test_a_worker_is_turned_away_once_more_members_ban_it_than_let_it_in(banning
     else:
         with pytest.raises(Excluded, match=r"is banned from the run .*: NaN"):
             told(story)
+
+
+def test_a_joiner_does_not_wait_for_a_witness_that_stays_behind_when_another_is_enough() -> None:
+    """It cannot reach the others, has an old state, and never has the one that the joiner asks about."""
+
+    async def story(swarm: MemorySwarm) -> tuple[int, list[bytes], list[bytes]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        swarm.network.pairs = [{worker.name, workers[2].name} for worker in workers[:2]]
+        await asyncio.gather(*(train(worker, 4) for worker in workers[:2]))
+        joiner = await swarm.start()
+        await asyncio.sleep(1.0)
+        assert [peer.status.ended_round for peer in joiner.node.members.with_state()] == [3, 3, 0]
+        async with asyncio.timeout(2.0):  # four stalls are 8 s
+            await joiner.catch_up()
+        return joiner.trainer.sequence, joiner.trainer.means, workers[0].trainer.means
+
+    sequence, fetched, own = told(story, patience=0.5)
+    assert sequence == 4 and fetched == own

@@ -180,7 +180,7 @@ class StateTransfer:
             if not asked:
                 await self._check_lone_source(peer, snapshot.numbers["sequence"])
             asking = asyncio.create_task(
-                self.witnesses.ask(asked, snapshot.numbers["sequence"], 4 * self._stall_seconds)
+                self.witnesses.ask(asked, snapshot.numbers["sequence"], head.digest, 4 * self._stall_seconds)
             )
             for first in range(0, head.size, _CHUNK_BYTES):
                 await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)

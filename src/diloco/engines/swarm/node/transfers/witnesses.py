@@ -87,24 +87,43 @@ class Witnesses:
         """The members to ask about the state of `source`."""
         others = [peer for peer in self._members.with_state() if peer.name != source]
         self._random.shuffle(others)
-        others.sort(key=lambda peer: peer.status.contributed_round < 0)  # those that have been in rounds first
+        known = self._members.peers.get(source)
+        ended = -1 if known is None else known.status.ended_round
+        # Those that have been in rounds first, and of them those that have come as far.
+        others.sort(key=lambda peer: (peer.status.contributed_round < 0, peer.status.ended_round < ended))
         return [peer.name for peer in others[:_WITNESSES]]
 
-    async def ask(self, names: list[str], sequence: int, seconds: float) -> dict[str, bytes]:
-        """The digests of those that have the state before this round, or get it within `seconds`."""
-        found = await asyncio.gather(*(self._ask(name, sequence, clock.now() + seconds) for name in names))
-        return {name: digest for name, digest in zip(names, found, strict=True) if digest is not None}
+    async def ask(self, names: list[str], sequence: int, digest: bytes, seconds: float) -> dict[str, bytes]:
+        """The digests of those that have the state before this round, or get it within `seconds`.
+
+        No more of them than it takes: one that never comes so far does not hold up a worker that is sure already.
+        """
+        asked = {asyncio.create_task(self._ask(name, sequence, clock.now() + seconds)): name for name in names}
+        waiting, found = set(asked), dict[str, bytes]()
+        try:
+            while waiting and 2 * (1 + sum(other == digest for other in found.values())) <= 1 + len(names):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                found |= {asked[task]: told for task in done if (told := task.result()) is not None}
+            return found
+        finally:
+            for task in waiting:
+                task.cancel()
 
     async def _ask(self, name: str, sequence: int, end: float) -> bytes | None:
+        ended, moved = -1, clock.now()
         while clock.now() < end:
             try:
                 answer = await self._calls.ask(name, AskStateDigest(sequence))
                 if isinstance(answer, StateDigest) and answer.digest is not None:
                     return answer.digest
-                peer = self._members.peers.get(name)
-                behind = peer is not None and peer.live and peer.status.ended_round + 1 < sequence
-                if not (isinstance(answer, StateDigest) and answer.pending) and not behind:
-                    return None
+                if not (isinstance(answer, StateDigest) and answer.pending):
+                    peer = self._members.peers.get(name)
+                    if peer is None or not peer.live or peer.status.ended_round + 1 >= sequence:
+                        return None
+                    if peer.status.ended_round > ended:  # it is behind, and may come so far
+                        ended, moved = peer.status.ended_round, clock.now()
+                    if clock.now() - moved > self._members.settings.stall_seconds:
+                        return None
             except (Unreachable, CallRefused, Malformed) as problem:
                 logger.info("%s is no witness of a state: %s", name, problem)
                 return None
