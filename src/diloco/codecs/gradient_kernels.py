@@ -39,7 +39,7 @@ _SIZES = {"fp16": 1024, "int8": INT8_BLOCK, "int4": INT4_BLOCK, "e3m0": INT4_BLO
 
 def kernels_for(fragment: Fragment, vector: EncodedVector) -> Kernels | None:
     """The fragment's kernels, if its rounds can be taken in one pass with this vector: all of it is on one GPU."""
-    if fragment.offload or vector.device != fragment.device or vector.codec.name not in _CODES:
+    if fragment.offload or vector.codec.name not in _CODES or vector.data.device != fragment.device:
         return None
     return None if fragment.layout.part_elements % (2 * _BLOCK) else fragment.kernels
 
