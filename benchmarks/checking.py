@@ -63,10 +63,8 @@ def measure(name: str, elements: int, workers: int) -> list[str]:
         + (workers - 1) * seconds(lambda: merkle.leaves(share, width))
         + seconds(lambda: RangeDigest(len(got) // parts).add(got))
     )
-    beside = (
-        seconds(lambda: projections.project(used, sent, parts, sign))
-        + seconds(lambda: projections.project(means, got, parts, sign))
-        + seconds(lambda: projections.errors(means, got, parts, part))
+    beside = seconds(lambda: projections.project(used, sent, parts, sign)) + seconds(
+        lambda: projections.project_mean(means, got, parts, sign)
     )
     others = workers - 1
     traffic = 2 * others * own * (width + len(got) // parts)  # parts and means, there and back

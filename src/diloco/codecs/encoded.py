@@ -129,6 +129,12 @@ def mapped(num_bytes: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
+def blank(num_bytes: int) -> memoryview:
+    """Memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
+    view: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    return view
+
+
 _blocks = threading.local()
 _BLOCK_ELEMENTS = span_elements(torch.device("cpu"))
 

@@ -24,7 +24,7 @@ from diloco.engines.swarm.node.trainer import (
     Snapshot,
 )
 from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.engines.swarm.shared_memory import KeptMappings, SharedMemory
 from diloco.engines.swarm.sidecar import link as linking
 from diloco.engines.swarm.sidecar import messages, snapshots
 from diloco.engines.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
@@ -131,6 +131,25 @@ def test_memory_and_descriptors_are_gone_when_nobody_holds_them(ends: Ends) -> N
         ends[0].send(messages.SnapshotMade(1, snapshot(os.urandom(1 << 17))), 1.0)
         assert ends[1].receive(1.0) is not None
     assert open_files() == before
+
+
+def test_memory_that_arrives_again_has_the_mapping_of_before_and_few_are_kept() -> None:
+    mine, kept = [SharedMemory.copy_of(b"a") for _ in range(3)], KeptMappings(most=2)
+    opened = open_files()
+
+    def arrives(number: int) -> SharedMemory:
+        return kept.same(SharedMemory(os.dup(mine[number].fd), 1))
+
+    first = arrives(0)
+    files_each = open_files() - opened
+    second = arrives(1)
+    assert arrives(0) is first and arrives(1) is second and first is not second
+    mine[0].view[:] = b"b"
+    assert (first.view.tobytes(), second.view.tobytes()) == (b"b", b"a")
+    arrives(2)
+    assert arrives(1) is second and arrives(0) is not first
+    del first, second
+    assert open_files() == opened + 2 * files_each
 
 
 def packed(**fields: object) -> bytes:

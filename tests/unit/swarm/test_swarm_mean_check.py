@@ -93,8 +93,7 @@ def test_the_numbers_of_a_right_mean_fit_and_those_of_a_flipped_one_do_not(name:
             out = torch.empty(parts, used.for_means.part_bytes(part), dtype=torch.uint8)
             used.for_means.encode(factor * mean, out)
             data = out.view(-1).numpy().data
-            numbers = projections.project(used.for_means, data, parts, sign)
-            error = projections.errors(used.for_means, data, parts, part)
+            numbers, error = projections.project_mean(used.for_means, data, parts, sign)
             wanted = projections.expected(plan, found)
             assert (projections.suspects(plan, wanted, numbers, error) == []) == fits, (name, factor)
 

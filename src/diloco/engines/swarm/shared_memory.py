@@ -7,6 +7,7 @@ is no locking here; the messages on the link say which process may write.
 import mmap
 import os
 import weakref
+from collections import OrderedDict
 
 
 class SharedMemory(mmap.mmap):
@@ -41,3 +42,23 @@ class SharedMemory(mmap.mmap):
     @property
     def view(self) -> memoryview:
         return memoryview(self)[: self.num_bytes]
+
+
+class KeptMappings:
+    """The mappings of memory that arrives again and again, so that its pages are brought in once, not in every round.
+
+    The memory of a mapping stays while it is kept, also if the other process has let go of it: so they are few.
+    """
+
+    def __init__(self, most: int = 32) -> None:
+        self._most = most
+        self._kept: OrderedDict[tuple[int, int], SharedMemory] = OrderedDict()
+
+    def same(self, memory: SharedMemory) -> SharedMemory:
+        """The mapping of this memory that is kept; from now on `memory` itself if there is none."""
+        key = (os.fstat(memory.fd).st_ino, memory.num_bytes)
+        found = self._kept.setdefault(key, memory)
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return found

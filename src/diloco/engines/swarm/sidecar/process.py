@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
+from msgspec.structs import replace
+
 from diloco.engines.swarm.node.status import RunStatus
 from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot, Trainer
 from diloco.engines.swarm.settings import Settings
+from diloco.engines.swarm.shared_memory import KeptMappings
 from diloco.engines.swarm.sidecar import messages
 from diloco.engines.swarm.sidecar.link import AsyncLink
 from diloco.engines.swarm.sidecar.messages import FromTrainer
@@ -33,6 +36,7 @@ _SNAPSHOT_SECONDS = 60.0
 _LEAVE_SECONDS = 2.5
 _CLOSE_SECONDS = 1.5
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 class Node(Protocol):
@@ -70,6 +74,7 @@ class Sidecar:
     def __init__(self, end: socket.socket, build: Build) -> None:
         self._link = AsyncLink[FromTrainer](end, FromTrainer, self._on_message)
         self._build = build
+        self._mappings = KeptMappings()
         self._running: NodeWithNetwork | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._snapshots: dict[int, asyncio.Future[Snapshot | None]] = {}
@@ -159,7 +164,9 @@ class Sidecar:
         return messages.Started(message.number, running.node.number)
 
     async def _post(self, message: messages.PostRound) -> messages.RoundEnded:
-        outcome = await self._node.post(message.round)
+        round_, same = message.round, self._mappings.same
+        round_ = replace(round_, contribution=same(round_.contribution), mean=same(round_.mean))
+        outcome = await self._node.post(round_)
         self._send_status()
         return messages.RoundEnded(message.number, outcome)
 
@@ -208,6 +215,7 @@ class Sidecar:
 def run(fd: int, build: Build) -> None:
     """The whole life of a sidecar process."""
     _die_with_the_trainer()
+    _keep_freed_memory()
     end = socket.socket(fileno=fd)
     end.set_inheritable(False)  # child processes must not keep the link open
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -229,3 +237,12 @@ def _die_with_the_trainer() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # If the trainer died before this line, the link is closed already, and `Sidecar.run` ends.
+
+
+def _keep_freed_memory() -> None:
+    """A round needs the memory of the last one again. As malloc is by default, most of it goes back to the system and
+    is brought in anew, page by page, which costs as much as reducing the round."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    if mallopt is not None:
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 1 << 30), (_M_ARENA_MAX, 1)):
+            mallopt(parameter, value)

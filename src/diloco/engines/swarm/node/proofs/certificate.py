@@ -20,6 +20,7 @@ from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
 from diloco.engines.swarm.node.status import PeerName
 from diloco.engines.swarm.trust.signatures import Signature
 
+Bytes = bytes | bytearray | memoryview
 Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -89,7 +90,7 @@ def reducers(plan: Plan, num_parts: int) -> list[str]:
     return [peer for peer, rows in plan.ranges(num_parts).items() if rows] if plan.has_mean else []
 
 
-def range_digests(plan: Plan, num_parts: int, mean: bytes | bytearray) -> list[bytes]:
+def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
     """Of an encoded mean that has arrived whole."""
     width = len(mean) // num_parts if num_parts else 0
     view = memoryview(mean)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from diloco.codecs.encoded import blank
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.limits import LruCache
@@ -32,7 +33,7 @@ from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done, NotHere
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs import merkle, projections
-from diloco.engines.swarm.node.proofs.certificate import Agreed
+from diloco.engines.swarm.node.proofs.certificate import Agreed, Bytes
 from diloco.engines.swarm.node.proofs.liars import Liars
 from diloco.engines.swarm.node.proofs.messages import AskPart, Part, Projections
 from diloco.engines.swarm.node.proofs.projections import Numbers
@@ -68,7 +69,7 @@ class _Counted:
     agreed: Agreed
     posted: PostedRound
     own: _Own
-    mean: bytes | bytearray
+    mean: Bytes
     numbers: dict[str, Numbers] = field(default_factory=dict)
     """By contributor."""
 
@@ -91,7 +92,7 @@ class MeanCheck:
         agreed: Agreed,
         posted: PostedRound,
         leaves: list[bytes],
-        mean: bytes | bytearray,
+        mean: Bytes,
         copied: Callable[[], Awaitable[None]],
     ) -> None:
         """The round has ended, and this worker has its mean, in `mean` once it is `copied`."""
@@ -113,7 +114,9 @@ class MeanCheck:
             return
         earlier = [own for key in list(self._own) if (own := self._own.get(key)) is not None and own.posted is posted]
         small = len(view) <= _COPIED_BYTES  # a small round is soon followed by the next one, in the same memory
-        data = earlier[0].data if earlier else memoryview(bytearray(view)) if small else view
+        data = earlier[0].data if earlier else blank(len(view)) if small else view
+        if small and not earlier:
+            data[:] = view
         self._own.put(name, _Own(posted, data, leaves))
         while len(self._own) > 1 and len(self._own) * len(data) > _MAX_KEPT_BYTES:
             self._own.drop(next(iter(self._own)))
@@ -186,8 +189,7 @@ class MeanCheck:
                 return []  # the trainer has posted again: these are other values
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
-        numbers = await loop.run_in_executor(None, projections.project, means, mean, parts, sign)
-        error = await loop.run_in_executor(None, projections.errors, means, mean, parts, posted.part_elements)
+        numbers, error = await loop.run_in_executor(None, projections.project_mean, means, mean, parts, sign)
         absent = await self._wait_for_numbers(round_)
         if absent:
             return [self._part_of(round_, peer) for peer in absent]

@@ -10,6 +10,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.identity import public_key_of
 from diloco.engines.swarm.node.plan import Offence, Plan
 from diloco.engines.swarm.node.proofs.certificate import (
+    Bytes,
     Certificate,
     SignedRange,
     TwoRanges,
@@ -72,7 +73,7 @@ class Notary:
                 f"round {plan.key.sequence}: {len(voters)} of {len(plan.entries)} workers have signed its mean"
             )
 
-    def check_mean(self, plan: Plan, certificate: Certificate, mean: bytes | bytearray) -> None:
+    def check_mean(self, plan: Plan, certificate: Certificate, mean: Bytes) -> None:
         """The bytes that have arrived are those that were voted for; raises Malformed."""
         parts = certificate.num_parts
         digests = range_digests(plan, parts, mean) if not parts or len(mean) % parts == 0 else []

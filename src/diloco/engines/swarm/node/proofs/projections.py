@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.codecs.base import Codec
+from diloco.codecs.encoded import scratch
 from diloco.engines.swarm.node.plan import Plan
 
 Numbers = NDArray[np.float32]
 
-_ROWS_ELEMENTS = 1 << 20
+_ROWS_ELEMENTS = 1 << 19
 _DEVIATIONS = 5.0
 _LOST_SHARE = 0.05  # of the norm of a part: what a codec with large steps turns into zeros
 _FP32_SHARE = 1e-5  # of the longest contribution
@@ -35,20 +36,22 @@ def signs(mean_digest: bytes, elements: int) -> Tensor:
 @torch.no_grad()
 def project(codec: Codec, data: memoryview, num_parts: int, sign: Tensor) -> Numbers:
     """The number of each encoded part."""
-    return _map(codec, data, num_parts, sign.numel(), lambda values: torch.mv(values, sign))
+    [numbers] = _map(codec, data, num_parts, sign.numel(), lambda values: torch.mv(values, sign))
+    return numbers
 
 
 @torch.no_grad()
-def errors(codec: Codec, mean: memoryview, num_parts: int, part_elements: int) -> Numbers:
-    """How much the codec may have changed each part of a mean, as a norm."""
+def project_mean(codec: Codec, mean: memoryview, num_parts: int, sign: Tensor) -> tuple[Numbers, Numbers]:
+    """The number of each part of a mean, and how much the codec may have changed the part, as a norm."""
+    lost = 0.0 if codec.lossless else _LOST_SHARE
 
-    def of(values: Tensor) -> Tensor:
-        lost = 0.0 if codec.lossless else _LOST_SHARE
+    def error(values: Tensor) -> Tensor:
         bounds = torch.linalg.vector_norm(codec.error_bound(values).float(), dim=1)
         found: Tensor = bounds + lost * torch.linalg.vector_norm(values, dim=1)
         return found
 
-    return _map(codec, mean, num_parts, part_elements, of)
+    numbers, errors = _map(codec, mean, num_parts, sign.numel(), lambda values: torch.mv(values, sign), error)
+    return numbers, errors
 
 
 def suspects(plan: Plan, wanted: Numbers, numbers: Numbers, error: Numbers) -> list[int]:
@@ -82,15 +85,17 @@ def expected(plan: Plan, numbers: dict[str, Numbers]) -> Numbers:
 
 
 def _map(
-    codec: Codec, data: memoryview, num_parts: int, part_elements: int, function: Callable[[Tensor], Tensor]
-) -> Numbers:
+    codec: Codec, data: memoryview, num_parts: int, part_elements: int, *functions: Callable[[Tensor], Tensor]
+) -> list[Numbers]:
+    """What each function says of each part."""
     width = len(data) // max(1, num_parts)
     rows = max(1, _ROWS_ELEMENTS // part_elements)
-    found: Numbers = np.zeros(num_parts, np.float32)
+    found: list[Numbers] = [np.zeros(num_parts, np.float32) for _ in functions]
     for first in range(0, num_parts, rows):
         last = min(num_parts, first + rows)
         encoded = torch.frombuffer(data[first * width : last * width], dtype=torch.uint8).view(last - first, -1)
-        values = torch.empty(last - first, part_elements)
+        values = scratch("decoded", (last - first, part_elements), encoded.device)
         codec.decode(encoded, values)
-        found[first:last] = function(values).numpy()
+        for numbers, function in zip(found, functions, strict=True):
+            numbers[first:last] = function(values).numpy()
     return found

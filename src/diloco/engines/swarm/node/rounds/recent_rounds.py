@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco.codecs.encoded import blank
 from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.proofs.certificate import Certificate
+from diloco.engines.swarm.node.proofs.certificate import Bytes, Certificate
 from diloco.engines.swarm.shared_memory import SharedMemory
 
 MAX_ROUNDS = 8
@@ -17,7 +18,7 @@ MAX_BYTES = 1 << 30
 @dataclass(frozen=True)
 class EndedRound:
     plan: Plan
-    mean: bytes | bytearray
+    mean: Bytes
     """Empty if the round had none."""
     certificate: Certificate
 
@@ -35,7 +36,7 @@ class RecentRounds:
 
     def add_copy(self, plan: Plan, mean: SharedMemory, certificate: Certificate) -> None:
         """Keep a copy of `mean`, which must not change before `copied`: a thread makes it while the trainer goes on."""
-        copy = bytearray(mean.num_bytes)
+        copy = blank(mean.num_bytes)
         self.add(plan, copy, certificate)
         if copy:
             self._copying.append(asyncio.get_running_loop().run_in_executor(None, _copy, copy, mean))
@@ -45,7 +46,7 @@ class RecentRounds:
             await self._copying[0]
             self._copying = [copy for copy in self._copying if not copy.done()]
 
-    def add(self, plan: Plan, mean: bytes | bytearray, certificate: Certificate) -> None:
+    def add(self, plan: Plan, mean: Bytes, certificate: Certificate) -> None:
         self._rounds[plan.key.sequence] = EndedRound(plan, mean, certificate)
         while len(self._rounds) > 1 and (
             len(self._rounds) > MAX_ROUNDS or sum(len(ended.mean) for ended in self._rounds.values()) > MAX_BYTES
@@ -59,6 +60,6 @@ class RecentRounds:
         return self._rounds.get(sequence)
 
 
-def _copy(into: bytearray, memory: SharedMemory) -> None:
+def _copy(into: memoryview, memory: SharedMemory) -> None:
     """By torch, which lets other threads go on."""
     torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(memory.view, dtype=torch.uint8))

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from diloco.codecs.encoded import blank, scratch
 from diloco.codecs.registry import codec
 from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
@@ -41,7 +42,7 @@ from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode,
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 20
+_CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 19  # as many elements as scratch memory has
 _CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
 _LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
@@ -83,9 +84,7 @@ class Transfer:
         self._ranges = plan.ranges(posted.num_parts)
         self._mine = self._ranges.get(transport.peer, range(0))
         size = len(self._mine) * self._width
-        self._parts = {
-            e.peer: memoryview(bytearray(0 if e.peer == transport.peer else size)) for e in plan.contributors
-        }
+        self._parts = {e.peer: blank(0 if e.peer == transport.peer else size) for e in plan.contributors}
         if transport.peer in self._parts:
             self._parts[transport.peer] = self._contribution(self._mine)
         self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
@@ -308,7 +307,7 @@ class Transfer:
     def _squared_norm(self, rows: range, reducer: str) -> float:
         """Of these rows of the mean, which go into the digest of the reducer's range."""
         self._signatures.add(reducer, self._mean(rows))
-        values = torch.empty(len(rows), self.posted.part_elements)
+        values = scratch("decoded", (len(rows), self.posted.part_elements), torch.device("cpu"))
         self._means.decode(_rows(self._mean(rows), len(rows)), values)
         return float(torch.linalg.vector_norm(values)) ** 2
 
