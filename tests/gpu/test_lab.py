@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.synthetic import synthetic_corpus
 
@@ -17,14 +18,14 @@ MODEL = {
 }  # fmt: skip
 
 
-def run(folder: Path, how: str) -> ArmResult:
+def run(folder: Path, how: str, saving: Saving | None = None) -> ArmResult:
     corpus = synthetic_corpus(folder / "corpus", 512, 200_000)
     arm = Arm(
         "gpu", model=MODEL, workers=4, steps=40, batch_size=16, sequence_length=64,
         inner={"lr": 2e-3, "warmup_steps": 10}, sync={"num_inner_steps": 10, "codec": "fp32"},
         eval_points=4, absences=((1, 10, 20),),
     )  # fmt: skip
-    return simulate(arm, 0, corpus, "cuda", how=how)
+    return simulate(arm, 0, corpus, "cuda", how=how, saving=saving)
 
 
 def test_stacked_replicas_train_as_those_one_after_another(tmp_path: Path) -> None:
@@ -33,3 +34,15 @@ def test_stacked_replicas_train_as_those_one_after_another(tmp_path: Path) -> No
         assert loss == pytest.approx(other, abs=0.02), f"step {step}"
     assert stacked.bytes_sent_per_worker == one_by_one.bytes_sent_per_worker
     assert stacked.loss < stacked.curve[0][1] - 0.2
+
+
+@pytest.mark.parametrize("how", ["sequential", "stacked 2"])
+def test_an_interrupted_arm_goes_on_up_to_rounding(tmp_path: Path, how: str) -> None:
+    path, asked = tmp_path / "arm.safetensors", iter([False] * 24 + [True] * 2)
+    with pytest.raises(Interrupted):
+        run(tmp_path, how, Saving(path, stop=lambda: next(asked)))
+    saving = Saving(path)
+    resumed, whole = run(tmp_path, how, saving), run(tmp_path, how)
+    assert saving.resumed_at == 25
+    assert [loss for _, loss in resumed.curve] == pytest.approx([loss for _, loss in whole.curve], abs=0.02)
+    assert resumed.simulated_seconds == whole.simulated_seconds

@@ -81,12 +81,12 @@ class Saving:
         ended = time.monotonic()
         self._next = ended + max(self._seconds, (ended - started) / _SHARE_OF_TIME)
 
-    def read(self, fits: Mapping[str, str], device: torch.device) -> State | None:
-        """What was saved of this very run; None if there is nothing to go on from."""
+    def read(self, fits: Mapping[str, str]) -> State | None:
+        """What was saved of this very run, in main memory; None if there is nothing to go on from."""
         if not self.path.exists():
             return None
         try:
-            with safe_open(self.path, "pt", str(device)) as file:
+            with safe_open(self.path, "pt") as file:
                 metadata = file.metadata() or {}
                 if other := [name for name in fits if metadata.get(name) != fits[name]]:
                     logger.warning("%s is of another %s: the arm begins anew", self.path, " and ".join(other))

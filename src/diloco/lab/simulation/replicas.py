@@ -150,7 +150,8 @@ class Sequential(Replicas):
             for name, parameter in model.named_parameters():
                 parameter.detach().copy_(saved[f"{worker}/parameters/{name}"])
                 labels = {kind: f"{worker}/{kind}/{name}" for kind in kinds}
-                inner.state[parameter] = {kind: saved[label] for kind, label in labels.items() if label in saved}
+                mine = {kind: saved[label] for kind, label in labels.items() if label in saved}
+                inner.state[parameter] = {kind: one.to(parameter.device) for kind, one in mine.items()}
         self._step = steps
 
     def saved(self) -> Beginning:

@@ -99,7 +99,7 @@ class _Run:
             self.workers = Workers(self.arm, self.seed, self.replicas, self.text, self.clock)
         if self.saving is not None:
             self.fits = fitting(self.arm, self.seed, self.corpus.digest, self.replicas.how, self.device)
-            if (saved := self.saving.read(self.fits, self.device)) is not None:
+            if (saved := self.saving.read(self.fits)) is not None:
                 self._load(saved)
                 self.saving.resumed_at = self.first_step
 
