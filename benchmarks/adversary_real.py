@@ -189,14 +189,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "out_after"))
         equal = "equal" if row["digests_equal"] else "**differ**"
-        cells = [
-            row["row"],
-            f"{row['usual_times']:.2f} ({row['longest_times']:.2f})",
-            equal,
-            f"{row['loss_change']:+.1%}",
-            named,
-            out,
-        ]
+        usual = "" if row["usual_times"] is None else f"{row['usual_times']:.2f} "
+        loss = "" if row["loss_change"] is None else f"{row['loss_change']:+.1%}"
+        cells = [row["row"], f"{usual}({row['longest_times']:.2f})", equal, loss, named, out]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

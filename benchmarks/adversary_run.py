@@ -196,6 +196,8 @@ class Figures:
     """Rounds until it was in no later one."""
     banned_after: int | None
     """Rounds until all honest members had banned it."""
+    disagreeing: int
+    """Rounds in which the events of an honest member say so of it."""
     honest_banned: tuple[str, ...]
     failed_rounds: int
     codes: tuple[int | None, ...]
@@ -222,8 +224,9 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
         for event in member.rounds
         if bad is not None and bad.number in event["contributors"]
     ]
+    last_mean = max((int(e["sequence"]) for member in honest for e in member.rounds if e["contributors"]), default=-1)
     out = None
-    if bad is not None and bad.number not in numbers and max(contributed, default=-1) < max(ends, default=-1):
+    if bad is not None and bad.number not in numbers and max(contributed, default=-1) < last_mean:
         out = max(0, max(contributed, default=-1) - size.attack_from + 1)
     bans = [event for member in honest for event in member.of("member_banned")]
     others = {member.peer for member in honest}
@@ -237,6 +240,7 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
         named_as=what,
         out_after=out,
         banned_after=_banned(honest, bad, ends, size),
+        disagreeing=max(sum(_disagrees(event, bad) for event in member.rounds) for member in honest),
         honest_banned=tuple(sorted({str(event["reason"]) for event in bans if event["peer"] in others})),
         failed_rounds=sum(event["failure"] is not None for member in honest for event in member.of("round")),
         codes=tuple(member.code for member in honest),
@@ -255,12 +259,14 @@ def _named(honest: list[Member], bad: Member | None, ends: dict[int, float]) -> 
                 found.append((when, f"{kind}: {event.get('reason', '')}"))
             told = {key: event.get(key) or {} for key in ("refused", "clipped")} if kind == "round" else {}
             found += [(when, f"{key}: {reasons[number]}") for key, reasons in told.items() if number in reasons]
-            if kind == "round" and bad.number in (event.get("disagreeing") or ()):
-                found.append((when, "disagreeing"))
     if not found:
         return None, ""
     when, what = min(found)
     return _round_at(ends, when), what
+
+
+def _disagrees(event: Event, bad: Member | None) -> bool:
+    return bad is not None and bad.number in (event.get("disagreeing") or ())
 
 
 def _banned(honest: list[Member], bad: Member | None, ends: dict[int, float], size: Size) -> int | None:
