@@ -11,6 +11,7 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.node.messages import NotHere
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.rounds.transfer import Transfer
@@ -200,3 +201,21 @@ def test_a_worker_that_tells_wrong_numbers_has_no_reducer_banned_and_is_banned_i
 
     bans, liar = told(story)
     assert bans == [{liar}] * 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_not_to_show_a_part_is_an_offence_unless_the_worker_was_restarted_since(restarted: bool) -> None:
+    async def story(swarm: MemorySwarm) -> list[str]:
+        first, second, *_ = workers = await founded(swarm, 3)
+        await some_rounds(workers, 1)
+        check, offences = first.node.outcomes.check, list[str]()
+        check._liars.record_unproved = lambda peer, _: offences.append(peer)  # type: ignore[method-assign]
+        second.node.outcomes.check.show = lambda _: NotHere()  # type: ignore[method-assign]
+        [round_] = (check._rounds.get(name) for name in list(check._rounds))
+        assert round_ is not None
+        if restarted:
+            round_.processes[second.name] = "an earlier one"
+        assert await check._shown_part(round_, second.name, b"", 0) is None
+        return ["second" for peer in offences if peer == second.name]
+
+    assert told(story) == ([] if restarted else ["second"])

@@ -50,7 +50,7 @@ _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of th
 _STEPS_OF_ROUNDING = 3.0
 _COPIED_BYTES = 1 << 26
 _MAX_KEPT, _MAX_KEPT_BYTES = 64, 1 << 28
-_TRIES, _TRY_SECONDS = 2, 1.0
+_PAUSES = (1.0, 2.0, 4.0, 8.0)  # between questions for a part: a line that loses messages for a while is no lie
 
 
 @dataclass
@@ -70,6 +70,8 @@ class _Counted:
     posted: PostedRound
     own: _Own
     mean: Bytes
+    processes: dict[str, str]
+    """Of each contributor: one that was restarted has forgotten its parts."""
     numbers: dict[str, Numbers] = field(default_factory=dict)
     """By contributor."""
 
@@ -101,7 +103,8 @@ class MeanCheck:
         self.keep(agreed.plan, posted, leaves)
         own = self._own.get(agreed.plan.digest.hex())
         assert own is not None
-        round_ = _Counted(agreed, posted, own, mean)
+        processes = {entry.peer: self._process_of(entry.peer) for entry in agreed.plan.contributors}
+        round_ = _Counted(agreed, posted, own, mean, processes)
         self._rounds.put(agreed.plan.digest.hex(), round_)
         task = asyncio.create_task(self._check(round_, copied))
         self._tasks.add(task)
@@ -258,16 +261,16 @@ class MeanCheck:
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
         request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
         answer = self.show(request) if peer == self._me else await self._ask(peer, request)
-        for _ in range(_TRIES):
-            if isinstance(answer, Part) or peer == self._me:
+        for pause in _PAUSES:
+            if answer is not None or peer == self._me:
                 break
-            await asyncio.sleep(_TRY_SECONDS)
+            await asyncio.sleep(pause)
             asked_at = clock.now()
             answer = await self._ask(peer, request)
         if not isinstance(answer, Part):
             known = self._members.peers.get(peer)
-            answers = isinstance(answer, NotHere) or (known is not None and known.heard_at > asked_at)
-            if known is not None and known.live and answers:  # it answers other questions
+            answers = answer is not None or (known is not None and known.heard_at > asked_at)  # to other questions
+            if known is not None and known.live and answers and self._process_of(peer) == round_.processes[peer]:
                 self._liars.record_unproved(peer, "it does not show a part of its contribution")
             return None
         self.bytes += len(answer.data)
@@ -279,6 +282,10 @@ class MeanCheck:
             logger.info("%s: %s", peer, problem)
         self._liars.record_unproved(peer, "it shows another part than it was bound to")
         return None
+
+    def _process_of(self, peer: str) -> str:
+        known = self._members.peers.get(peer)
+        return "" if known is None else known.status.process
 
     async def _ask(self, peer: str, message: PeerMessage) -> PeerMessage | None:
         try:
