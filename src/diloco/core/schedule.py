@@ -59,6 +59,20 @@ class Schedule:
     def _turns(self) -> Turns | None:
         return None if self.growth is None else Turns(self.num_inner_steps, self.growth, self.warm_start)
 
+    # Asked for after every inner step
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The fragments in the order of a turn's posts."""
+        return self.rotation(self.warm_start)
+
+    @cached_property
+    def _posts(self) -> dict[int, tuple[int, ...]]:
+        """The fragments that are posted after a step of a turn of H steps, which are counted from 1."""
+        H, fragments = self.num_inner_steps, range(len(self.offsets))
+        places = [self._place(p, H) for p in fragments]
+        return {place: tuple(p for p in fragments if places[p] == place) for place in places}
+
     def turn_steps(self, turn: int) -> int:
         """H of a turn, which are numbered from 0."""
         return self._start(turn + 1) - self._start(turn)
@@ -93,6 +107,8 @@ class Schedule:
         step -= self.warm_start
         if step <= 0:
             return ()
+        if self._turns is None:
+            return self._posts.get((step - 1) % self.num_inner_steps + 1, ())
         turn = self._turn_at(step - 1)
         H, within = self.turn_steps(turn), step - self._start(turn)
         return tuple(p for p in range(len(self.offsets)) if self._place(p, H) == within)
@@ -107,7 +123,7 @@ class Schedule:
 
     def fragment_of(self, sequence: int) -> int:
         """The fragment of post number `sequence`."""
-        return self.rotation(self.warm_start)[sequence % len(self.offsets)]
+        return self._order[sequence % len(self.offsets)]
 
     def post_step(self, sequence: int) -> int:
         """The inner step after which post number `sequence` is due."""
