@@ -67,8 +67,11 @@ def decide(
     """The same claims give the same decision on every worker. `rounds`: as in `bounded_weights`, of each claim."""
     digests = [claim.anchor_digest for claim in claims]
     resync, reasons = bool(diverged(digests)), admit(claims)
-    admitted = [index for index, reason in enumerate(reasons) if reason is None]
-    weights = bounded_weights([claims[i] for i in admitted], [rounds[i] for i in admitted] if rounds else ())
+    if any(reasons):
+        admitted = [index for index, reason in enumerate(reasons) if reason is None]
+        weights = bounded_weights([claims[i] for i in admitted], [rounds[i] for i in admitted] if rounds else ())
+    else:
+        admitted, weights = list(range(len(claims))), bounded_weights(claims, rounds)
     accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
     bounds = norm_bounds([claims[index] for index, _ in accepted], max_norm_ratio)
     norms = [claims[index].norm for index, _ in accepted]

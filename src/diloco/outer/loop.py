@@ -196,8 +196,7 @@ class OuterLoop:
         dropped = self._drops is not None and not done and not resting and self._drops.hit(self.sequence)
         norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
         steps = 0 if dropped or resting else self.inner_steps - self.state.jumped - self.state.merged_at[index]
-        vectors = [lane.sending[index].vector for lane in self.replica.lanes]
-        encoded = time.monotonic()
+        vectors, encoded = [lane.sending[index].vector for lane in self.replica.lanes], time.monotonic()
         self._start(index, vectors, steps, norm, self.replica.digests[index])
         self.in_flight[-1].encode_seconds, self.in_flight[-1].dropped = encoded - started, dropped
         self.rounds_dropped += dropped
@@ -207,7 +206,8 @@ class OuterLoop:
 
     def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
         """`steps`: the inner steps behind the contribution."""
-        H = self.schedule.turn_steps(self.sequence // self.state.num_fragments)
+        turn = self.sequence // self.state.num_fragments
+        H = self.schedule.num_inner_steps if self.schedule.growth is None else self.schedule.turn_steps(turn)
         report = replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
