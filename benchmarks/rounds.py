@@ -3,11 +3,13 @@
     python benchmarks/rounds.py                         the paper's 150M model (151M parameters), on the GPU
     python benchmarks/rounds.py --device cpu --model 60m --rounds 3
     python benchmarks/rounds.py --cases alone gloo      without the swarm, which needs the extra 'swarm'
+    python benchmarks/rounds.py --free-gradients        without gradients beside a round, as `diloco train` has it
 
 All workers share this machine and its GPU. A round is timed on every worker from the moment when all have taken their
 inner step to updated parameters (`post`, then `merge`), and the slowest counts; the first two rounds are not counted.
 The inner optimizer is AdamW with gradients in place, so that memory is that of training: `copies` is the peak of a
-worker's memory in fp32 copies of the model, on a GPU as its allocator counts, on a CPU the resident memory (VmHWM).
+worker's memory in fp32 copies of the model, on a GPU as its allocator counts, on a CPU the resident memory (VmHWM)
+beyond that of a process which has taken a step of AdamW, for which torch loads some 90 MB of its own.
 """
 
 import argparse
@@ -45,6 +47,7 @@ class Task:
     model: str
     device: str
     rounds: int
+    free_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,19 @@ def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measu
     """`together` returns when all workers have called it."""
     device = torch.device(task.device)
     torch.manual_seed(0)
+    _warm_up()
     before = reset_peak_memory()
     with device:
         model = NativeModel(preset(task.model))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     codec: Any = task.codec
     optimizer = diloco.DiLoCo(model, inner, engine, sync=diloco.SyncConfig(num_inner_steps=1, codec=codec))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
+    if task.free_gradients:
+        inner.register_step_post_hook(lambda *_: inner.zero_grad())
     seconds = []
     for _ in range(task.rounds + 2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad
         optimizer.inner_step()
         _finish(device)
         together()
@@ -80,6 +86,12 @@ def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measu
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory() - before
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     return Measured(seconds[2:], peak / size, optimizer.anchor_digest())
+
+
+def _warm_up() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter], fused=True).step()
 
 
 def _finish(device: torch.device) -> None:
@@ -171,9 +183,13 @@ def rows_before(rows: list[dict[str, Any]], device: str | None) -> list[dict[str
     path = results_path("rounds", device)
     if not path.exists():
         return []
-    new = {(row["case"], row["codec"], row["model"], row["device"]) for row in rows}
-    old = json.loads(path.read_text())["results"]
-    return [row for row in old if (row["case"], row["codec"], row["model"], row["device"]) not in new]
+    new = [_what(row) for row in rows]
+    return [row for row in json.loads(path.read_text())["results"] if _what(row) not in new]
+
+
+def _what(row: dict[str, Any]) -> tuple[Any, ...]:
+    named = (row[name] for name in ("case", "codec", "model", "device"))
+    return (*named, row.get("free_gradients", False))
 
 
 def main() -> None:
@@ -183,11 +199,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--codecs", nargs="+", default=["fp16", "int8"])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--free-gradients", action="store_true")
     given = parser.parse_args()
     rows = []
     for case in given.cases:
         for name in given.codecs:
-            task = Task(name, given.model, given.device, given.rounds)
+            task = Task(name, given.model, given.device, given.rounds, given.free_gradients)
             told = in_a_swarm(2, task) if case == "swarm" else in_processes(1 if case == "alone" else 2, task)
             rows.append(summarise(case, task, told))
     device = torch.cuda.get_device_name() if given.device == "cuda" else None

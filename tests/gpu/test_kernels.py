@@ -106,7 +106,7 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(2100, 1999), torch.nn.Linear(1999, 7)).cuda()
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = diloco.DiLoCo(model, inner, diloco.connect(), sync=diloco.SyncConfig(1, "int8"))
+        optimizer = diloco.DiLoCo(model, inner, diloco.alone(), sync=diloco.SyncConfig(1, "int8"))
         for _ in range(3):
             model(torch.ones(1, 2100, device="cuda")).square().sum().backward()
             optimizer.step()
