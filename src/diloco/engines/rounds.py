@@ -125,6 +125,10 @@ class RoundResult:
     """Worker -> why its contribution was scaled down."""
     merge: Merge = "mean"
     """How the mean was made: `mean` or `clipped` (core/clipping.py)."""
+    signatures: int = 0
+    """Of workers that have signed the digest of the mean, in a swarm."""
+    mean_digest: str = ""
+    """16 hex digits of what they signed; the same on every worker."""
 
     @property
     def stopping(self) -> bool:

@@ -29,6 +29,20 @@ class CatchUp:
 
     def __init__(self, state: OuterState, replica: "Replica | RankedReplica", schedule: Schedule) -> None:
         self._state, self._replica, self._schedule = state, replica, schedule
+        self._failed: dict[int, int] = {}
+        """Fragment -> its first round since the last merge that failed here, and may have ended for the others."""
+
+    def record_failed(self, key: RoundKey) -> None:
+        """A round has failed for this worker, and as far as it knows for all."""
+        self._failed.setdefault(key.fragment, key.sequence)
+
+    def record_merged(self, key: RoundKey) -> None:
+        """A later round of the fragment is merged, from an anchor that was the others' too: they lacked the others."""
+        self._failed.pop(key.fragment, None)
+
+    def _unmerged(self, index: int) -> int:
+        """The first round that may not be in the anchor of this fragment."""
+        return min(self._state.unmerged, self._failed.get(index, self._state.unmerged))
 
     def take_over(self, states: Sequence[GlobalState], *, start: bool = False, following: Collection[int] = ()) -> None:
         """All but the parameters, which only move along for an absence. One state for each lane.
@@ -47,9 +61,10 @@ class CatchUp:
                 for index in range(state.num_fragments):
                     state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
             for position, (key, _) in enumerate(theirs.means):
-                if theirs.tensors or key.sequence >= state.unmerged:
+                if theirs.tensors or key.sequence >= self._unmerged(key.fragment):
                     self._merge_mean(key, [one.means[position][1] for one in states])
             state.sequence = state.unmerged = theirs.numbers["sequence"]
+            self._failed.clear()
             state.jump_to(self._position(theirs))
             self._add_anchors(shares, 1.0)
         self._replica.update_digests()
@@ -75,7 +90,7 @@ class CatchUp:
         state, buffers = self._state, self._replica.tensors.averaged_buffers
         shares = {}
         for index, group in enumerate(self._replica.groups):
-            schedule_steps = self._posted_before(sequence, index) - self._posted_before(state.unmerged, index)
+            schedule_steps = self._posted_before(sequence, index) - self._posted_before(self._unmerged(index), index)
             own_steps = state.steps_taken - state.merged_at[index]
             if schedule_steps > own_steps and index not in following and not buffers.keys() & set(group.names):
                 shares[index] = 1.0 - own_steps / schedule_steps

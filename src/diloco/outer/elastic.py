@@ -139,7 +139,7 @@ class ElasticMembership(Policy):
             self._miss("its anchor is not the others'")
 
     def failed(self, posted: Posted, failure: RoundFailed) -> None:
-        del posted
+        self._catch_up.record_failed(posted.key)
         if failure.resync:
             self._miss(failure.reason)
 
@@ -161,6 +161,7 @@ class ElasticMembership(Policy):
             logger.warning("round %d: its mean is not finite and is not merged", posted.key.sequence)
             self.loop.rounds_failed += 1
             return None
+        self._catch_up.record_merged(posted.key)
         return self.loop.outer_step(posted, outcome)
 
     def after_round(self, posted: Posted) -> None:

@@ -263,3 +263,23 @@ def test_a_member_with_a_number_cannot_take_that_of_another() -> None:
         return [[worker.node.members.number_of(other.name) for other in workers] for worker in workers[:2]]
 
     assert told(story) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_worker_whose_header_is_refused_asks_less_and_less_often() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[float], RoundOutcome]:
+        workers = await founded(swarm, 2)
+        leader, asked, end = workers[0].node.leader, list[float](), clock.now() + 60.0
+        honest = leader.answer_ready
+
+        def refuse(sender: str, ready: messages.Ready) -> Any:
+            if sender == workers[1].name and clock.now() < end:
+                asked.append(clock.now())
+                raise CallRefused("not now", "some-code")
+            return honest(sender, ready)
+
+        leader.answer_ready = refuse  # type: ignore[method-assign]
+        ended = await asyncio.gather(*(worker.post(values(i), seconds=200.0) for i, worker in enumerate(workers)))
+        return asked, ended[1][0]
+
+    asked, ended = told(story)
+    assert len(asked) <= 20 and ended.failure is None and ended.contributors == (0, 1)

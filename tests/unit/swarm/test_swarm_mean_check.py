@@ -219,3 +219,19 @@ def test_not_to_show_a_part_is_an_offence_unless_the_worker_was_restarted_since(
         return ["second" for peer in offences if peer == second.name]
 
     assert told(story) == ([] if restarted else ["second"])
+
+
+def test_a_check_that_fails_for_a_fault_of_its_own_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> Any:
+        raise ZeroDivisionError("no numbers")
+
+    monkeypatch.setattr(MeanCheck, "_compare", broken)
+
+    async def story(swarm: MemorySwarm) -> list[list[Any]]:
+        workers = await founded(swarm, 3)
+        await some_rounds(workers, 2)
+        await asyncio.sleep(1.0)
+        return [[one for one in worker.trainer.events if one[0] == "check_failed"] for worker in workers]
+
+    wanted = [("check_failed", {"round": n, "reason": "ZeroDivisionError: no numbers"}) for n in (0, 1)]
+    assert told(story) == [wanted] * 3

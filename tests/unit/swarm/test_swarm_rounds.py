@@ -76,6 +76,8 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
     for ended, _ in results:
         assert (ended.failure, ended.contributors, ended.total_weight) == (None, (0, 1, 2, 3), 10.0)
         assert ended.roster == (0, 1, 2, 3) and [one.note for one in ended.present] == [b"note"] * 4
+    assert {(ended.signatures, ended.mean_digest) for ended, _ in results} == {(4, results[0][0].mean_digest)}
+    assert len(results[0][0].mean_digest) == 16
 
 
 def test_a_range_is_reduced_in_chunks_so_that_means_leave_before_the_last_parts_come(

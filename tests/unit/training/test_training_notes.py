@@ -74,6 +74,14 @@ def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None
     [
         (event("renumbered", before=2, member=5), "worker 2 is worker 5 from now on"),
         (event("minority", here=1, members=4), "1 of 4 members are here"),
+        (
+            event("check_failed", round=7, reason="ValueError: no"),
+            "could not check the mean of round 7: ValueError: no",
+        ),
+        (
+            event("reducer_passed_over", member=3, peer="p", label="box", round=7),
+            "worker 3 (box) did not send its means in round 7",
+        ),
         (event("diverged", worker=1, rounds=3, tokens=4096), "3 rounds and 4,096 tokens of worker 1 are lost"),
     ],
 )

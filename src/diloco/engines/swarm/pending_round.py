@@ -211,6 +211,8 @@ class SwarmRound(PendingRound):
             roster=outcome.roster,
             products=outcome.products,
             phases=outcome.phases,
+            signatures=outcome.signatures,
+            mean_digest=outcome.mean_digest,
         )
 
 

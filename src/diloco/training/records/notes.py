@@ -190,6 +190,10 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
         "bad",
         lambda e: f"{_name(e)} did not send its means in round {e['round']}: it reduces nothing for some time",
     ),
+    "check_failed": (
+        "warning",
+        lambda e: f"worker {e['worker']} could not check the mean of round {e['round']}: {reason_of(e)}",
+    ),
     "state_refused": ("bad", lambda e: f"the state of {_name(e)} is not taken over: {reason_of(e)}"),
     "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {reason_of(e)}"),
     "renumbered": (

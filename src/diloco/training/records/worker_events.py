@@ -58,6 +58,8 @@ def round_fields(event: RoundEvent, agreement: Agreement) -> dict[str, Any]:
         "bytes_sent": 0 if result is None else result.bytes_sent,
         "members": [] if result is None else [member.as_json() for member in result.members],
         "roster": [] if result is None else list(result.roster),
+        "signatures": 0 if result is None else result.signatures,
+        "mean_digest": None if result is None else result.mean_digest or None,
     }
 
 

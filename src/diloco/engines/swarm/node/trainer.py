@@ -72,6 +72,9 @@ class RoundOutcome(Struct, frozen=True):
     """Worker number -> why its contribution was scaled down."""
     merge: Merge = "mean"
     """How the mean was made."""
+    signatures: int = 0
+    mean_digest: str = ""
+    """As RoundResult.signatures and mean_digest."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):

@@ -171,8 +171,10 @@ class MeanCheck:
             for part in suspects[:_MAX_OPENED]:
                 if part is not None:
                     await self._open(round_, part)
-        except Exception:
+        except Exception as problem:
             logger.exception("the check of the mean of round %d", plan.key.sequence)
+            reason = f"{type(problem).__name__}: {problem}"[:200]
+            self._members.on_event("check_failed", {"round": plan.key.sequence, "reason": reason})
         if len(round_.own.data) > _COPIED_BYTES:  # the trainer's own memory: hold it until the others have checked too
             await asyncio.sleep(2 * self._seconds)
             self._own.drop(plan.digest.hex())

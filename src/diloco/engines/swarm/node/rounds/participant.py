@@ -51,6 +51,7 @@ _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this
 _MAX_PROMISES = 16
 _MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
 _PARTS_SHARE = 2.0  # times `stall_seconds`: how long the next parts of a worker may take, while its line is not known
+_MOST_BACK_OFF = 4.0  # seconds until a refused worker asks again
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
 
@@ -120,14 +121,16 @@ class Participant:
             elif reason.code == "model":
                 self._record_other_model(round_, str(reason))
             elif reason.code == "number" and await settle_number(self.heartbeats):
-                round_.number = self.members.status.number
+                round_.number, round_.refusals = self.members.status.number, 0
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
             self.heartbeats.beat_soon(leader)
+            round_.refusals += 1
+            await asyncio.wait({round_.outcome}, timeout=min(_MOST_BACK_OFF, _POLL_SECONDS * 2**round_.refusals))
         except Malformed as problem:
             logger.info("round %d: %s", round_.sequence, problem)
         else:
             if isinstance(answer, Waiting):
-                round_.leader = leader
+                round_.leader, round_.refusals = leader, 0
                 return
             if isinstance(answer, Ended):
                 await self.outcomes.resolve(round_, leader)

@@ -33,6 +33,8 @@ class Round:
     """When this worker began to wait for a leader that could go on (leader_watch.py)."""
     leader: str | None = None
     """The leader that has this worker's header."""
+    refusals: int = 0
+    """Of the header, in a row."""
     plan: Plan | None = None
     vote: Vote | None = None
     """For the whole mean of `plan`, which is in the posted memory."""
@@ -114,6 +116,8 @@ class Round:
                 roster=plan.roster,
                 products=self.products,
                 phases=self.phases,
+                signatures=0 if self.certificate is None else len(self.certificate.signatures),
+                mean_digest="" if self.certificate is None else self.certificate.mean.hex()[:16],
             )
         )
 
