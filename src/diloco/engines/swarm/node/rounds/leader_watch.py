@@ -11,7 +11,8 @@ from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
 
 _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
 _MOST_INQUIRIES = 8
-"""Of a peer in one round, while a member with a lower number leads. Views of an honest swarm settle sooner."""
+"""Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
+that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
 
 
 class LeaderWatch:
@@ -21,6 +22,7 @@ class LeaderWatch:
         self.patience_seconds = 0.0
         """How long a leader waits for the last workers, as this node would."""
         self._inquiries: Counter[str] = Counter()
+        self._next_inquiry: dict[str, float] = {}
         self._sequence = -1
 
     def usurped(self, sender: str, sequence: int, round_: Round | None) -> str | None:
@@ -30,11 +32,17 @@ class LeaderWatch:
             return None
         if sequence > self._sequence:
             self._inquiries.clear()
+            self._next_inquiry.clear()
             self._sequence = sequence
+        now, lost_seconds = clock.now(), self._settings.lost_seconds
+        waits = 0.0 if round_ is None else now - round_.started
+        if (waits < lost_seconds and self._inquiries[sender]) or now < self._next_inquiry.get(sender, 0.0):
+            return leader
         self._inquiries[sender] += 1
-        waits = 0.0 if round_ is None else clock.now() - round_.started
-        early = waits < self._settings.lost_seconds and self._inquiries[sender] > 1
-        return leader if early or self._inquiries[sender] > _MOST_INQUIRIES else None
+        above = self._inquiries[sender] - _MOST_INQUIRIES
+        if above >= 0:
+            self._next_inquiry[sender] = now + lost_seconds * 2**above
+        return None
 
     def watch(self, round_: Round, *, may_go_on: bool) -> None:
         """Pass over a leader that has what it needs and does not go on. `may_go_on`: a majority is here."""
