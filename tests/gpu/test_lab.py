@@ -10,7 +10,10 @@ from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.synthetic import synthetic_corpus
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),  # torch's own, when it compiles
+]
 
 MODEL = {
     "hidden_size": 128, "intermediate_size": 352, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,

@@ -57,6 +57,26 @@ def test_a_worker_that_missed_two_rounds_counts_as_three_and_then_as_one_again()
     assert told(story) == [{6 * ROUND}, {4 * ROUND}]
 
 
+@pytest.mark.parametrize(("claim", "total"), [(2 * ROUND, 5 * ROUND), (5 * ROUND, 4 * ROUND)])
+def test_a_leader_that_missed_a_round_counts_as_two_and_a_false_claim_lets_all_count_as_one(
+    claim: float, total: float
+) -> None:
+    async def story(swarm: MemorySwarm) -> list[set[float]]:
+        workers = await founded(swarm, 4)
+        await all_post(workers, 0)
+        swarm.network.cut.add(workers[0].name)
+        await asyncio.sleep(10.0)
+        await all_post(workers[1:], 1)
+        swarm.network.cut.discard(workers[0].name)
+        await asyncio.sleep(5.0)
+        workers[0].node.own.has_state = False
+        await workers[0].catch_up()
+        await asyncio.sleep(0.3)
+        return [totals(await all_post(workers, 2, worker_0=claim)), totals(await all_post(workers, 3, worker_0=claim))]
+
+    assert told(story) == [{total}, {4 * ROUND}]
+
+
 def test_a_weight_of_ten_to_the_eighteen_is_refused_by_all_and_its_sender_banned() -> None:
     async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], list[set[str]]]:
         workers = await founded(swarm, 4)
@@ -98,18 +118,18 @@ def test_a_leader_that_has_seen_fewer_rounds_than_the_others_leads_on() -> None:
 
 
 def test_rounds_of_work_are_counted_by_fragment_and_rounds_that_failed_count_for_all() -> None:
-    seen = MissedRounds()
-    assert seen.rounds_of(0, NAMES[:2]) == (), "what is not known is one round"
+    seen, both = MissedRounds(), plan([0, 1]).entries
+    assert seen.rounds_of(0, both) == (), "what is not known is one round"
     seen.record(0, NAMES[:2])
     seen.record(1, NAMES[:1])
-    assert seen.rounds_of(0, NAMES[:2]) == () and seen.rounds_of(1, NAMES[:2]) == (1, 2)
+    assert seen.rounds_of(0, both) == () and seen.rounds_of(1, both) == (1, 2)
     seen.record(0, ())
-    assert seen.rounds_of(0, NAMES[:2]) == (2, 2)
+    assert seen.rounds_of(0, both) == (2, 2)
     for _ in range(9):
         seen.record(0, NAMES[1:2])
-    assert seen.rounds_of(0, NAMES[:2]) == (MAX_WEIGHT_ROUNDS, 1)
+    assert seen.rounds_of(0, both) == (MAX_WEIGHT_ROUNDS, 1)
     seen.forget()
-    assert seen.rounds_of(0, NAMES[:2]) == ()
+    assert seen.rounds_of(0, both) == ()
 
 
 @pytest.mark.parametrize(("rounds", "excess"), [((), None), ((1, 1), None), ((1, 2), NAMES[1]), ((5, 1), None)])

@@ -2,24 +2,26 @@
 
 A worker that missed rounds has the work of several behind its next contribution (I6); one whose work is in the last
 mean of a fragment has that of one round, whatever it claims. The leader writes into the plan what it has seen; each
-worker compares that with what it has seen itself, and refuses a plan in which a contribution may count as more. What a
-node has not seen counts for the leader as no missed round, and for the others as any number: so an honest plan is not
-refused by a worker that has seen less. A leader that has seen less than others lets all count as one round.
+worker compares that with what it has seen itself, and refuses a plan in which a contribution may count as more; then
+all count as one round. What a node has not seen it does not refuse.
 
-Rounds that failed were missed by all. A node that has missed a round itself begins anew.
+Rounds that failed were missed by all. A node that has missed a round itself begins anew: as a leader it believes what
+workers claim that it has not seen since, and the others, which have, refuse a false claim.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
 from diloco.core.merging import MAX_WEIGHT_ROUNDS
-from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.plan import Entry, Plan
 
 
 class MissedRounds:
     def __init__(self) -> None:
         self._rounds: dict[int, deque[frozenset[str]]] = {}
         """Fragment -> the contributors to its last rounds, without a gap; the latest last."""
+        self._forgot = False
 
     def record(self, fragment: int, contributors: Iterable[str]) -> None:
         """A round of this worker has ended; without contributors if it failed."""
@@ -28,11 +30,19 @@ class MissedRounds:
     def forget(self) -> None:
         """This worker has taken over the others' state, with rounds in it that it has not seen."""
         self._rounds.clear()
+        self._forgot = True
 
-    def rounds_of(self, fragment: int, peers: Iterable[str]) -> tuple[int, ...]:
-        """For a plan: the rounds of work that each peer counts as at most; () if as one each."""
-        rounds = tuple(min(MAX_WEIGHT_ROUNDS, 1 + self._missed(fragment, peer)[0]) for peer in peers)
+    def rounds_of(self, fragment: int, entries: Iterable[Entry]) -> tuple[int, ...]:
+        """For a plan: the rounds of work that each entry counts as at most; () if as one each."""
+        rounds = tuple(min(MAX_WEIGHT_ROUNDS, self._rounds_of(fragment, entry)) for entry in entries)
         return rounds if any(count > 1 for count in rounds) else ()
+
+    def _rounds_of(self, fragment: int, entry: Entry) -> int:
+        missed, seen = self._missed(fragment, entry.peer)
+        claim = entry.parsed.claim
+        if seen or not self._forgot or not claim.round_weight > 0:
+            return 1 + missed
+        return max(1, math.ceil(min(claim.weight / claim.round_weight, MAX_WEIGHT_ROUNDS)))
 
     def find_excess(self, plan: Plan) -> str | None:
         """A worker that counts as more rounds of work in this plan than it can have, as this node has seen."""
