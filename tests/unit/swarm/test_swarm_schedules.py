@@ -26,3 +26,9 @@ def test_a_worker_that_accuses_another_stops_no_round() -> None:
     """The accused was cut off before, so that the accuser is one of two that count."""
     ended = schedules.run(8, 3, [Fault(21.0, "split", 11.0, (0, 2, 1))], lie="accuses")
     assert ended.problems() == []
+
+
+def test_two_runs_become_one_if_the_smaller_is_some_rounds_ahead() -> None:
+    """They were split before the first common round. The leader has the lowest number and no mean that counts."""
+    ended = schedules.run(3, 5, [Fault(0.2, "split", 14.0, (1, 0, 3, 2, 4))])
+    assert ended.problems() == []

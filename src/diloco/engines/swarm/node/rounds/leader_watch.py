@@ -13,6 +13,7 @@ _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member 
 _MOST_INQUIRIES = 8
 """Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
 that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
+_ALONE_SHARE = 2.0
 
 
 class LeaderWatch:
@@ -44,6 +45,20 @@ class LeaderWatch:
             self._next_inquiry[sender] = now + lost_seconds * 2**above
         return None
 
+    def record_ended(self, leader: str, round_: Round) -> None:
+        """The leader has ended this round: without a mean that counts here, it was in a run of its own, and is passed
+        over. So the side of a split that has a majority goes on, and the other takes over its state."""
+        now = clock.now()
+        round_.ended_alone_since = None if round_.ended else round_.ended_alone_since or now
+        since = round_.ended_alone_since
+        if (
+            since is not None
+            and now - since > _ALONE_SHARE * self._settings.lost_seconds
+            and leader != self._members.me
+        ):
+            round_.ended_alone_since = None
+            self._pass_over(leader, round_)
+
     def watch(self, round_: Round, *, may_go_on: bool) -> None:
         """Pass over a leader that has what it needs and does not go on. `may_go_on`: a majority is here."""
         leader, now = round_.leader, clock.now()
@@ -55,10 +70,13 @@ class LeaderWatch:
         round_.stuck_since = round_.stuck_since or now
         if now - round_.stuck_since > self._longest(round_):
             assert leader is not None
-            self.attendance.pass_over(leader)
-            round_.leader, round_.stuck_since = None, None
-            self._members.emit_about("leader_passed_over", leader, round=round_.sequence)
-            self._members.changed()
+            self._pass_over(leader, round_)
+
+    def _pass_over(self, leader: str, round_: Round) -> None:
+        self.attendance.pass_over(leader)
+        round_.leader, round_.stuck_since = None, None
+        self._members.emit_about("leader_passed_over", leader, round=round_.sequence)
+        self._members.changed()
 
     def _most_wait(self, sequence: int) -> bool:
         """Most live members that have the state have posted this round."""

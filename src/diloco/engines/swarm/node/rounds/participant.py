@@ -134,6 +134,7 @@ class Participant:
                 return
             if isinstance(answer, Ended):
                 await self.outcomes.resolve(round_, leader)
+                self.leaders.record_ended(leader, round_)
             else:  # NotLeader: the views of both settle within a beat
                 self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(_POLL_SECONDS)

@@ -31,6 +31,8 @@ class Round:
     """When this worker last began to see no majority."""
     stuck_since: float | None = None
     """When this worker began to wait for a leader that could go on (leader_watch.py)."""
+    ended_alone_since: float | None = None
+    """When a leader first said that it had ended this round, and had no mean that counts here."""
     leader: str | None = None
     """The leader that has this worker's header."""
     refusals: int = 0
