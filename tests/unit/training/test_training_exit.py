@@ -1,8 +1,14 @@
 """How a worker process ends: at once, with its exit code, and with nothing left behind."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from diloco.training.processes.run import _stop_on_signals
 
 PROGRAM = """
 import multiprocessing, sys, threading, time
@@ -27,3 +33,15 @@ def test_a_worker_process_ends_at_once_and_leaves_no_semaphore(tmp_path: Path) -
     program.write_text(PROGRAM)
     ended = subprocess.run([sys.executable, str(program)], check=True, capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.stderr) == ("done\n3\n", "")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_hangup_ends_a_run_unless_it_is_ignored_as_with_nohup(ignored: bool) -> None:
+    asked: list[bool] = []
+    given = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with _stop_on_signals(lambda: asked.append(True)):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert asked == ([] if ignored else [True])
+    finally:
+        signal.signal(signal.SIGHUP, given)

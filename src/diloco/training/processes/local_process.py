@@ -20,6 +20,11 @@ _CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def heard_signals() -> list[signal.Signals]:
+    """The stop signals that end a run: all, but SIGHUP where it is ignored (nohup)."""
+    return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+
+
 def exit_code(error: BaseException) -> int:
     """Of a worker process that ends with this error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), 1)

@@ -18,7 +18,7 @@ from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import LocalWorkers
-from diloco.training.processes.local_process import STOP_SIGNALS
+from diloco.training.processes.local_process import heard_signals
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
     check_data,
@@ -125,8 +125,8 @@ def _summarize(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Su
 
 @contextmanager
 def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `stop`."""
-    previous = {number: signal.signal(number, lambda *_: stop()) for number in STOP_SIGNALS}
+    """Ctrl-C, SIGTERM and SIGHUP call `stop`."""
+    previous = {number: signal.signal(number, lambda *_: stop()) for number in heard_signals()}
     try:
         yield
     finally:

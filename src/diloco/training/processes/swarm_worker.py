@@ -24,7 +24,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.exit import exit_now
-from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code
+from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code, heard_signals
 from diloco.training.processes.worker import device_of
 from diloco.training.records.events import EventLog
 from diloco.training.records.run_description import RUN_JSON
@@ -110,7 +110,7 @@ class SwarmEvents:
 
 
 def _on_stop(stop: Callable[[], None]) -> None:
-    for number in STOP_SIGNALS:
+    for number in heard_signals():
         signal.signal(number, lambda *_: stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
 

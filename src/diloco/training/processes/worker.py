@@ -27,7 +27,7 @@ from diloco.training.checkpoints.resume import agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
-from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code
+from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code, heard_signals
 from diloco.training.processes.run_setup import NO_CUDA
 from diloco.training.records.events import EventLog, NoEvents
 from diloco.training.sizes.told import emit_sizes
@@ -78,7 +78,7 @@ def train_here(
         emit_sizes(config, corpus.vocab_size, engine, device, local_processes, events.emit, run_folder)
     restoring = start is not None and start.checkpoint is not None
     training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0, restoring=restoring)
-    for number in STOP_SIGNALS:
+    for number in heard_signals():
         signal.signal(number, lambda *_: training.request_stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
     try:
