@@ -88,7 +88,7 @@ class _Pipe:
                 raise Unreachable("no progress in writing", gone=self.closed)
             await asyncio.sleep(0.005)
         if self.closed:
-            raise Unreachable("stream reset", gone=True)
+            raise Unreachable("stream reset", broken=True)
         self.data += data
         self.news.set()
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ class _Pipe:
         end = clock.now() + seconds
         while len(self.data) < size or self.network.silent(*self.ends):
             if self.closed:
-                raise Unreachable("stream reset", gone=True)
+                raise Unreachable("stream reset", broken=True)
             if clock.now() > end:
                 raise Unreachable("no progress in reading")
             self.news.clear()

@@ -11,6 +11,9 @@ from diloco.engines.swarm.network.p2pd.errors import DaemonError, to_unreachable
 from diloco.engines.swarm.network.p2pd.relay import p2pd_arguments
 from diloco.engines.swarm.network.reachability import DialBackResult, Reachability, decode_result, encode_request
 from diloco.engines.swarm.network.reachability_monitor import public_addresses
+from diloco.engines.swarm.network.transport import Unreachable
+from support.swarm.memory import MemorySwarm
+from support.swarm.stories import founded, told
 
 RELAYED = "/ip4/5.5.5.1/tcp/4000/p2p/R/p2p-circuit"
 FAILED = "failed to dial: failed to dial P: all dials failed"
@@ -20,7 +23,7 @@ REFUSED = "dial tcp4 192.168.2.2:4000: connect: connection refused"
 @pytest.mark.parametrize(
     ("text", "gone"),
     [
-        ("stream reset", True),
+        ("stream reset", False),
         ("failed to dial: failed to dial P: no addresses", True),
         (f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] {REFUSED}", True),
         (f"{FAILED}\n  * [/ip4/192.168.2.2/tcp/4000] dial tcp4: i/o timeout", False),
@@ -127,3 +130,23 @@ def test_a_relay_tells_two_of_each_other_only_if_both_are_connected_with_it() ->
         assert len(control.told) == 1
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(("second", "gone"), [(Unreachable("stream reset", broken=True), False),
+                                              (Unreachable("connection refused", gone=True), True)])  # fmt: skip
+def test_a_broken_connection_is_no_death_until_the_next_call_finds_no_peer(second: Unreachable, gone: bool) -> None:
+    """The others drop the connections of a frozen worker: thawed, it must not take them for dead and go on alone."""
+
+    async def story(swarm: MemorySwarm) -> tuple[bool, bool]:
+        worker, other, _ = await founded(swarm, 3)
+        heartbeats, answers = worker.node.heartbeats, iter([Unreachable("stream reset", broken=True), second])
+
+        async def call(*_: object) -> bytes:
+            raise next(answers)
+
+        heartbeats._call = call  # type: ignore[method-assign]
+        peer = worker.node.members.peers[other.name]
+        await heartbeats._beat(peer)
+        return peer.live, peer.gone
+
+    assert told(story) == (not gone, gone)

@@ -17,11 +17,12 @@ LEAST_RATE = 4096.0
 
 
 class Unreachable(Exception):
-    """The peer does not answer, or the connection to it broke. `gone`: it is known to be dead, not only silent."""
+    """The peer does not answer. `gone`: it is known to be dead, not only silent; `broken`: the connection broke, and
+    another call tells whether it is."""
 
-    def __init__(self, reason: str, *, gone: bool = False) -> None:
+    def __init__(self, reason: str, *, gone: bool = False, broken: bool = False) -> None:
         super().__init__(reason)
-        self.gone = gone
+        self.gone, self.broken = gone, broken
 
 
 class CallRefused(Exception):

@@ -5,9 +5,9 @@ from diloco.engines.swarm.network.transport import Unreachable
 _BACKOFF = "dial backoff"
 _LOST_RELAY = "error opening hop stream to relay"
 _NOT_SERVED = "protocols not supported"
-_SIGNS_OF_DEATH = (
-    "connection refused", "peer id mismatch", "NO_RESERVATION", "stream reset", "connection reset", "no addresses",
-)  # fmt: skip
+_SIGNS_OF_DEATH = ("connection refused", "peer id mismatch", "NO_RESERVATION", "no addresses")
+_SIGNS_OF_A_BREAK = ("stream reset", "connection reset")
+"""The peer may have died, or dropped the connection while this process was frozen: the next call tells."""
 
 
 class DaemonError(Exception):
@@ -52,4 +52,5 @@ def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unrea
     dials = [line for line in lines[1:] if line and _BACKOFF not in line]
     gone = _LOST_RELAY not in text and all(any(sign in line for sign in _SIGNS_OF_DEATH) for line in dials or lines)
     reasons = "; ".join(dict.fromkeys(line.rpartition("] ")[2] for line in dials)) or lines[0]
-    return Unreachable(f"{peer} cannot be reached: {reasons[:300]}", gone=gone)
+    broken = any(sign in text for sign in _SIGNS_OF_A_BREAK)
+    return Unreachable(f"{peer} cannot be reached: {reasons[:300]}", gone=gone, broken=broken)

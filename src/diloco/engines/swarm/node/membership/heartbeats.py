@@ -176,7 +176,7 @@ class Heartbeats:
         elif not peer.live:
             peer.lost_at = peer.lost_at or clock.now()
             peer.gone = peer.gone or (isinstance(problem, Unreachable) and problem.gone)  # silent first, and dead now
-        elif isinstance(problem, Unreachable) and problem.gone:
+        elif isinstance(problem, Unreachable) and (problem.gone or problem.broken):
             try:
                 await self._call(peer.name, self._beat_for(peer), self.settings.beat_seconds)
             except (Unreachable, CallRefused) as again:
