@@ -20,6 +20,7 @@ _START_SECONDS = 120.0
 _SLOWNESS = 3.0
 _FEWEST, _MOST = 2, 5
 """Honest workers: none is hurt when there are no more than these, none joins when there are so many."""
+_ROUNDS_TO_RETURN = 10  # before the last one
 _AT_ONCE = 2
 """Deeds after one round. None while the network is cut, so that a majority is left."""
 _RECENT = 3
@@ -229,7 +230,7 @@ class Chaos:
         return f"{' and '.join(there[:few])} cut off from all others, for {seconds:.1f} s"
 
     def _heal(self) -> None:
-        if self.sides and time.monotonic() > self.heals_at:
+        if self.sides and (time.monotonic() > self.heals_at or self._ends_soon()):
             assert self.workers.net is not None
             self.workers.net.heal(self.sides)
             self.sides = []
@@ -259,12 +260,16 @@ class Chaos:
 
     def _thaw(self) -> None:
         for life in self.lives:
-            if life.thaws_at is not None and time.monotonic() > life.thaws_at:
+            if life.thaws_at is not None and (time.monotonic() > life.thaws_at or self._ends_soon()):
                 life.worker.thaw()
                 life.thaws_at = None
         trained = {line["life"] for line in self.chronicle.of("round") if line["failure"] is None}
         for name in trained & self.waiting_copies.keys():
             self.waiting_copies.pop(name).worker.thaw()
+
+    def _ends_soon(self) -> bool:
+        """A worker that wakes when the others have come to the end, and are gone, could only go on alone."""
+        return self.chronicle.ended() > self.plan.rounds - _ROUNDS_TO_RETURN
 
     def _over(self) -> bool:
         return not self._waiting()
