@@ -1,8 +1,8 @@
 """How fast outer gradients are encoded and decoded: on one core, and on a GPU against its memory.
 
     CPU   GB of fp32 input a second, encoding and decoding it once, on one core; in spans as the outer loop has them
-    GPU   the same, and the share of the memory's bandwidth: bytes that must be read and written, at the rate at which
-          the same run copies memory
+    GPU   the same in one call, and the share of the memory's bandwidth: bytes that must be read and written, at the
+          rate at which the same run copies memory
 
     python benchmarks/codec_speed.py [--device cuda]
 
@@ -60,7 +60,7 @@ def measure(made: Codec, numel: int, device: torch.device, repeats: int, copied:
     values = torch.randn(numel // part, part, device=device) * 1e-3
     data = torch.empty(len(values), made.part_bytes(part), dtype=torch.uint8, device=device)
     out = torch.empty_like(values)
-    step = max(1, span_elements(device) // part)
+    step = max(1, (numel if device.type == "cuda" else span_elements(device)) // part)
     spans = [slice(first, first + step) for first in range(0, len(values), step)]
     encode = timed(lambda: [made.encode(values[span], data[span]) for span in spans], device, repeats)
     decode = timed(lambda: [made.decode(data[span], out[span]) for span in spans], device, repeats)

@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco.codecs.blocks import INT4_BLOCK, INT4_LARGEST_SCALE, INT8_BLOCK, INT8_LARGEST_SCALE, SMALLEST_SCALE
 
 _BLOCK = 4096
-_FP16_BLOCK, _FP16_WARPS = 8192, 32
+_FP16_BLOCK, _FP16_WARPS = 16384, 32
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
@@ -54,12 +54,15 @@ def _encode_fp16(values, out, rows, elements, row_bytes, top, BLOCK: tl.constexp
         source = values + row * elements
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, elements, BLOCK):
-            largest = tl.maximum(largest, tl.abs(tl.load(source + start + at, start + at < elements, 0.0)))
+            x = tl.load(source + start + at, start + at < elements, 0.0, eviction_policy="evict_last")
+            largest = tl.maximum(largest, tl.abs(x))
         shift = fp16_shift(tl.max(largest))
         target = (out + row * row_bytes).to(tl.pointer_type(tl.float16))
-        for start in range(0, elements, BLOCK):
-            code = fp16_code(tl.load(source + start + at, start + at < elements, 0.0), shift, top)
-            tl.store(target + start + at, code, start + at < elements)
+        last = (elements - 1) // BLOCK * BLOCK
+        for before in range(0, elements, BLOCK):  # backwards: what was read last is in the cache most surely
+            start = last - before
+            x = tl.load(source + start + at, start + at < elements, 0.0, eviction_policy="evict_first")
+            tl.store(target + start + at, fp16_code(x, shift, top), start + at < elements)
         back = (out + row * row_bytes + 2 * elements).to(tl.pointer_type(tl.float32))
         tl.store(back, power_of_two(-shift))
 
