@@ -1,6 +1,8 @@
 """Nodes of a swarm on a network in memory, with scripted trainers."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +142,8 @@ class MemorySwarm:
         self.network = MemoryNetwork()
         self.run_key = RunKey.create()
         self.folder = folder or Path(tempfile.mkdtemp())
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.workers: list[MemoryWorker] = []
         self.settings = settings
 
