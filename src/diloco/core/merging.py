@@ -1,9 +1,9 @@
 """Which contributions are in the mean, and the weighted mean itself (line 12 of Algorithm 1).
 
 `admit` is a pure decision: from the claims of all workers it tells which contributions are in the mean and why the
-others are not; `norm_bounds` tells the largest norm with which each of them counts. All workers decide on the same
-claims and so get the same answer. The divisor is the total weight of the contributions that are in, never the number
-of workers that were expected.
+others are not; `norm_bounds` tells the largest norm with which each of them counts, `absurd_norms` which of them are
+too long to count at all. All workers decide on the same claims and so get the same answer. The divisor is the total
+weight of the contributions that are in, never the number of workers that were expected.
 
 How alike the contributions are is told by the cosine of every pair (Figures 10 and 11 of arXiv 2311.08105). Where a
 part is reduced, all contributions to it are there in fp32, and their `inner_products` are taken; the sums over all
@@ -24,6 +24,10 @@ _MOST_UNEQUAL = 1000.0
 """A worker's full round cannot weigh more than so many of the median worker: no batches differ by so much."""
 _FEWEST = 3
 """Claims in a round whose median one liar cannot move."""
+FEWEST_FOR_NORMS = 4
+"""Contributions in a round whose norms tell which one is out of bounds."""
+_ABSURD = 10.0
+"""Times the bound on a norm: no honest worker reaches it for each round of work that it counts as."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,18 @@ def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[f
         usual = max(norm, expected)
         bounds.append(max_norm_ratio * usual if usual > 0 else math.inf)
     return bounds
+
+
+def absurd_norms(claims: Sequence[Claim], bounds: Sequence[float], rounds: Sequence[int]) -> list[int]:
+    """The positions of claims whose norm is so far above its bound that they are refused instead of scaled down.
+
+    Scaled down, a lie still counts with the bound. `rounds` as in `bounded_weights`: a worker that missed some carries
+    the work of several; () if that is not known: none is refused.
+    """
+    if len(claims) < FEWEST_FOR_NORMS or not rounds:
+        return []
+    limits = [_ABSURD * count * bound for count, bound in zip(rounds, bounds, strict=True)]
+    return [index for index, claim in enumerate(claims) if claim.norm > limits[index]]
 
 
 def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list[float]:

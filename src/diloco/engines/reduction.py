@@ -19,6 +19,7 @@ from diloco.core.config import Merge
 from diloco.core.fragments import span_elements
 from diloco.core.merging import (
     Claim,
+    absurd_norms,
     admit,
     bounded_weights,
     diverged,
@@ -49,6 +50,8 @@ class Decision:
     """By what each contribution is multiplied before it is averaged; none: all by 1."""
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker -> why its contribution is scaled down."""
+    too_long: frozenset[int] = frozenset()
+    """Workers of `refused` whose norm is absurd."""
     merge: Merge = "mean"
     """As in SyncConfig; `mean` also where too few contribute to be clipped."""
 
@@ -73,20 +76,31 @@ def decide(
     else:
         admitted, weights = list(range(len(claims))), bounded_weights(claims, rounds)
     accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
-    bounds = norm_bounds([claims[index] for index, _ in accepted], max_norm_ratio)
-    norms = [claims[index].norm for index, _ in accepted]
+    considered = [claims[index] for index, _ in accepted]
+    bounds = norm_bounds(considered, max_norm_ratio)
+    refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
     clipped = {
-        workers[index]: f"norm {norm:.3g} is above the bound {bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
-        for (index, _), norm, bound in zip(accepted, norms, bounds, strict=True)
-        if norm > bound
+        workers[
+            index
+        ]: f"norm {claim.norm:.3g} is above the bound {bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
+        for (index, _), claim, bound in zip(accepted, considered, bounds, strict=True)
+        if claim.norm > bound
     }
+    absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted] if rounds else ())
+    too_long = frozenset(workers[accepted[place][0]] for place in absurd)
+    if too_long:
+        refused |= {worker: clipped.pop(worker) for worker in too_long}
+        kept = [place for place in range(len(accepted)) if place not in absurd]
+        accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
+    norms = [claims[index].norm for index, _ in accepted]
     return Decision(
         contributors=tuple(workers[index] for index, _ in accepted),
         weights=tuple(weight for _, weight in accepted),
         scales=tuple(min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)) if clipped else (),
         clipped=clipped,
         merge=merge if len(accepted) >= FEWEST else "mean",
-        refused={worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None},
+        refused=refused,
+        too_long=too_long,
         resync=resync,
     )
 

@@ -46,6 +46,20 @@ def test_a_weight_that_is_not_finite_or_below_zero_is_refused(weight: float) -> 
     assert reason is not None and "weight" in reason and fine is None
 
 
+def test_among_four_a_norm_above_ten_times_the_bound_for_each_round_of_its_work_is_refused() -> None:
+    claims = [Claim(1.0, 1.0), Claim(1.0, 1.0), Claim(1.0, 1.0), Claim(1.0, 40.0)]
+    for missed, out in ((0, True), (1, False)):
+        decided = decide(range(4), claims, 3.0, rounds=(1, 1, 1, 1 + missed))
+        assert (3 in decided.contributors) is not out and decided.too_long == ({3} if out else set())
+        assert set(decided.refused if out else decided.clipped) == {3}
+        assert len(decided.weights) == len(decided.contributors) and bool(decided.scales) is not out
+    for few, rounds in (
+        (claims[1:], (1, 1, 1)),
+        (claims, ()),
+    ):  # three do not tell; without rounds absences are unknown
+        assert not decide(range(len(few)), few, 3.0, rounds=rounds).refused
+
+
 def test_an_absurd_norm_is_clipped_to_the_bound_with_the_numbers_in_the_reason() -> None:
     claims = [Claim(1.0, 1.0), Claim(1.0, 2.0), Claim(1.0, 8000.0)]
     assert clipped(*claims) == {2: 2000.0}

@@ -217,23 +217,27 @@ def test_parts_that_are_not_what_was_claimed_are_found_out_and_their_sender_is_b
 
 
 @pytest.mark.parametrize(("missed", "count"), [(0, 4), (1, 4), (0, 3)])
+@pytest.mark.parametrize("times", [5e3, 1e6], ids=["large", "absurd"])
 def test_a_norm_out_of_bounds_is_an_offence_among_four_except_of_a_worker_that_missed_rounds(
-    missed: int, count: int
+    missed: int, count: int, times: float
 ) -> None:
     """Of three it is clipped, and no offence: the norms of two others do not tell which is wrong."""
 
-    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[set[int]], tuple[int, ...]]:
-        clipped = []
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[RoundOutcome], tuple[int, ...]]:
+        ended = []
         for sequence in range(3):
             posts = [workers[i].post(values(i, sequence), sequence=sequence) for i in range(count) if i != 1]
-            large = workers[1].post(1e6 * values(1, sequence), weight=1.0 + missed, sequence=sequence)
+            large = workers[1].post(times * values(1, sequence), weight=1.0 + missed, sequence=sequence)
             outcomes = await asyncio.gather(*posts, large)
             assert len({mean for _, mean in outcomes}) == 1
-            clipped.append(set(outcomes[0][0].clipped))
-        return clipped, workers[0].node.members.roster()
+            ended.append(outcomes[0][0])
+        return ended, workers[0].node.members.roster()
 
-    clipped, roster = told(count, story)
-    assert clipped == [{1}] * 3 and (1 in roster) == (bool(missed) or count == 3)
+    ended, roster = told(count, story)
+    refused = count == 4 and times == 1e6  # among four an absurd norm does not count at all
+    assert [(set(one.clipped), set(one.refused)) for one in ended] == [(set(), {1}) if refused else ({1}, set())] * 3
+    assert [1 in one.contributors for one in ended] == [not refused] * 3
+    assert (1 in roster) == (bool(missed) or count == 3)
 
 
 def test_four_workers_clip_their_mean_to_the_bits_of_the_reference_and_three_average_plainly() -> None:

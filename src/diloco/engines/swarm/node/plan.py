@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct, field
 
 from diloco.core.config import Merge
-from diloco.core.merging import MAX_WEIGHT_ROUNDS, diverged
+from diloco.core.merging import FEWEST_FOR_NORMS, MAX_WEIGHT_ROUNDS, diverged
 from diloco.engines.header import HEADER_BYTES, Header, unpack
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
@@ -27,9 +27,6 @@ from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
 MAX_WORKERS = 1024
-_FEWEST_FOR_NORMS = 4
-"""Contributions in a round whose norms tell which one is out of bounds."""
-
 
 _MOST = 1 << 53
 Share = Annotated[int, Meta(ge=0, le=1 << 10)]
@@ -146,19 +143,22 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def offences(self) -> list[Offence]:
         """The contributions that no honest worker sends.
 
-        No offence: another anchor; the large norm of a worker that missed rounds, since it carries more work; a large
-        norm among fewer than four, where the others' may as well be too small; and if all are refused at once.
+        No offence: another anchor; the large norm of a worker that says that it missed rounds, since it carries more
+        work then; a large norm among fewer than four, where the others' may as well be too small; and if all are
+        refused at once.
         """
         if not self.contributors:
             return []
         elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
-        found = list(self.excluded)
+        found, decision = list(self.excluded), self.decision
+        norms_tell = len(self.contributors) + len(decision.too_long) >= FEWEST_FOR_NORMS
         for entry in self.entries:
-            claim, reason = entry.parsed.claim, self.decision.refused.get(entry.number)
-            if len(self.contributors) >= _FEWEST_FOR_NORMS and claim.weight <= claim.round_weight:
-                reason = reason or self.decision.clipped.get(entry.number)
-            if reason is not None and entry.number not in elsewhere:
-                found.append(Offence(entry.peer, entry.number, reason))
+            claim, number = entry.parsed.claim, entry.number
+            reason = decision.refused.get(number) or decision.clipped.get(number)
+            by_norm = number in decision.clipped or number in decision.too_long
+            told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
+            if reason is not None and told and number not in elsewhere:
+                found.append(Offence(entry.peer, number, reason))
         return found
 
     @property
