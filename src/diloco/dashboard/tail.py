@@ -3,6 +3,7 @@
 Half a line at the end is left for the next call. A line that cannot be an event is counted and left out. A file that
 has become shorter, or was replaced, is read from its beginning (`restarted`). One that cannot be read, or is gone,
 changes nothing: `problem` says why. Nothing is ever written.
+When a worker has got another number, the log is read again from its beginning, and all of its events have the new one.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event
+from diloco.training.records.renumbering import follow_numbers, is_renumbering
 
 _DECODER = msgspec.json.Decoder()  # several times as fast as json
 _SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -39,6 +41,8 @@ class EventTail:
         self._offset = 0
         self._file_id: tuple[int, int] | None = None
         self._rounds: set[bytes] = set()  # whose large fields have been decoded
+        self._events = 0  # read so far
+        self._renumberings: dict[int, Event] = {}  # by their place among the events
 
     def read(self) -> tuple[list[Event], bool]:
         """New events, at most _CHUNK_BYTES of them, and whether the log was replaced and is read from its start."""
@@ -67,13 +71,23 @@ class EventTail:
             self.damaged_lines, end = self.damaged_lines + 1, len(data)
             data = b""
         self._offset += end
-        return [
-            event for line in data[:end].split(b"\n") if line and (event := self._parse(line)) is not None
-        ], restarted
+        lines = data[:end].split(b"\n")
+        events = [event for line in lines if line and (event := self._parse(line)) is not None]
+        first, self._events = self._events, self._events + len(events)
+        found = {place: one for place, one in enumerate(events, first) if is_renumbering(one)}
+        if first and not found.keys() <= self._renumberings.keys():  # what was read has numbers of before
+            known = self._renumberings | found
+            self._restart(file_id)
+            self._renumberings = known
+            return self._read(file)[0], True
+        self._renumberings |= found
+        later = [one for place, one in self._renumberings.items() if place >= self._events]
+        return follow_numbers(events, later), restarted
 
     def _restart(self, file_id: tuple[int, int] | None) -> bool:
         was_read, self._offset, self._file_id = self._offset > 0, 0, file_id
         self.damaged_lines, self.newest_version = 0, EVENTS_VERSION
+        self._events, self._renumberings = 0, {}
         self._rounds.clear()
         return was_read
 

@@ -36,6 +36,12 @@ class PointReader:
         self._counted.clear()  # a resumed run may repeat rounds
         return iter(())
 
+    def _of_renumbered(self, event: Event) -> Iterator[_Number]:
+        """Its points go on under the new number: a sink cannot rename those that it has."""
+        self._local_workers.discard(event["before"])
+        self._local_workers.add(event["worker"])
+        return iter(())
+
     def _of_step(self, event: Event) -> Iterator[_Number]:
         for name in _OF_STEP:
             yield f"train/{name}", event.get(name), event["step"], event["worker"]

@@ -149,6 +149,18 @@ def test_a_worker_that_is_started_again_keeps_its_number_and_finds_the_swarm_by_
     assert told(story) == (3, 1, 1)
 
 
+def test_a_worker_that_is_started_again_and_gets_another_number_says_so() -> None:
+    async def story(swarm: MemorySwarm) -> list[dict[str, Any]]:
+        workers = await founded(swarm, 2)
+        stop(swarm, workers[1])
+        saved = Path(workers[1].node.settings.folder) / f"{workers[1].node.settings.name}.json"
+        saved.write_text(saved.read_text().replace('"number": 1', '"number": 0'))  # what another one has by now
+        again = await swarm.start(name=workers[1].name, folder=workers[1].node.settings.folder)
+        return [fields for type_, fields in again.trainer.events if type_ == "renumbered"]
+
+    assert told(story) == [{"peer": NAMES[1], "before": 0, "number": 1}]
+
+
 def test_two_that_join_at_once_get_two_numbers() -> None:
     async def story(swarm: MemorySwarm) -> set[int]:
         await founded(swarm, 2)

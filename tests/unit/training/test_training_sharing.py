@@ -81,6 +81,16 @@ def test_a_worker_with_text_of_its_own_takes_no_part(made: tuple[Corpus, RunConf
     assert third.follow((0, 1, 2), _) and third.shards() == [1, 3, 5]
 
 
+def test_a_worker_with_another_number_takes_the_share_of_that_number(made: tuple[Corpus, RunConfig]) -> None:
+    claims, reader = worker(made, 1)
+    assert claims.follow((0, 1), reader) and reader.shards == [1, 3, 5]
+    claims.renumber(2)  # after a split another worker is 1
+    assert claims.follow((0, 1, 2), reader) and reader.shards == [2, 5]
+    guest, its = worker(made, 1, own_text=True)
+    guest.renumber(2)
+    assert json.loads(guest.note(its))["apart"] == [2]
+
+
 def test_only_a_worker_itself_says_that_it_has_text_of_its_own(made: tuple[Corpus, RunConfig]) -> None:
     claims, reader = worker(made, 0)
     claims.read_note(2, json.dumps({"read": {}, "apart": [1]}).encode())

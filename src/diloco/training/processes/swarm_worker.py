@@ -103,6 +103,8 @@ class SwarmEvents:
 
     def _emit(self, type_: str, fields: dict[str, Any]) -> None:
         assert self._log is not None
+        if type_ == "renumbered":
+            self._log.worker = fields["member"]
         try:
             self._log.emit(type_, **fields)
         except OSError as error:  # a full disk must not stop the swarm's thread

@@ -165,20 +165,23 @@ class RunCounts:
     def _on_joined(self, event: Event, worker: WorkerView) -> None:
         worker.step, worker.state = event["step"], "joined"
 
+    def _on_renumbered(self, event: Event, worker: WorkerView) -> None:
+        """The same worker, under the number of this event; the earlier one is another member's."""
+        self.workers[event["worker"]] = self.workers.pop(event["before"], worker)
+        self.swarm.pop(event["before"], None)
+
     def _on_resync(self, event: Event, worker: WorkerView) -> None:
         worker.step = event["step"]
 
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
-        self._end(event, worker, "done")
-
-    def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:
-        self._end(event, worker, "failed")
-
-    def _end(self, event: Event, worker: WorkerView, state: str) -> None:
-        worker.step, worker.state = event["inner_steps"], state
+        worker.step, worker.state = event["inner_steps"], "done"
         for name in ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent"):
             setattr(worker, name, event.get(name, getattr(worker, name)))
         self._tell(event.get("rounds", 0), event.get("rounds_failed", 0))
+
+    def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:
+        self._on_worker_finished(event, worker)
+        worker.state = "failed"
 
     def _tell(self, merged: int, failed: int) -> None:
         self._told = (max(self._told[0], merged), max(self._told[1], failed))

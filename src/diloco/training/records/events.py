@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from diloco.training.records.renumbering import follow_numbers
+
 EVENTS_VERSION = 1
 EVENTS_FILE = "events.jsonl"
 
@@ -113,5 +115,5 @@ def _warn_once(path: Path, line: bytes) -> None:
 
 
 def read_events(run_folder: Path) -> list[Event]:
-    """All events of a run so far."""
-    return list(EventReader(run_folder).new_events())
+    """All events of a run so far, each under the last number of its worker."""
+    return follow_numbers(list(EventReader(run_folder).new_events()))

@@ -228,6 +228,7 @@ class SwarmPeers(Peers):
             if member.worker != self._engine.worker:
                 self.claims.read_note(member.worker, member.note)
         self._validation.after_round(event.key.sequence, result.members)
+        self.claims.renumber(self._engine.worker)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 

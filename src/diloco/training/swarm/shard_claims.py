@@ -92,6 +92,12 @@ class ShardClaims:
 
     # Shards of this worker
 
+    def renumber(self, worker: int) -> None:
+        """The number of this worker, which may have another one since the last round."""
+        if self.own_text:
+            self._apart = self._apart - {self._worker} | {worker}
+        self._worker = worker
+
     def shards(self) -> list[int]:
         """Of this worker, by the present roster."""
         return shards_of(self._corpus.shards, *index_among(set(self.roster) - self._apart, self._worker))

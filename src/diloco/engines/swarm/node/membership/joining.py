@@ -45,6 +45,8 @@ async def join(heartbeats: Heartbeats) -> None:
         members.status.process = f"{int(saved['process'][:20]) + 1:020d}{members.status.process[20:]}"
     if await _find_member(heartbeats):
         members.status.number = await _ask_for_number(heartbeats, wished)
+        if 0 <= wished != members.status.number:  # another worker has taken it since this one was last here
+            _tell_renumbered(members, wished, members.status.number)
     elif members.settings.founder:
         members.status.number = max(wished, 0)
         members.status.has_state = True
@@ -165,12 +167,16 @@ async def settle_number(heartbeats: Heartbeats) -> bool:
         return False
     if number == members.status.number:
         return False
-    members.on_event("renumbered", {"before": members.status.number, "number": number})
+    _tell_renumbered(members, members.status.number, number)
     members.status.number = members.numbers[members.me] = number
     save(members)
     for peer in members.live():
         heartbeats.beat_soon(peer.name)
     return True
+
+
+def _tell_renumbered(members: Members, before: int, number: int) -> None:
+    members.on_event("renumbered", {"peer": members.me, "before": before, "number": number})
 
 
 async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
