@@ -1,17 +1,21 @@
 """Seats: an invitation lets in as many workers as it was made for, counted by every member, and no more."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
-from diloco.engines.swarm.network.known_peers import KnownPeer
+from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
 from diloco.engines.swarm.node.membership.members import NEW_AT_ONCE
 from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.run_files import PEERS_FILE
 from diloco.engines.swarm.trust.credential import Certificate, PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 from support.swarm.memory import NAMES, MemorySwarm
-from support.swarm.stories import founded, told
+from support.swarm.stories import founded, rounds, told
 
 KEY = RunKey.create()
 OWN = invite(KEY, (), 3600.0, 1000.0)
@@ -82,9 +86,9 @@ def test_of_10_000_invented_members_only_a_rosters_worth_is_looked_at_and_anothe
         members, looked = workers[0].node.members, list[str]()
         admit = members.permissions.admit
 
-        def count(peer: str, credential: bytes, *, worker: bool = True) -> None:
+        def count(peer: str, credential: bytes, *, worker: bool = True, teller: str | None = None) -> None:
             looked.append(peer)
-            admit(peer, credential, worker=worker)
+            admit(peer, credential, worker=worker, teller=teller)
 
         members.permissions.admit = count  # type: ignore[method-assign]
         names = [f"{NAMES[5][:-5]}{index:05d}" for index in range(10_000)]
@@ -94,3 +98,45 @@ def test_of_10_000_invented_members_only_a_rosters_worth_is_looked_at_and_anothe
         return len(looked), NAMES[6] in members.peers
 
     assert told(story) == (NEW_AT_ONCE + 1, True)
+
+
+def test_workers_that_a_member_invents_take_no_seat_from_those_that_come() -> None:
+    node, three = permissions(), invitation(3)
+
+    def named(peer: str, teller: str) -> bool:
+        try:
+            node.admit(peer, three.credential(peer).data(), teller=teller)
+        except PeerRefused:
+            return False
+        return True
+
+    node.admit("ann", three.credential("ann").data())
+    assert sum(named(f"invented {index}", "liar") for index in range(50)) == 2, "as many as seats are free"
+    assert named("ann", "liar") and named("bob", "honest"), "another member still names its own"
+    for worker in ("bob", "cat"):
+        node.admit(worker, three.credential(worker).data())
+    with pytest.raises(PeerRefused, match="3 seats"):
+        node.admit("invented 0", three.credential("invented 0").data())
+    assert not named("dan", "honest")
+
+
+def test_a_joiner_gets_its_seat_though_a_member_has_invented_others_and_these_are_not_passed_on() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[tuple[int, ...], list[str], set[str]]:
+        shared = invite(swarm.run_key, [], 4e9, 0.0, seats=3)
+        swarm.invitation = lambda: shared.with_addresses([f"/ip4/127.0.0.1/tcp/1/p2p/{NAMES[0]}"])  # type: ignore[method-assign]
+        workers = await founded(swarm, 2)
+        invented = [f"{NAMES[5][:-4]}{index:04d}" for index in range(300)]
+        roster = [RosterEntry(name, shared.credential(name).data(), (), 9) for name in invented]
+        for worker in workers:
+            worker.node.members.add_roster(NAMES[1], roster)
+        await asyncio.sleep(3.0)  # they are called, and do not answer
+        joiner = await swarm.start()
+        await joiner.catch_up()
+        await rounds(workers, 1)
+        await asyncio.sleep(3.0)
+        saved = read_peers(Path(workers[0].node.settings.folder) / PEERS_FILE)
+        told_of = [name for name in joiner.node.members.peers if name in invented]
+        return joiner.node.members.roster(), told_of, {peer.peer for peer in saved} & set(invented)
+
+    roster, told_of, saved = told(story)
+    assert len(roster) == 3 and not told_of and not saved

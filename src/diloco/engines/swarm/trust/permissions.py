@@ -66,11 +66,16 @@ class Permissions:
 
     # Hellos
 
-    def admit(self, peer: str, credential: bytes, *, worker: bool = True) -> None:
-        """A peer says hello: it may talk to this node from now on, or PeerRefused is raised. A worker takes a seat."""
+    def admit(self, peer: str, credential: bytes, *, worker: bool = True, teller: str | None = None) -> None:
+        """A peer says hello: it may talk to this node from now on, or PeerRefused is raised. A worker takes a seat.
+
+        `teller`: the member that names this worker, which has not proved its key here and takes no seat yet.
+        """
         try:
             self._admit(peer, credential)
-            if worker:
+            if teller is not None:
+                self._seats.name(self._known.get(peer), peer, teller)
+            elif worker:
                 self._seats.take(self._known.get(peer), peer)
         except PeerRefused as error:
             self.refusals[error.kind] += 1

@@ -79,11 +79,12 @@ class Heartbeats:
         self.members.add_roster(name, hello.roster)
 
     def _known(self) -> list[Peer]:
+        """Those to name to others: of peers that this node has heard itself, since others may be invented."""
         now = clock.now()
         return [
             peer
             for peer in self.members.peers.values()
-            if not peer.left and (peer.live or not peer.lost_at or now - peer.lost_at < _FORGET_SECONDS)
+            if peer.heard_at and not peer.left and (peer.live or now - peer.lost_at < _FORGET_SECONDS)
         ]
 
     # Beats
@@ -95,7 +96,7 @@ class Heartbeats:
             now = clock.now()
             if now - last > _FROZEN_SECONDS:  # this process was frozen; the others were not silent
                 for peer in self.members.peers.values():
-                    peer.heard_at += now - last
+                    peer.heard_at += now - last if peer.heard_at else 0.0
             last = now
             for peer in list(self.members.peers.values()):
                 self._look_after(peer, now)

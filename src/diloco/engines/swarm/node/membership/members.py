@@ -41,6 +41,7 @@ class Peer:
     addresses: tuple[str, ...]
     status: Status = field(default_factory=Status)
     heard_at: float = 0.0
+    """0 for a peer that other members have named, and that has not proved its key here."""
     asked_at: float = 0.0
     live: bool = False
     left: bool = False
@@ -164,9 +165,9 @@ class Members:
         finally:
             self._waiters.discard(waiter)
 
-    def add(self, name: str, credential: bytes, addresses: tuple[str, ...]) -> Peer:
-        """Raises PeerRefused."""
-        self.permissions.admit(name, credential)
+    def add(self, name: str, credential: bytes, addresses: tuple[str, ...], teller: str | None = None) -> Peer:
+        """Raises PeerRefused. `teller`: the member that names this one, which has not said hello itself."""
+        self.permissions.admit(name, credential, teller=teller)
         self.permissions.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, ()))
         peer.credential = credential
@@ -188,7 +189,7 @@ class Members:
                 return
             self.permissions.vouch_for([entry.peer])
             try:
-                self.add(entry.peer, entry.credential, entry.addresses).status.number = entry.number
+                self.add(entry.peer, entry.credential, entry.addresses, teller).status.number = entry.number
             except PeerRefused as reason:
                 logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
             else:
