@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.numbers import give_number
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
@@ -105,6 +106,55 @@ def test_a_source_that_dies_while_it_gives_the_state_is_replaced_by_another() ->
 
     (source, mine), asked = told(story)
     assert mine == source and asked >= 2
+
+
+@pytest.mark.parametrize("what", ["no head", "slowly"])
+def test_a_joiner_turns_to_another_source_when_one_is_slow(what: str) -> None:
+    """The slow one goes on sending, so that its stream never breaks, and would take minutes."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], float]:
+        workers = await founded(swarm, 3)
+        for worker in workers:
+            worker.trainer.means.append(bytes(3 << 20))
+        slow = workers[1]
+        serve = slow.node.states.serve
+
+        async def slowly(stream: Stream) -> None:
+            if what == "no head":
+                await asyncio.sleep(600.0)
+            write = stream.write
+
+            async def later(data: bytes | memoryview, seconds: float) -> None:
+                for first in range(0, len(data), 1 << 12):
+                    await asyncio.sleep(0.1)
+                    await write(data[first : first + (1 << 12)], seconds)
+
+            stream.write = later  # type: ignore[method-assign]
+            await serve(stream)
+
+        slow.node.states.serve = slowly  # type: ignore[method-assign]
+        joiner = await swarm.start()
+        states = joiner.node.states
+        sources = states._sources
+        states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != slow.name)  # type: ignore[method-assign]
+        started = clock.now()
+        await joiner.catch_up()
+        return [workers[0].trainer.means, joiner.trainer.means], clock.now() - started
+
+    (source, mine), seconds = told(story)
+    assert mine == source and seconds < 4.0  # `stall_seconds` are 2, the whole state of the slow one takes over 70
+
+
+def test_a_member_that_says_that_it_is_ahead_is_not_asked_for_the_state_before_all_others() -> None:
+    async def story(swarm: MemorySwarm) -> set[str]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        workers[2].node.own.ended_round += 3
+        joiner = await swarm.start()
+        await asyncio.sleep(0.5)
+        return {joiner.node.states._sources()[0].name for _ in range(40)}
+
+    assert len(told(story)) == 4
 
 
 def test_a_joiner_that_finds_no_worker_with_the_state_says_so() -> None:

@@ -2,15 +2,16 @@
 
 A source serves a snapshot that its trainer makes beside training; no worker waits for the transfer. The means of rounds
 that end during it follow: all members keep them for a while (rounds/recent_rounds.py). So a slow line catches up, and a
-worker that missed a round or two needs no snapshot at all. If a source dies, another one is asked. A state is taken
-over only if other members have the same (witnesses.py), and a mean only with its certificate. Everything that arrives
-has a bounded size; nothing is unpickled (safetensors and numbers).
+worker that missed a round or two needs no snapshot at all. If a source dies or is slow, another one is asked
+(slow_sources.py). A state is taken over only if other members have the same (witnesses.py), and a mean only with its
+certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and numbers).
 """
 
 import asyncio
 import logging
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
@@ -19,6 +20,7 @@ from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
+from diloco.engines.swarm.node.transfers.slow_sources import Attempt, fetch_first
 from diloco.engines.swarm.node.transfers.witnesses import Witnesses, most_have, none_has_more
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, write_frame
 from diloco.engines.swarm.shared_memory import SharedMemory
@@ -33,6 +35,9 @@ _MAX_TRANSFERS = 2
 _POLL_SECONDS = 0.25
 _TELL_SECONDS = 1.0
 _MANY = 3
+_PATIENCE_SHARE = (
+    0.5  # times `stall_seconds` without a piece of the state: then another source is asked beside this one
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class StateTransfer:
         """When this worker first refused a state that other members do not have."""
         self._without_means: set[str] = set()
         """Sources that say that they no longer keep the means which the trainer lacks."""
+        self._failed: set[str] = set()
+        """Sources that were asked and have not given the state."""
         self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
 
     # Serving
@@ -111,11 +118,12 @@ class StateTransfer:
                     )
                 status.has_state = True  # all other workers are gone: this worker's state is the latest
                 return None
-            for source in sources:
-                fetched = await self._fetch_from(source)
-                if fetched is not None:
-                    self._record(fetched)
-                    return fetched
+            fetched, slow = await fetch_first(sources, self._fetch_from, _PATIENCE_SHARE * self._stall_seconds)
+            for source in slow:
+                self._tell_refused(source, "it is slow, or its state no other member's: another one gave it first")
+            if fetched is not None:
+                self._record(fetched)
+                return fetched
             if not joiner and len(sources) == 1 and self._refused_seconds > 8 * self._stall_seconds:
                 status.has_state = True  # one member alone is left, and cannot show that it is ahead
                 return None
@@ -128,14 +136,18 @@ class StateTransfer:
         return None
 
     def _sources(self) -> list[Peer]:
-        """Members with the state, the furthest first; equal ones in random order."""
+        """Members with the state: those that have failed last, of the others the furthest first, equal ones in random
+        order. One that says that it is ahead of all others is not asked before these: any member can say so."""
         sources = self.members.with_state()
         self._random.shuffle(sources)
-        return sorted(sources, key=lambda peer: -peer.status.ended_round)
+        furthest = sorted(peer.status.ended_round for peer in sources)[-2:]
+        return sorted(sources, key=lambda peer: (peer.name in self._failed, -min(peer.status.ended_round, furthest[0])))
 
-    async def _fetch_from(self, source: Peer) -> FetchedState | None:
+    async def _fetch_from(self, attempt: Attempt) -> FetchedState | None:
+        source = attempt.source
+        self._failed.add(source.name)  # until it has not
         try:
-            base = await self._fetch_base(source)
+            base = await self._fetch_base(attempt)
             if base is None:
                 return None
             if base.snapshot is not None:
@@ -146,25 +158,27 @@ class StateTransfer:
             logger.info("no state from %s: %s", source.name, problem)
             if isinstance(problem, _NotTheSame):
                 self._refused_since = self._refused_since or clock.now()
-                about = {"peer": source.name, "number": source.status.number, "label": source.status.label}
-                self.members.on_event("state_refused", {**about, "reason": str(problem)})
+                self._tell_refused(source, str(problem))
             if isinstance(problem, _NoLongerKept):
                 self._without_means.add(source.name)
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(source.name, problem)
             return None
 
-    async def _fetch_base(self, source: Peer) -> _Base | None:
+    def _tell_refused(self, source: Peer, reason: str) -> None:
+        self.members.emit_about("state_refused", source.name, reason=reason)
+
+    async def _fetch_base(self, attempt: Attempt) -> _Base | None:
         """Nothing is fetched if the source still keeps all means that the trainer lacks."""
-        first = self.recent.next_to_merge
+        first, source = self.recent.next_to_merge, attempt.source
         if first is not None and source.name not in self._without_means:
             agreed = await self.outcomes.ask(source.name, first)
             if first > source.status.ended_round or agreed is not None:
                 return _Base(None, first)
-        snapshot = await self._fetch_snapshot(source.name)
+        snapshot = await self._fetch_snapshot(source.name, attempt.moved)
         return None if snapshot is None else _Base(snapshot, snapshot.numbers["sequence"])
 
-    async def _fetch_snapshot(self, peer: str) -> Snapshot | None:
+    async def _fetch_snapshot(self, peer: str, moved: Callable[[], None]) -> Snapshot | None:
         stream = await self.members.transport.open_stream(peer, self._stall_seconds)
         asking: asyncio.Task[dict[str, bytes]] | None = None
         try:
@@ -184,6 +198,7 @@ class StateTransfer:
             )
             for first in range(0, head.size, _CHUNK_BYTES):
                 await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
+                moved()
                 if asking.done():
                     self._compare(head.digest, asking.result(), asked)
                 if clock.now() - told >= _TELL_SECONDS:
@@ -248,6 +263,7 @@ class StateTransfer:
         status.position = max(status.position, fetched.position)
         self.recent.next_to_merge, self._refused_since = fetched.sequence, None
         self._without_means.clear()
+        self._failed.clear()
         self.witnesses.forget()
         self.outcomes.missed.forget()
         for peer in self.members.live():  # the leader must expect this worker at once
