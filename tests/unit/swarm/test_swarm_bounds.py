@@ -18,6 +18,7 @@ from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame
+from support import virtual_clock
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, told
 
@@ -232,7 +233,7 @@ def test_a_byte_now_and_then_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> 
             stream.close()
             there.close()
 
-    asyncio.run(story())
+    virtual_clock.run(story())
 
 
 def test_a_flood_of_calls_is_refused_and_the_others_are_answered() -> None:

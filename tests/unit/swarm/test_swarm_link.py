@@ -236,9 +236,9 @@ def test_the_asyncio_end_keeps_what_cannot_be_sent_yet_and_ends_with_the_other()
                 continue
             assert isinstance(message, messages.Event) and message.fields["n"] == got
             got += 1
-        other.send(messages.PostNow(5), 1.0)
+        other.send(messages.PostNow(5), 60.0)
         other.close()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await end.ended
         end.send(messages.PostNow(1))  # no sidecar is there: nothing happens
         return heard, got
@@ -269,9 +269,9 @@ def test_what_a_handler_raises_is_raised_by_whoever_waits_for_the_end() -> None:
         mine, theirs = pair()
         end = AsyncLink[Any](mine, messages.Message, refuse)
         other = Link[Any](theirs, messages.Message)
-        other.send(messages.PostNow(1), 1.0)
+        other.send(messages.PostNow(1), 60.0)
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 await end.ended
         finally:
             other.close()
