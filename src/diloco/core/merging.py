@@ -82,9 +82,9 @@ def absurd_norms(claims: Sequence[Claim], bounds: Sequence[float], rounds: Seque
     """The positions of claims whose norm is so far above its bound that they are refused instead of scaled down.
 
     Scaled down, a lie still counts with the bound. `rounds` as in `bounded_weights`: a worker that missed some carries
-    the work of several; () if that is not known: none is refused.
+    the work of several.
     """
-    if len(claims) < FEWEST_FOR_NORMS or not rounds:
+    if len(claims) < FEWEST_FOR_NORMS:
         return []
     limits = [_ABSURD * count * bound for count, bound in zip(rounds, bounds, strict=True)]
     return [index for index, claim in enumerate(claims) if claim.norm > limits[index]]

@@ -80,15 +80,15 @@ def decide(
     bounds = norm_bounds(considered, max_norm_ratio)
     refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
     clipped = {
-        workers[
-            index
-        ]: f"norm {claim.norm:.3g} is above the bound {bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
+        workers[index]: f"norm {claim.norm:.3g} is above the bound {bound:.3g} "
+        f"(sync.max_norm_ratio = {max_norm_ratio:g})"
         for (index, _), claim, bound in zip(accepted, considered, bounds, strict=True)
         if claim.norm > bound
     }
-    absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted] if rounds else ())
-    too_long = frozenset(workers[accepted[place][0]] for place in absurd)
-    if too_long:
+    too_long = frozenset[int]()
+    if clipped and rounds:
+        absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted])
+        too_long = frozenset(workers[accepted[place][0]] for place in absurd)
         refused |= {worker: clipped.pop(worker) for worker in too_long}
         kept = [place for place in range(len(accepted)) if place not in absurd]
         accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
