@@ -16,6 +16,7 @@ from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE
 from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
+from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame
 from support import virtual_clock
@@ -93,7 +94,12 @@ def test_a_member_that_wants_to_lead_again_and_again_does_not_stop_the_leader() 
     assert [one.contributors for one in ended] == [(0, 1, 2)] * 3 and seconds < 10
 
 
-def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads() -> None:
+@pytest.mark.parametrize(("posts", "most_seconds"), [(False, 15.0), (True, 2.0)])
+def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads(
+    posts: bool, most_seconds: float
+) -> None:
+    """When all have posted it has nothing to wait for, and the others wait for it twice `lost_seconds`."""
+
     async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], float]:
         workers = await founded(swarm, 4)
 
@@ -102,10 +108,28 @@ def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads(
 
         workers[0].node.leader.answer_ready = wait_for_ever  # type: ignore[method-assign]
         started = clock.now()
-        return await all_post(workers[1:], 0), clock.now() - started
+        return await all_post(workers[not posts :], 0), clock.now() - started
 
     ended, seconds = told(story, patience=0.1)
-    assert [one.contributors for one in ended] == [(1, 2, 3)] * 3 and seconds < 15
+    number = 4 if posts else 3
+    assert [one.contributors for one in ended] == [(0, 1, 2, 3)[-number:]] * number and seconds < most_seconds
+
+
+def test_a_leader_is_not_blamed_for_a_round_that_waits_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Transfer.run
+
+    async def slowly(self: Transfer) -> None:
+        await asyncio.sleep(5.0 if self.plan.key.sequence == 0 else 0.0)
+        await run(self)
+
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], set[str]]:
+        workers = await founded(swarm, 3)
+        ended = await asyncio.gather(all_post(workers, 0), all_post(workers, 1))
+        return [one for some in ended for one in some], {kind for w in workers for kind, _ in w.trainer.events}
+
+    monkeypatch.setattr(Transfer, "run", slowly)
+    ended, events = told(story, patience=0.1)
+    assert {one.failure for one in ended} == {None} and "leader_passed_over" not in events
 
 
 # Members that never do their part

@@ -4,7 +4,7 @@ from collections import Counter
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.membership.members import Members
+from diloco.engines.swarm.node.membership.members import Members, Peer
 from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.engines.swarm.node.rounds.transfer_times import TransferTimes
@@ -14,6 +14,7 @@ _MOST_INQUIRIES = 8
 """Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
 that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
 _ALONE_SHARE = 2.0
+_PLAN_SHARE = 2.0  # times `lost_seconds`: how long a leader may take for a plan when all have posted
 
 
 class LeaderWatch:
@@ -84,11 +85,21 @@ class LeaderWatch:
         return 2 * sum(-1 < status.waiting_round <= sequence for status in there) > len(there)
 
     def _longest(self, round_: Round) -> float:
+        """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
+        posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
         if round_.plan is not None:
             return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
-        slowest = max((peer.status.step_seconds for peer in self._members.with_state()), default=0.0)
+        missing = self._missing(round_.sequence)
+        if not missing:
+            return _PLAN_SHARE * self._settings.lost_seconds
+        slowest = max(peer.status.step_seconds for peer in missing)
         return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)
+
+    def _missing(self, sequence: int) -> list[Peer]:
+        """The members that a leader waits for before it makes a plan."""
+        expected = [peer for peer in self._members.with_state() if self.attendance.expects(peer.name)]
+        return [peer for peer in expected if not -1 < peer.status.waiting_round <= sequence]
 
 
 def check_term(authority: Authority, seen: Authority) -> None:

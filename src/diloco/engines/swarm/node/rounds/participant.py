@@ -50,7 +50,6 @@ _POLL_SECONDS = 0.25
 _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
 _MAX_PROMISES = 16
 _MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
-_PARTS_SHARE = 2.0  # times `stall_seconds`: how long the next parts of a worker may take, while its line is not known
 _MOST_BACK_OFF = 4.0  # seconds until a refused worker asks again
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
@@ -89,7 +88,7 @@ class Participant:
                     await self._announce(round_)
                     await self._watch(round_)
                     self._check_majority(round_)
-                    self.leaders.watch(round_, may_go_on=self.members.may_go_on() and self.outcomes.quorum.is_here())
+                    self._watch_leader(round_)
         except TimeoutError:
             if ahead := self._first_ahead(round_.sequence):
                 await self.outcomes.resolve(round_, ahead)
@@ -153,11 +152,16 @@ class Participant:
             await asyncio.wait({round_.outcome}, timeout=_POLL_SECONDS)
             if round_.leader is not None and not self.members.is_live(round_.leader):
                 round_.leader = None
-            ahead = self._first_ahead(round_.sequence)
-            if ahead is not None and not round_.ended:
+            self._watch_leader(round_)
+            if (ahead := self._first_ahead(round_.sequence)) is not None and not round_.ended:
                 others_ended = others_ended or clock.now()
                 if clock.now() - others_ended > _COMMIT_SHARE * self.settings.lost_seconds:
                     await self.outcomes.resolve(round_, ahead)
+
+    def _watch_leader(self, round_: Round) -> None:
+        """Rounds end in their order: no leader is to blame for one that waits for an earlier one."""
+        is_next = round_.sequence == min(self.rounds)
+        self.leaders.watch(round_, may_go_on=is_next and self.members.may_go_on() and self.outcomes.quorum.is_here())
 
     def _check_majority(self, round_: Round) -> None:
         """Without one no round can end; the trainer goes on, and its next round carries this work."""
@@ -192,8 +196,7 @@ class Participant:
         round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
         if plan.has_mean:
             self.outcomes.check.keep(plan, round_.posted, round_.leaves)
-            seconds = self.settings.stall_seconds
-            patience = min(_PARTS_SHARE * seconds, self.transfers.limit(plan, seconds))
+            seconds, patience = self.settings.stall_seconds, self.transfers.patience(plan, self.settings.lost_seconds)
             round_.transfer = Transfer(
                 plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience
             )
