@@ -8,6 +8,8 @@ from signal import SIGCONT, SIGSTOP
 
 from adversary_run import Member, Swarm
 
+_JOINED_SECONDS = 90.0
+
 
 class NotAsItMustBe(Exception):
     """What must have happened has not."""
@@ -16,6 +18,7 @@ class NotAsItMustBe(Exception):
 def sleep(swarm: Swarm) -> list[Member]:
     """A member's processes stand still for three times `lost_seconds`."""
     sleeper = swarm.members[-1]
+    sleeper.away = True
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
     sleeper.signal(SIGSTOP)
     time.sleep(3 * swarm.size.lost_seconds)
@@ -61,15 +64,20 @@ def slow_line(swarm: Swarm) -> list[Member]:
 
 
 def cut(swarm: Swarm) -> list[Member]:
-    """Two members are cut off for five times `lost_seconds`; a new one joins on each side meanwhile."""
+    """Two members are cut off until a new one has joined on each side, and for three times `lost_seconds` more."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
     words = [(swarm.members[index].folder / "swarm" / "invitation.txt").read_text() for index in (1, 4)]
     _cut(swarm, [0, 1, 2], [3, 4])
-    for index, word in enumerate(words):
-        swarm.join(f"joiner-{index}", word)
+    joiners = [swarm.join(f"joiner-{index}", word) for index, word in enumerate(words)]
     _cut(swarm, [5], [3, 4])
     _cut(swarm, [6], [0, 1, 2, 5])
-    time.sleep(5 * swarm.size.lost_seconds)
+    for index in (3, 4, 6):
+        swarm.members[index].away = True
+    try:
+        swarm.wait(lambda: all(joiner.number >= 0 for joiner in joiners), _JOINED_SECONDS)
+    except TimeoutError:
+        raise NotAsItMustBe("a joiner was not taken in on its side of the cut") from None
+    time.sleep(3 * swarm.size.lost_seconds)
     assert swarm.net is not None
     for index in range(len(swarm.members)):
         swarm.net.unblock(f"m{index}")

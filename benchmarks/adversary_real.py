@@ -7,8 +7,9 @@
 
 `diloco train --engine swarm` founds a run of a small language model, `diloco join` brings four more, each a trainer, a
 sidecar and a p2pd on this machine. The fifth is the bad one: the same command, with one behaviour of its sidecar
-changed from the fourth round on (benchmarks/attacks); or an honest one, to which a fault happens. Rows are added to
-the result file of earlier ones; each is held against the calm run of its own session.
+changed from the fourth round on (benchmarks/attacks); or an honest one, to which a fault happens. Rows in which members
+wait, or one more is started, have rounds of five times `lost_seconds`. Rows are added to the result file of earlier
+ones; each is held against the calm run of its own session and length.
 """
 
 import argparse
@@ -58,10 +59,18 @@ class Row:
     """What happens to an honest run (adversary_faults.py)."""
     lines: bool = False
     """Each member has a machine of its own, a network namespace of this one; needs root."""
+    waits: bool = False
+    """Members wait for the bad one, for multiples of `lost_seconds`."""
+
+    @property
+    def long(self) -> bool:
+        """Rounds must be long beside `lost_seconds`, or beside the start of one more process."""
+        return self.waits or self.late or self.fault is not None
 
 
 ROWS = (
     Row("calm"),
+    Row("calm, long rounds", waits=True),
     Row("contribution × −900", "times_minus_900", proved=True),
     Row("weight 10¹⁸, turned around", "heavy_and_turned", proved=True),
     Row("NaN", "not_a_number", proved=True),
@@ -69,18 +78,18 @@ ROWS = (
     Row("“this round has ended”, a forged mean", "forged_end", proved=True),
     Row("a wrong mean as reducer", "wrong_mean", proved=True),
     Row("different means as reducer", "different_means", proved=True),
-    Row("false accusation", "false_accusation"),
+    Row("false accusation", "false_accusation", waits=True),
     Row("“number 1 is mine”", "number_1_is_mine", early=True),
     Row("posts first, with another layout", "first_ready_with_another_layout"),
-    Row("never posts", "never_posts"),
-    Row("never completes", "never_completes"),
-    Row("keep-alive frames", "keep_alive_frames"),
+    Row("never posts", "never_posts", waits=True),
+    Row("never completes", "never_completes", waits=True),
+    Row("keep-alive frames", "keep_alive_frames", waits=True),
     Row("highest term", "highest_term"),
-    Row("leads, and makes no plan", "never_plans", leads=True),
-    Row("10,000 invented members", "invented_members"),
+    Row("leads, and makes no plan", "never_plans", leads=True, waits=True),
+    Row("10,000 invented members", "invented_members", waits=True),
     Row("a state of 1 TiB, byte by byte", "huge_slow_state", late=True),
     Row("a slow state of the right size", "slow_state", late=True),
-    Row("floods", "flood"),
+    Row("floods", "flood", waits=True),
     Row("a wrong state to a joiner", "wrong_state", late=True),
     Row("small contribution", "small"),
     Row("wrong direction", "wrong_direction"),
@@ -91,7 +100,7 @@ ROWS = (
     Row("two members cannot reach each other", fault=bad_pair, lines=True),
     Row("a line of 1 Mbit/s", fault=slow_line, lines=True),
     Row("a cut, a joiner on each side", fault=cut, lines=True),
-    Row("plans, votes and commits are lost", "loses_messages"),
+    Row("plans, votes and commits are lost", "loses_messages", waits=True),
 )
 
 
@@ -208,14 +217,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no member is left behind
     size = Size(**{name: getattr(given, name) for name in asdict(Size())})
     wanted = [word for word in given.only.split(",") if word]
-    chosen = [row for row in ROWS if row is ROWS[0] or not wanted or any(word in row.name for word in wanted)]
+    named = [row for row in ROWS[2:] if not wanted or any(word in row.name for word in wanted)]
+    chosen = [ROWS[0], *(ROWS[1:2] if any(row.long for row in named) else ()), *named]
     if given.rows:
         print("\n".join(row.name for row in ROWS))
         return 0
     if given.markdown:
         print(markdown(json.loads(results_path("adversary-real").read_text())["results"]))
         return 0
-    if wanted and len(chosen) == 1 and not any(word in "calm" for word in wanted):
+    if wanted and not named and not any(word in "calm" for word in wanted):
         parser.error(f"--only {given.only}: no such row; --rows names them")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
@@ -225,17 +235,19 @@ def main() -> int:
     return 1 if any(row["faults"] for row in rows) else 0
 
 
-def measure(chosen: list[Row], size: Size, folder: Path) -> list[dict[str, Any]]:
+def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]]:
+    """The first row is calm, and so is the first one with long rounds."""
     rows: list[dict[str, Any]] = []
-    calm: Figures | None = None
+    calm_runs = dict[bool, Figures]()
     for index, row in enumerate(chosen):
         if row.lines and (reason := missing()):
             print(f"{row.name}: not run, {reason}")
             continue
         place = folder / f"{index}-{row.attack or 'run'}"
         place.mkdir(parents=True)
+        size = short.longer(calm_runs[False]) if row.long else short
         told, more = run(row, size, place, folder / "cache")
-        calm = calm or told
+        calm = calm_runs.setdefault(row.long, told)
         made = {"row": row.name, **asdict(told), "loss_change": told.loss / calm.loss - 1}
         made |= {"usual_times": told.round_seconds / calm.round_seconds}
         made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,6 +34,14 @@ class Size:
     lost_seconds: float = 2.0
     attack_from: int = 3
     """The first round with an attack; all before are calm."""
+    long_rounds: int = 8
+    long_times: float = 5.0
+    """A long round takes so many times `lost_seconds`, as the calm run tells."""
+
+    def longer(self, calm: "Figures") -> "Size":
+        """Of a run whose rounds are long beside `lost_seconds`, as those of real runs are."""
+        steps = round(self.steps_a_round * self.long_times * self.lost_seconds / calm.round_seconds)
+        return replace(self, rounds=self.long_rounds, steps_a_round=max(steps, self.steps_a_round))
 
     def options(self, cache: Path) -> list[str]:
         return [
@@ -55,6 +63,8 @@ class Member:
     ) -> None:
         """`inside`: the command line that runs another on this member's machine. `more`: environment."""
         self.folder, self.bad = folder, bool(attack)
+        self.away = False
+        """It is asleep or cut off for a while: the times of its rounds are not the others'."""
         given = os.environ | more | {"COLUMNS": "300", "OMP_NUM_THREADS": "1"}
         if attack:
             given |= {"ATTACK": attack, "PYTHONPATH": os.pathsep.join([str(PATCHED), os.environ.get("PYTHONPATH", "")])}
@@ -211,7 +221,8 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
     for member in honest:
         for event in member.rounds:
             sequence = int(event["sequence"])
-            ends[sequence] = max(ends.get(sequence, 0.0), float(event["time"]))
+            if not member.away:
+                ends[sequence] = max(ends.get(sequence, 0.0), float(event["time"]))
             told = {one["anchor_digest"] for one in event["members"] if one["worker"] in numbers}
             digests.setdefault(sequence, set()).update(told)
     gaps = [ends[one] - ends[one - 1] for one in sorted(ends) if one - 1 in ends and one >= size.attack_from]
