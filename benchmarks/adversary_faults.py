@@ -68,9 +68,10 @@ def cut(swarm: Swarm) -> list[Member]:
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
     words = [(swarm.members[index].folder / "swarm" / "invitation.txt").read_text() for index in (1, 4)]
     _cut(swarm, [0, 1, 2], [3, 4])
-    joiners = [swarm.join(f"joiner-{index}", word) for index, word in enumerate(words)]
-    _cut(swarm, [5], [3, 4])
-    _cut(swarm, [6], [0, 1, 2, 5])
+    joiners = [swarm.join("joiner-0", words[0])]
+    _deafen(swarm, 5, [3, 4])
+    joiners.append(swarm.join("joiner-1", words[1]))
+    _deafen(swarm, 6, [0, 1, 2, 5])
     for index in (3, 4, 6):
         swarm.members[index].away = True
     try:
@@ -86,8 +87,12 @@ def cut(swarm: Swarm) -> list[Member]:
 
 def _cut(swarm: Swarm, some: list[int], others: list[int]) -> None:
     """Drop all packets between these members."""
+    for here, there in ((some, others), (others, some)):
+        for one in here:
+            _deafen(swarm, one, there)
+
+
+def _deafen(swarm: Swarm, one: int, others: list[int]) -> None:
+    """Drop what comes from these members: no connection with them can be made, nor goes on."""
     assert swarm.net is not None
-    for one in some:
-        for other in others:
-            swarm.net.block(f"m{one}", swarm.places[other])
-            swarm.net.block(f"m{other}", swarm.places[one])
+    swarm.net.block(f"m{one}", f"{{ {', '.join(swarm.places[other] for other in others)} }}")

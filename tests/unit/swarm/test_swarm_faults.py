@@ -282,6 +282,29 @@ def test_a_side_without_a_majority_ends_no_round_says_so_and_loses_nothing() -> 
     assert "minority" in events and "diverged" not in events
 
 
+def test_a_joiner_gets_the_state_on_a_side_without_a_majority_whose_rounds_fail() -> None:
+    """Failed rounds have numbers too: the state is of a later round than the last that has ended."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[bytes], list[bytes], int, list[str]]:
+        workers = list(await founded(swarm, 5))
+        await rounds(workers, 1)
+        few = workers[3:]
+        swarm.network.sides = [{w.name for w in workers[:3]}, {w.name for w in few} | {NAMES[10]}]
+        await asyncio.sleep(5.0)
+        for _ in range(2):
+            await asyncio.gather(*(worker.post(values(worker.node.number, 1), seconds=300.0) for worker in few))
+            for worker in few:
+                worker.trainer.sequence += 1
+        joiner = await swarm.start(name=NAMES[10])
+        async with asyncio.timeout(10.0):
+            await joiner.catch_up()
+        refused = [kind for kind, _ in joiner.trainer.events if kind == "state_refused"]
+        return few[0].trainer.means, joiner.trainer.means, joiner.trainer.sequence, refused
+
+    theirs, mine, sequence, refused = told(story)
+    assert mine == theirs and sequence == 3 and refused == []
+
+
 def test_after_the_minority_minutes_a_smaller_side_goes_on() -> None:
     async def story(swarm: MemorySwarm) -> RoundOutcome:
         workers = await founded(swarm, 4)

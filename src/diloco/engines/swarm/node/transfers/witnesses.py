@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _WITNESSES = 2
 _KEPT = 4
+_MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
 _PAUSE_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 
@@ -39,6 +40,8 @@ class Witnesses:
         self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self._taken_at = -_PAUSE_SECONDS
+        self._taken_of, self._takes = (-1, -1), 0
+        """The last round that had ended when states were last taken for others, the next one, and how many were."""
         self._random = random.Random(members.me)
 
     # As a witness
@@ -48,11 +51,16 @@ class Witnesses:
         status = self._members.status
         if request.sequence in self._known:
             return StateDigest(self._known[request.sequence])
-        if not status.has_state or request.sequence != status.ended_round + 1:
+        # Rounds that have failed are behind a state too: on the smaller side of a split all do.
+        if not status.has_state or not status.ended_round < request.sequence <= status.next_round:
             return StateDigest()
-        if self._task is None and clock.now() - self._taken_at > _PAUSE_SECONDS:
+        if (now := (status.ended_round, status.next_round)) != self._taken_of:
+            self._taken_of, self._takes = now, 0
+        may_come = request.sequence == status.ended_round + 1 or self._takes < _MOST_TAKES
+        if self._task is None and may_come and clock.now() - self._taken_at > _PAUSE_SECONDS:
+            self._takes += 1
             self._task = asyncio.create_task(self._take())
-        return StateDigest(pending=True)
+        return StateDigest(pending=may_come or self._task is not None)
 
     async def _take(self) -> None:
         try:
@@ -79,7 +87,7 @@ class Witnesses:
     def forget(self) -> None:
         """This worker takes over another state."""
         self._known.clear()
-        self._last = None
+        self._last, self._takes = None, 0
 
     # Asking witnesses
 
