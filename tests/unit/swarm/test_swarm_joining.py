@@ -10,11 +10,13 @@ import pytest
 from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.guest import Guest
 from diloco.engines.swarm.node.membership.numbers import give_number
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, Excluded, RendezvousError
+from support import virtual_clock
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
 from support.swarm.stories import founded, rounds, stop, told, train
 
@@ -143,6 +145,27 @@ def test_a_joiner_turns_to_another_source_when_one_is_slow(what: str) -> None:
 
     (source, mine), seconds = told(story)
     assert mine == source and seconds < 4.0  # `stall_seconds` are 2, the whole state of the slow one takes over 70
+
+
+@pytest.mark.parametrize(("answers", "hosts"), [({"a": 1.0, "b": 1.5, "c": 9.0}, ["a", "b"]), ({"c": 9.0}, ["c"])])
+def test_a_guest_does_not_wait_for_silent_members_when_others_have_answered(
+    answers: dict[str, float], hosts: list[str]
+) -> None:
+    async def story() -> tuple[list[str], int]:
+        guest = Guest.__new__(Guest)
+        guest._hosts = []
+
+        async def greet(peer: str, _: list[str]) -> Exception | None:
+            await asyncio.sleep(answers.get(peer, 10.0))
+            if peer not in answers:
+                return Unreachable("silent")
+            guest._hosts.append(peer)
+            return None
+
+        guest._greet = greet  # type: ignore[method-assign]
+        return guest._hosts, len(await guest._greet_all({peer: [] for peer in "abcd"}))
+
+    assert virtual_clock.run(story()) == (hosts, 2 if len(hosts) == 2 else 4)
 
 
 def test_a_member_that_says_that_it_is_ahead_is_not_asked_for_the_state_before_all_others() -> None:

@@ -30,6 +30,7 @@ from diloco.own_command import command
 from diloco.version import __version__
 
 _CALL_SECONDS = 10.0
+_LATER_SECONDS = 2.0  # for other members, after one has answered
 _STALL_SECONDS = 30.0
 _START_SECONDS = 60.0
 
@@ -134,7 +135,7 @@ class Guest:
         at: dict[str, list[str]] = {}
         for address in self._invitation.addresses:
             at.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-        problems = await asyncio.gather(*(self._greet(peer, addresses) for peer, addresses in at.items()))
+        problems = await self._greet_all(at)
         if not self._hosts:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None and refused.code in NOT_ADMITTED:
@@ -147,6 +148,22 @@ class Guest:
                 f"its port is not open to this machine. Ask for a fresh invitation ({command('invite', 'RUN')}), and "
                 f"see {command('doctor', 'INVITATION')}"
             )
+
+    async def _greet_all(self, at: dict[str, list[str]]) -> list[Exception | None]:
+        """Members that are silent are not waited for when others have admitted this guest."""
+        greetings = [asyncio.create_task(self._greet(peer, addresses)) for peer, addresses in at.items()]
+        done, waiting = set[asyncio.Task[Exception | None]](), set(greetings)
+        while waiting:
+            more, waiting = await asyncio.wait(
+                waiting, timeout=_LATER_SECONDS if self._hosts else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not more:
+                break
+            done |= more
+        for silent in waiting:
+            silent.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return [greeting.result() for greeting in greetings if greeting in done]
 
     async def _greet(self, peer: str, addresses: list[str]) -> Exception | None:
         assert self._transport is not None
