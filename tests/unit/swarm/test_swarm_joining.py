@@ -13,6 +13,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.guest import Guest
 from diloco.engines.swarm.node.membership.numbers import give_number
 from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.node.status import MAX_NUMBER
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
 from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
 from diloco.errors import EngineError, Excluded, RendezvousError
@@ -241,6 +242,16 @@ def test_two_that_join_at_once_get_two_numbers() -> None:
         return {worker.node.number for worker in joined}
 
     assert told(story) == {2, 3, 4, 5}
+
+
+def test_a_member_that_claims_the_highest_number_leaves_one_for_the_next_joiner() -> None:
+    async def story(swarm: MemorySwarm) -> int:
+        _, liar = await founded(swarm, 2)
+        liar.node.own.number = MAX_NUMBER
+        await asyncio.sleep(1.0)
+        return (await swarm.start()).node.number
+
+    assert told(story) == 1
 
 
 def test_a_joiner_that_the_leader_knows_by_another_member_first_gets_a_number() -> None:

@@ -73,7 +73,7 @@ def test_invented_members_of_one_invitation_are_never_called() -> None:
         workers = await founded(swarm, 2)
         members = workers[0].node.members
         one = invite(swarm.run_key, [], 1e9, 0.0, seats=1)
-        names = [f"{NAMES[5][:-4]}{index:04d}" for index in range(300)]
+        names = [f"{NAMES[5][:-4]}{index:04d}" for index in range(60)]
         members.add_roster("teller", (RosterEntry(name, one.credential(name).data(), (), 9) for name in names))
         return [name for name in names if name in members.peers]
 
@@ -125,7 +125,7 @@ def test_a_joiner_gets_its_seat_though_a_member_has_invented_others_and_these_ar
         shared = invite(swarm.run_key, [], 4e9, 0.0, seats=3)
         swarm.invitation = lambda: shared.with_addresses([f"/ip4/127.0.0.1/tcp/1/p2p/{NAMES[0]}"])  # type: ignore[method-assign]
         workers = await founded(swarm, 2)
-        invented = [f"{NAMES[5][:-4]}{index:04d}" for index in range(300)]
+        invented = [f"{NAMES[5][:-4]}{index:04d}" for index in range(60)]
         roster = [RosterEntry(name, shared.credential(name).data(), (), 9) for name in invented]
         for worker in workers:
             worker.node.members.add_roster(NAMES[1], roster)

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 
 from diloco.engines.swarm.network.multiaddr import CIRCUIT
 
+MAX_NUMBER = 1 << 20
 Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
 PeerName = Annotated[str, Meta(max_length=128)]
 Process = Annotated[str, Meta(max_length=64)]
@@ -16,7 +17,7 @@ Addresses = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max
 
 
 class Status(Struct, forbid_unknown_fields=True):
-    number: Annotated[int, Meta(ge=-1, le=1 << 20)] = -1
+    number: Annotated[int, Meta(ge=-1, le=MAX_NUMBER)] = -1
     """The worker number; −1 before the worker has one."""
     has_state: bool = False
     """The worker has the global state, and takes part in rounds."""

@@ -6,6 +6,7 @@ key asks for another (`joining.settle_number`), and is in no plan before it has 
 
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node.membership.members import Members
+from diloco.engines.swarm.node.status import MAX_NUMBER
 
 
 def give_number(members: Members, name: str, wished: int) -> int:
@@ -16,11 +17,16 @@ def give_number(members: Members, name: str, wished: int) -> int:
     numbers = {**members.numbers, members.me: members.status.number}
     taken, number = set(numbers.values()), numbers.get(name)
     if number is None:
-        number = wished if wished >= 0 and wished not in taken else max(taken) + 1
+        number = wished if wished >= 0 and wished not in taken else _next(taken)
     elif any(other < name for other, its in numbers.items() if its == number):
-        number = max(taken) + 1
+        number = _next(taken)
     members.numbers[name] = number
     return number
+
+
+def _next(taken: set[int]) -> int:
+    """Above all that are taken; a member that claims the highest number makes none impossible."""
+    return max(taken) + 1 if max(taken) < MAX_NUMBER else min(set(range(len(taken) + 1)) - taken)
 
 
 def clashes(members: Members, name: str) -> bool:
