@@ -1,12 +1,20 @@
 """How well each worker's outer gradients agree with the others', over the rounds: a warning, never a verdict.
 
-Of each contributor the cosine of its outer gradient with the sum of the others' (`leave_one_out`), smoothed.
-One that is below the median by four times the median deviation is named. A worker with other data may be honest and
-disagree; a liar at an honest norm shows here first.
+Of each contributor the cosine of its outer gradient with the sum of the others' (`leave_one_out`), less the round's
+median, averaged over some rounds. A worker is named whose average is below the median of all by more than each of
+these:
+
+    4 median deviations        it is apart from workers that differ from each other, as with other data
+    6 standard errors          it is no chance: few workers may be close together, and cosines of small models vary
+    half of the median cosine  the others agree with each other at least twice as well as with it
+
+A worker with other data may be honest and disagree; a liar at an honest norm shows here first.
 """
 
 import logging
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from diloco.core.merging import leave_one_out
@@ -14,16 +22,40 @@ from diloco.engines.rounds import RoundResult
 
 logger = logging.getLogger(__name__)
 
-FEWEST, DEVIATIONS = 4, 4.0
-_KEEP = 0.8
+FEWEST = 4
+DEVIATIONS, ERRORS, SHARE = 4.0, 6.0, 0.5
+_LATEST = 0.2  # the weight of the latest round in an average
+_LATEST_NOISE = 0.05
 _LEAST_DEVIATION = 0.01
-_ROUNDS = 3  # before a worker is judged
+_ROUNDS = 5  # before a worker is judged
+
+
+@dataclass
+class _Gap:
+    """Cosine less the round's median, of one worker: its average, and how much single rounds vary."""
+
+    rounds: int = 0
+    average: float = 0.0
+    error: float = 0.0
+    """The variance of the average, as a share of that of one round."""
+    variance: float = 0.0
+    """Of one round."""
+
+    def add(self, gap: float) -> None:
+        surprise = gap - self.average
+        if self.rounds:
+            square = surprise**2 / (1 + self.error)
+            self.variance += max(_LATEST_NOISE, 1 / self.rounds) * (square - self.variance)
+        self.rounds += 1
+        weight = max(_LATEST, 1 / self.rounds)
+        self.average += weight * surprise
+        self.error = (1 - weight) ** 2 * self.error + weight**2
 
 
 class Agreement:
     def __init__(self) -> None:
-        self._smoothed: dict[int, float] = {}
-        self._rounds: dict[int, int] = {}
+        self._gaps: dict[int, _Gap] = {}
+        self._level = math.nan  # the median cosine, averaged
         self._named: set[int] = set()
 
     def hear(self, result: RoundResult | None) -> dict[int, float]:
@@ -31,28 +63,37 @@ class Agreement:
         if result is None:
             return {}
         cosines = leave_one_out(result.contributors, result.products)
+        if not cosines:
+            return {}
+        middle = median(cosines.values())
+        self._level = middle if math.isnan(self._level) else self._level + _LATEST * (middle - self._level)
         for worker, cosine in cosines.items():
-            before = self._smoothed.get(worker, cosine)
-            self._smoothed[worker] = _KEEP * before + (1 - _KEEP) * cosine
-            self._rounds[worker] = self._rounds.get(worker, 0) + 1
+            self._gaps.setdefault(worker, _Gap()).add(cosine - middle)
         low = self._low(cosines.keys())
         for worker in sorted(low - self._named):
             logger.warning(
-                "the outer gradients of worker %d point elsewhere than the others' (cosine %.2f, smoothed): other "
-                "data, a fault, or not honest. sync.merge = clipped bounds what one worker can do",
+                "the outer gradients of worker %d point elsewhere than the others' (cosine %.2f, the others' %.2f): "
+                "other data, a fault, or not honest. sync.merge = clipped bounds what one worker can do",
                 worker,
-                self._smoothed[worker],
+                self._level + self._gaps[worker].average,
+                self._level,
             )
         self._named = low
         return cosines
 
     def _low(self, present: Iterable[int]) -> set[int]:
-        judged = {worker: self._smoothed[worker] for worker in present if self._rounds[worker] >= _ROUNDS}
+        judged = {worker: gap for worker in present if (gap := self._gaps[worker]).rounds >= _ROUNDS}
         if len(judged) < FEWEST:
             return set()
-        middle = median(judged.values())
-        deviation = max(_LEAST_DEVIATION, median(abs(value - middle) for value in judged.values()))
-        return {worker for worker, value in judged.items() if value < middle - DEVIATIONS * deviation}
+        middle = median(gap.average for gap in judged.values())
+        deviation = median(abs(gap.average - middle) for gap in judged.values())
+        apart = max(DEVIATIONS * max(_LEAST_DEVIATION, deviation), SHARE * self._level)
+        noise = median(gap.variance for gap in judged.values())
+        return {
+            worker
+            for worker, gap in judged.items()
+            if middle - gap.average > max(apart, ERRORS * math.sqrt(noise * gap.error))
+        }
 
     @property
     def named(self) -> list[int]:
