@@ -14,6 +14,7 @@ from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node.messages import NotHere
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
+from diloco.engines.swarm.node.proofs.messages import Part
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.wire import Malformed
 from support.swarm.lies import reduces_wrongly
@@ -221,11 +222,40 @@ def test_not_to_show_a_part_is_an_offence_unless_the_worker_was_restarted_since(
     assert told(story) == ([] if restarted else ["second"])
 
 
-def test_a_check_that_fails_for_a_fault_of_its_own_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> Any:
+def test_a_worker_that_is_bound_to_a_part_of_another_size_is_named_and_the_check_does_not_fail() -> None:
+    """Its header has the root of a tree over such parts: proof and root fit, and nothing can be added up again."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[str], bool]:
+        first, second, *_ = workers = await founded(swarm, 3)
+        await some_rounds(workers, 1)
+        check, offences = first.node.outcomes.check, list[str]()
+        check._liars.record_unproved = lambda peer, _: offences.append(peer)  # type: ignore[method-assign]
+        [round_] = (check._rounds.get(name) for name in list(check._rounds))
+        assert round_ is not None
+        odd = [b"three"] + [b"more"] * (round_.posted.num_parts - 1)
+        tree = [merkle.leaves(memoryview(part), len(part))[0] for part in odd]
+        shown = Part(odd[0], merkle.prove(tree, range(1)))
+        second.node.outcomes.check.show = lambda _: shown  # type: ignore[method-assign]
+        part = await check._shown_part(round_, second.name, merkle.root(tree), 0)
+        return offences, part is None and second.name in offences
+
+    offences, named = told(story)
+    assert named and len(offences) == 1
+
+
+@pytest.mark.parametrize("where", ["the copy of the mean", "the numbers"])
+def test_a_check_that_fails_for_a_fault_of_its_own_is_told_and_stops_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = MeanCheck.begin
+
+    async def fail(*_: object) -> Any:
         raise ZeroDivisionError("no numbers")
 
-    monkeypatch.setattr(MeanCheck, "_compare", broken)
+    if where == "the numbers":
+        monkeypatch.setattr(MeanCheck, "_compare", fail)
+    else:
+        monkeypatch.setattr(MeanCheck, "begin", lambda *given: begin(*given[:-1], fail))
 
     async def story(swarm: MemorySwarm) -> list[list[Any]]:
         workers = await founded(swarm, 3)

@@ -158,11 +158,10 @@ class MeanCheck:
     # The check
 
     async def _check(self, round_: _Counted, copied: Callable[[], Awaitable[None]]) -> None:
-        plan = round_.agreed.plan
-        await copied()
-        own = codec(round_.posted.codec)
+        plan, own = round_.agreed.plan, codec(round_.posted.codec)
         linear = plan.decision.merge == "mean" and not own.means_drop_values and not own.for_means.means_drop_values
         try:
+            await copied()
             if linear:
                 suspects = await self._compare(round_)
             else:
@@ -171,7 +170,7 @@ class MeanCheck:
             for part in suspects[:_MAX_OPENED]:
                 if part is not None:
                     await self._open(round_, part)
-        except Exception as problem:
+        except Exception as problem:  # the task ends here: whatever it was, an event says that this mean is unchecked
             logger.exception("the check of the mean of round %d", plan.key.sequence)
             reason = f"{type(problem).__name__}: {problem}"[:200]
             self._members.on_event("check_failed", {"round": plan.key.sequence, "reason": reason})
@@ -276,6 +275,9 @@ class MeanCheck:
                 self._liars.record_unproved(peer, "it does not show a part of its contribution")
             return None
         self.bytes += len(answer.data)
+        if len(answer.data) != len(round_.own.data) // round_.posted.num_parts:
+            self._liars.record_unproved(peer, "it is bound to a part of another size")
+            return None
         found, total = merkle.leaves(memoryview(answer.data), len(answer.data)), round_.posted.num_parts
         try:
             if merkle.root_from(found, range(part, part + 1), total, answer.proof) == root:
