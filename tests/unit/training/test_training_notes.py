@@ -58,6 +58,48 @@ def test_terminal_and_page_say_the_same_sentences() -> None:
     assert len(view.notes) == len(HAPPENED) - 1 + 4  # two labels, a note of the resume, a second line of `diverged`
 
 
+def rounds(*made: tuple[str, int], **more: Any) -> list[dict[str, Any]]:
+    """`made`: of each round how its mean was made, and of how many contributions. Both local workers tell of each."""
+    return [
+        event(
+            "round",
+            worker,
+            sequence=n,
+            failure=None,
+            mean_norm=1.0,
+            merge=merge,
+            contributors=list(range(count)),
+            **more,
+        )
+        for n, (merge, count) in enumerate(made)
+        for worker in (0, 1)
+    ]
+
+
+def test_a_plain_mean_instead_of_a_clipped_one_is_told_in_words_when_it_begins_and_ends() -> None:
+    started = event("worker_started", workers=2, resolved={"sync.merge": "clipped"})
+    notes = RunNotes()
+    for one in [started, *rounds(("clipped", 4), ("mean", 3), ("mean", 2), ("clipped", 5))]:
+        notes.update(one, ())
+    assert notes.lines == [
+        "round 1 has 3 contributions: its mean is a plain one, since sync.merge = clipped needs four; so are the next "
+        "ones until there are four",
+        "round 3 has 5 contributions: means are clipped again",
+    ]
+    notes = RunNotes()
+    for one in [event("worker_started", workers=2, resolved={}), *rounds(("mean", 3), ("mean", 5))]:
+        notes.update(one, ())
+    assert notes.lines == []
+
+
+def test_a_worker_that_begins_to_disagree_is_told_once() -> None:
+    notes = RunNotes()
+    for one in rounds(("mean", 4), ("mean", 4), disagreeing=[3], agreement={"3": -0.41}):
+        notes.update(one, ())
+    [line] = notes.lines
+    assert line.startswith("worker 3: its outer gradients point elsewhere than the others' (cosine -0.41 in round 0;")
+
+
 def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None:
     notes = RunNotes()
     notes.update(event("round", sequence=3, failure="worker 1 did not answer", refused={}), ())

@@ -41,6 +41,7 @@ class RunNotes:
         self.lines: list[str] = []
         """The texts for the terminal."""
         self._workers = 1
+        self._means = _Means()
 
     def update(self, event: Event, local_workers: Collection[int]) -> None:
         """`local_workers`: workers of this machine, whose coming and going is known without a note."""
@@ -48,19 +49,23 @@ class RunNotes:
             return
         if event["type"] == "worker_started":
             self._workers = int(event.get("workers") or 1)
+            self._means = _Means(str((event.get("resolved") or {}).get("sync.merge", "mean")))
         if event["type"] in ("member_joined", "member_left") and event["member"] in local_workers:
             return
         if event["type"] == "threads" and event["workers"] < 2 and not self._have(_CORES):
             return  # a worker that has the machine to itself, as before
         for kind, text in _sentences(event, self._workers):
-            self._add(event, kind, printable(text)[:_LONGEST])
+            self._add(event, kind, text, counted=event["type"] in _COUNTED)
+        for text in self._means.changes(event) if event["type"] == "round" else ():
+            self._add(event, "warning", text, counted=False)
 
     def _have(self, beginning: str) -> bool:
         return any(note.text.startswith(beginning) for note in self.notes)
 
-    def _add(self, event: Event, kind: Kind, text: str) -> None:
+    def _add(self, event: Event, kind: Kind, text: str, *, counted: bool) -> None:
+        text = printable(text)[:_LONGEST]
         member = (event["type"], event["member"], event["peer"]) if "peer" in event and "member" in event else None
-        note = Note(event["time"], event["worker"], kind, text, member or (text,), event["type"] in _COUNTED)
+        note = Note(event["time"], event["worker"], kind, text, member or (text,), counted)
         if self._is_repeated(note):
             return
         self.notes.append(note)
@@ -75,6 +80,39 @@ class RunNotes:
                 late = note.time - earlier.time >= _REPEAT_SECONDS
                 return not late and (earlier.worker != note.worker or earlier is self.notes[-1])
         return False
+
+
+class _Means:
+    """How the means of a start of the run were made: told when it changes, by the first worker that has the round."""
+
+    def __init__(self, wanted: str = "mean") -> None:
+        self._wanted = self._made = wanted
+        self._disagreeing: set[int] = set()
+        self._last = -1
+
+    def changes(self, event: Event) -> Iterator[str]:
+        sequence, count = event["sequence"], len(event.get("contributors") or ())
+        if event.get("mean_norm") is None or sequence <= self._last:
+            return
+        self._last = sequence
+        if (made := str(event.get("merge") or self._wanted)) != self._made:
+            self._made = made
+            if made == self._wanted:
+                yield f"round {sequence} has {count} contributions: means are {made} again"
+            else:
+                yield (
+                    f"round {sequence} has {count} contributions: its mean is a plain one, since sync.merge = "
+                    f"{self._wanted} needs four; so are the next ones until there are four"
+                )
+        disagreeing, cosines = set(event.get("disagreeing") or ()), event.get("agreement") or {}
+        for worker in sorted(disagreeing - self._disagreeing):
+            cosine = cosines.get(str(worker))
+            yield (
+                f"worker {worker}: its outer gradients point elsewhere than the others' "
+                f"({'' if cosine is None else f'cosine {cosine:.2f} in round {sequence}; '}other data, a fault, or not "
+                "honest). sync.merge = clipped bounds what one worker can do"
+            )
+        self._disagreeing = disagreeing
 
 
 def reason_of(event: Event) -> str:
