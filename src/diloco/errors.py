@@ -16,10 +16,13 @@
 A message names the thing, the value given, the rule, and the remedy. `assert` is for our own mistakes.
 """
 
+import shlex
+import sys
+
 
 def install_hint(extra: str) -> str:
-    """The remedy for a missing package of the extra `extra`."""
-    return f"in a clone of diloco, pip install -c constraints.txt '.[{extra}]'"
+    """The remedy for a missing package of the extra `extra`: with this Python's pip, and as `make` installs it."""
+    return f"in a clone of diloco, {shlex.quote(sys.executable)} -m pip install -c constraints.txt -e '.[{extra}]'"
 
 
 class DiLoCoError(Exception):

@@ -232,5 +232,5 @@ def test_the_sample_is_bounded_and_does_not_depend_on_the_order(monkeypatch: pyt
 
 def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.cluster", None)
-    with pytest.raises(DataError, match=r"pip install -c constraints\.txt '\.\[lab\]'"):
+    with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[lab\]'"):
         Clusters.fit(np.eye(3, dtype=np.float32), np.ones(3, np.int64), 2)

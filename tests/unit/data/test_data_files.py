@@ -184,5 +184,5 @@ def test_missing_libraries_are_named_with_the_extra(tmp_path: Path, monkeypatch:
     paths = [write(tmp_path, "a.parquet", ROWS), write(tmp_path, "a.jsonl.zst", ROWS)]
     for module, path in zip(["pyarrow.parquet", "zstandard"], paths, strict=True):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-        with pytest.raises(DataError, match=r"pip install -c constraints\.txt '\.\[data\]'"):
+        with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[data\]'"):
             documents(path)

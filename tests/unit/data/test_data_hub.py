@@ -260,7 +260,7 @@ def test_the_revision_is_pinned_while_a_hub_dataset_is_read(folder: Path, monkey
 
 def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install -c constraints\.txt '\.\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[hf\]'"):
         documents("hf:allenai/c4:en")
 
 

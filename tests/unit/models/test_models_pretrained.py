@@ -145,7 +145,7 @@ def test_transformers_is_asked_for_only_where_it_is_needed(folder: Path, monkeyp
     monkeypatch.setattr("diloco.models.pretrained.find_spec", lambda _: None)
     check_model(str(folder))
     with pytest.raises(
-        ConfigError, match=r"needs the package transformers: .*pip install -c constraints\.txt '\.\[hf\]'"
+        ConfigError, match=r"needs the package transformers: .*pip install -c constraints\.txt -e '\.\[hf\]'"
     ):
         check_model(f"hf:{folder}")
 

@@ -165,7 +165,7 @@ def test_a_missing_package_is_an_error_with_the_remedy_before_anything_is_writte
         run_folder(tmp_path / "run", RUN)
     before = sorted(tmp_path.rglob("*"))
     assert diloco(command) == 2
-    assert "pip install -c constraints.txt '.[trackio]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt -e '.[trackio]'" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 
