@@ -6,11 +6,14 @@ sleeping until then. So a test of time-outs takes milliseconds, and a busy machi
 - The code under test must read time from its loop (`loop.time()`, `asyncio.sleep`, `asyncio.timeout`) only.
 - `run_in_executor` and `asyncio.to_thread` call the function at once, in the loop's own thread: no threads, no races.
 - If nothing is ready and no timer is set, no event can ever come: `Stuck` is raised instead of a hang.
+- Tasks and futures are hashed by their order of creation, not by their address: a set of them has the same order in
+  every run.
 """
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
+from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,10 +39,36 @@ class _Selector(selectors.DefaultSelector):
         return events
 
 
+class _Task(asyncio.Task[T]):
+    def __init__(self, work: Coroutine[Any, Any, T], serial: int, **options: Any) -> None:
+        self._serial = serial  # the next line puts this task into a set
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self._serial
+
+
+class _Future(asyncio.Future[T]):
+    def __init__(self, serial: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._serial = serial
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._serial
+
+
 class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _Selector()
+        self._serials = count(1)
         super().__init__(self._virtual)
+        self.set_task_factory(self._make_task)
+
+    def _make_task(self, _: object, work: Coroutine[Any, Any, T], **options: Any) -> "asyncio.Task[T]":
+        return _Task(work, next(self._serials), loop=self, **options)
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        return _Future(next(self._serials), self)
 
     def time(self) -> float:
         return self._virtual.now

@@ -38,13 +38,17 @@ class MemoryNetwork:
         """(caller, peer, request) -> what becomes of a call."""
         self.delay: Callable[[], float] = lambda: 0.0
         """Seconds that a call or the opening of a stream takes longer, each way."""
-        self._operations = 0
+        self._operations = self._pipes = 0
         self._at: int | None = None
         self._action: Callable[[], None] = lambda: None
 
     def after(self, operations: int, action: Callable[[], None]) -> None:
         """Do something in the middle of what goes on: after so many more reads, writes and calls."""
         self._at, self._action = self._operations + operations, action
+
+    def count_pipe(self) -> int:
+        self._pipes += 1
+        return self._pipes
 
     def way(self, one: str, other: str) -> None:
         if other in self.dead or one in self.dead:
@@ -76,6 +80,7 @@ class _Pipe:
         self.data = bytearray()
         self.news = asyncio.Event()
         self.closed = False
+        self.serial = network.count_pipe()
 
     def break_(self) -> None:
         self.closed = True
@@ -113,6 +118,11 @@ class MemoryStream(Stream):
     def __init__(self, peer: str, outgoing: _Pipe, incoming: _Pipe) -> None:
         self.peer, self._out, self._in = peer, outgoing, incoming
         self.bytes_sent = self.bytes_received = 0
+        self._serial = outgoing.serial
+
+    def __hash__(self) -> int:
+        """By the order of creation: a set of streams has the same order in every run."""
+        return self._serial
 
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
         for first in range(0, len(data), 1 << 16):

@@ -61,6 +61,8 @@ class Ended:
     settled_seconds: float = 0.0
     rounds_after: int = 0
     """Rounds that ended after the last fault before one had the work of all."""
+    calls: str = ""
+    """The digest of all calls, with their times: the same in every run of a seed."""
 
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
@@ -90,6 +92,7 @@ class Schedule:
         """Workers that are down, asleep or about to be so: one thing at a time."""
         self._loss = self._delay = 0.0
         self._log: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._calls = hashlib.sha256()
         self._full: list[int] = []
         """Rounds that had the work of all workers."""
 
@@ -112,6 +115,7 @@ class Schedule:
         for task in self._training.values():
             task.cancel()
         await self._swarm.close()
+        self.ended.calls = self._calls.hexdigest()
         self.ended.means = {number: dict(means) for number, means in self._log.items()}
         return self.ended
 
@@ -191,7 +195,8 @@ class Schedule:
 
     # Faults
 
-    def _fate(self, *_: object) -> Fate:
+    def _fate(self, caller: str, peer: str, request: bytes) -> Fate:
+        self._calls.update(f"{asyncio.get_running_loop().time()} {caller} {peer} {len(request)} ".encode())
         if self._chance.random() >= self._loss:
             return "arrives"
         return self._chance.choice(["lost", "answer lost", "twice"])

@@ -325,8 +325,8 @@ def accused(victims: list[int], patch: pytest.MonkeyPatch) -> tuple[list[set[int
             assert len(ended) >= 3 and len(set(ended)) == 1
             seen.append(set(ended[0][0]))
             seconds.append(clock.now() - started)
-            for worker in workers:
-                worker.node.own.has_state = True
+            for worker in workers:  # as if it had fetched the state
+                worker.node.own.has_state, worker.node.own.ended_round = True, sequence
         return seen, seconds, banned(workers)
 
     return told(story)  # type: ignore[no-any-return]

@@ -17,6 +17,12 @@ def test_whatever_happens_all_workers_have_one_mean_and_come_back(seed: int) -> 
     assert schedules.run(seed).problems() == []
 
 
+def test_a_schedule_has_the_same_calls_at_the_same_times_in_every_run() -> None:
+    """Else a seed that fails cannot be looked into."""
+    one, other = (schedules.run(8, 4, [Fault(2.0, "lossy", 5.0, (0, 1, 2))], lie="accuses") for _ in range(2))
+    assert one.calls == other.calls
+
+
 def test_neither_half_of_a_swarm_of_four_steps_while_it_is_split() -> None:
     ended = schedules.run(1, 4, [Fault(10.0, "split", 20.0, (0, 2, 3, 1))])
     assert ended.problems() == []

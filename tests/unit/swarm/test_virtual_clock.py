@@ -9,6 +9,7 @@ import pytest
 
 from diloco.engines.swarm import node
 from support import virtual_clock
+from support.swarm.memory import MemorySwarm
 
 
 def test_hours_pass_at_once_and_in_order() -> None:
@@ -52,6 +53,32 @@ def test_a_wait_that_nothing_can_end_is_an_error() -> None:
 
     with pytest.raises(virtual_clock.Stuck):
         virtual_clock.run(work())
+
+
+def test_a_set_of_tasks_or_futures_has_the_same_order_in_every_run() -> None:
+    async def work() -> list[int]:
+        loop = asyncio.get_running_loop()
+        made: list[asyncio.Future[None]] = [loop.create_task(asyncio.sleep(0)) for _ in range(40)]
+        return [hash(one) - hash(made[0]) for one in [*made, loop.create_future()]]
+
+    assert virtual_clock.run(work()) == list(range(41))
+
+
+def test_what_waits_for_a_change_of_the_members_goes_on_in_the_order_of_waiting() -> None:
+    async def work() -> list[int]:
+        worker, woken = await MemorySwarm().start(), list[int]()
+
+        async def wait(number: int) -> None:
+            await worker.node.members.wait_for_change(1.0)
+            woken.append(number)
+
+        waiting = [asyncio.create_task(wait(number)) for number in range(40)]
+        await asyncio.sleep(0)
+        worker.node.members.changed()
+        await asyncio.gather(*waiting)
+        return woken
+
+    assert virtual_clock.run(work()) == list(range(40))
 
 
 def test_the_node_reads_no_clock_but_its_event_loops() -> None:

@@ -39,10 +39,13 @@ class Status(Struct, forbid_unknown_fields=True):
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
 
+    def is_in(self, sequence: int) -> bool:
+        """It has posted this round, which has not ended for it."""
+        return -1 < self.waiting_round <= sequence <= self.next_round
+
     def gave_up(self, sequence: int) -> bool:
         """The round failed for this worker, which is in a later one or posts a later one next."""
-        in_it = -1 < self.waiting_round <= sequence
-        return self.ended_round < sequence < self.next_round and not in_it
+        return self.ended_round < sequence < self.next_round and not self.is_in(sequence)
 
     def __post_init__(self) -> None:
         if not (isfinite(self.loss) and isfinite(self.step_seconds)):

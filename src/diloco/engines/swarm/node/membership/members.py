@@ -76,7 +76,8 @@ class Members:
         self.counted_tokens = 0
         """This worker's, when a round had its contribution for the last time."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
-        self._waiters: set[asyncio.Event] = set()
+        self._waiters: dict[asyncio.Event, None] = {}
+        """In their order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
 
     @property
@@ -156,14 +157,14 @@ class Members:
     async def wait_for_change(self, seconds: float) -> None:
         """Return at the next change, or after `seconds`."""
         waiter = asyncio.Event()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             async with asyncio.timeout(seconds):
                 await waiter.wait()
         except TimeoutError:
             pass
         finally:
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
 
     def add(self, name: str, credential: bytes, addresses: tuple[str, ...], teller: str | None = None) -> Peer:
         """Raises PeerRefused. `teller`: the member that names this one, which has not said hello itself."""

@@ -7,6 +7,7 @@ of answers, of which every committed plan had one too, no two leaders commit dif
 """
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
     while True:
         peers = [members.me, *(peer.name for peer in members.live())]
         answers = await participant.ask_all(key.sequence, peers, Inquire(key.sequence, authority))
+        answers = _step_down_if_most_follow_others(participant, key.sequence, answers)
         seen = await _judge(participant, key.sequence, answers)
         if seen is not None and seen.leader >= authority.leader:
             authority = authority._replace(term=seen.term + 1)
@@ -86,18 +88,27 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
             raise SteppedDown("it has ended already")
 
 
+def _step_down_if_most_follow_others(
+    participant: Participant, sequence: int, answers: dict[str, PeerMessage]
+) -> dict[str, PeerMessage]:
+    """The answers without those of members that follow another leader, and so promise nothing. Raises SteppedDown."""
+    led_by = Counter(answer.leader for answer in answers.values() if isinstance(answer, LedBy))
+    rest = {peer: answer for peer, answer in answers.items() if not isinstance(answer, LedBy)}
+    if led_by and (2 * len(rest) <= len(answers) or not participant.outcomes.quorum.is_majority(rest)):
+        leader = led_by.most_common(1)[0][0]
+        if (own := participant.rounds.get(sequence)) is not None:
+            own.leader = leader
+        raise SteppedDown(f"{leader} leads it")
+    return rest
+
+
 async def _judge(participant: Participant, sequence: int, answers: dict[str, PeerMessage]) -> Authority | None:
     """The highest authority that the members had seen before. Raises SteppedDown."""
-    members, own = participant.members, participant.rounds.get(sequence)
     seen: list[Authority] = []
     for peer, answer in answers.items():
         if isinstance(answer, Ended):
-            if peer != members.me and await _has_ended(participant, sequence, peer):
+            if peer != participant.members.me and await _has_ended(participant, sequence, peer):
                 raise SteppedDown("it has ended already")
-        elif isinstance(answer, LedBy):
-            if own is not None:
-                own.leader = answer.leader
-            raise SteppedDown(f"{answer.leader} leads it")
         elif isinstance(answer, Posted | Superseded):
             seen.append(answer.seen)
     return max(seen, default=None)

@@ -43,14 +43,12 @@ class Leader:
 
     def answer_ready(self, sender: str, ready: Ready) -> PeerMessage:
         entry = Entry(sender, ready.contribution)
-        key, status = entry.parsed.key, self.members.status
+        key = entry.parsed.key
         if self.participant.outcomes.has_ended(key.sequence):
             return Ended()
         led = self._rounds.get(key.sequence)
-        if led is None:
-            ahead = any(peer.status.ended_round > status.ended_round for peer in self.members.live())
-            if self.members.leader() != self.members.me or (ahead and key.sequence > status.ended_round + 1):
-                return NotLeader()
+        if led is None and self.members.leader() != self.members.me:
+            return NotLeader()
         if entry.number != self.members.number_of(sender) or clashes(self.members, sender):
             raise CallRefused(f"{entry.number} is the number of another worker, or not yet this one's here", "number")
         if led is None:

@@ -82,7 +82,7 @@ class LeaderWatch:
     def _most_wait(self, sequence: int) -> bool:
         """Most live members that have the state have posted this round."""
         there = [self._members.status, *(peer.status for peer in self._members.with_state())]
-        return 2 * sum(-1 < status.waiting_round <= sequence for status in there) > len(there)
+        return 2 * sum(status.is_in(sequence) for status in there) > len(there)
 
     def _longest(self, round_: Round) -> float:
         """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not

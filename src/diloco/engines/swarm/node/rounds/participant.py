@@ -85,6 +85,8 @@ class Participant:
                     if self.members.excluded is not None:
                         round_.fail(self.members.excluded, fatal=True)
                         break
+                    if await self.outcomes.look_back(round_, self.rounds):
+                        break
                     await self._announce(round_)
                     await self._watch(round_)
                     self._check_majority(round_)

@@ -1,0 +1,72 @@
+"""Rounds that a worker gave up, and leaders that not all follow: rounds go on, and all are in them."""
+
+import asyncio
+import hashlib
+
+from diloco.engines.swarm.node.messages import Commit, Waiting
+from diloco.engines.swarm.node.status import Status
+from diloco.engines.swarm.node.trainer import RoundOutcome
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.memory_network import Fate, request_in
+from support.swarm.stories import founded, rounds, told
+
+
+async def post(worker: MemoryWorker, sequence: int, seconds: float) -> RoundOutcome:
+    digest = hashlib.sha256(b"".join(worker.trainer.means)).hexdigest()[:16]
+    work = values(worker.node.number, sequence)
+    return (await worker.post(work, digest=digest, sequence=sequence, seconds=seconds))[0]
+
+
+def test_workers_fetch_a_round_that_one_has_ended_with_most_votes_and_they_gave_up() -> None:
+    """Worker 0 is cut off. Worker 1 counts the mean that it and worker 2 have voted for, and falls silent before worker
+    2 hears of it. All meet again in a later round, which worker 0 leads."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[MemoryWorker], bytes]:
+        workers, network = await founded(swarm, 3), swarm.network
+        await rounds(workers, 2)
+
+        def cut_at_commit(caller: str, _: str, request: bytes) -> Fate:
+            if not isinstance(request_in(request), Commit):
+                return "arrives"
+            network.cut.add(caller)
+            return "lost"
+
+        network.cut.add(workers[0].name)
+        network.fate = cut_at_commit
+        failures = [one.failure for one in await asyncio.gather(*(post(worker, 2, 5.0) for worker in workers))]
+        assert [failure is None for failure in failures] == [False, True, False]
+        network.cut.clear()
+        network.fate = lambda *_: "arrives"
+        await asyncio.sleep(10.0)
+        outcomes = await asyncio.gather(*(post(worker, 4, 30.0) for worker in workers))
+        for worker, outcome in zip(workers, outcomes, strict=True):
+            if outcome.resync:
+                await worker.catch_up()
+        return workers, workers[1].trainer.means[2]
+
+    workers, counted = told(story, patience=0.5)
+    assert [worker.trainer.means[2:3] for worker in workers] == [[counted]] * 3
+
+
+def test_a_leader_that_most_follow_goes_on_against_the_word_of_one_that_they_passed_over() -> None:
+    """Worker 0 makes no plan, and says that it leads whenever another one asks to."""
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        idle, *others = await founded(swarm, 4)
+        await rounds([idle, *others], 1)
+        idle.node.leader.answer_ready = lambda *_: Waiting()  # type: ignore[method-assign]
+        idle.node.participant.leaders.usurped = lambda *_: idle.name  # type: ignore[method-assign]
+        for worker in others:
+            worker.node.members.attendance.pass_over(idle.name)
+        return list(await asyncio.gather(*(post(worker, 1, 30.0) for worker in others)))
+
+    outcomes = told(story, patience=0.5)
+    assert [(one.failure, one.contributors) for one in outcomes] == [(None, (1, 2, 3))] * 3
+
+
+def test_a_worker_is_in_the_rounds_that_it_has_posted_and_in_no_later_one() -> None:
+    """Else a worker that is ahead takes the others' wait for a leader that lets its own round wait."""
+    status = Status(ended_round=14, waiting_round=15, next_round=16)  # it has posted two
+    assert [status.is_in(sequence) for sequence in range(14, 18)] == [False, True, True, False]
+    later = Status(ended_round=14, waiting_round=17, next_round=17)
+    assert [later.gave_up(sequence) for sequence in range(14, 19)] == [False, True, True, False, False]
