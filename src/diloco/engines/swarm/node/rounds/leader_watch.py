@@ -99,7 +99,7 @@ class LeaderWatch:
     def _missing(self, sequence: int) -> list[Peer]:
         """The members that a leader waits for before it makes a plan."""
         expected = [peer for peer in self._members.with_state() if self.attendance.expects(peer.name)]
-        return [peer for peer in expected if not -1 < peer.status.waiting_round <= sequence]
+        return [peer for peer in expected if not peer.status.is_in(sequence)]
 
 
 def check_term(authority: Authority, seen: Authority) -> None:
