@@ -77,15 +77,13 @@ class Participant:
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
-        status.next_round = max(status.next_round, round_.sequence)
-        status.waiting_round = min(self.rounds)
+        status.next_round, status.waiting_round = max(status.next_round, round_.sequence), min(self.rounds)
         try:
             async with asyncio.timeout(posted.deadline_seconds):
                 while not round_.ended:
                     if self.members.excluded is not None:
                         round_.fail(self.members.excluded, fatal=True)
-                        break
-                    if await self.outcomes.look_back(round_, self.rounds):
+                    if round_.ended or await self.outcomes.look_back(round_, self.rounds):
                         break
                     await self._announce(round_)
                     await self._watch(round_)
