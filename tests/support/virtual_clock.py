@@ -62,7 +62,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._virtual = _Selector()
         self._serials = count(1)
         super().__init__(self._virtual)
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # its protocol names the loop
 
     def _make_task(self, _: object, work: Coroutine[Any, Any, T], **options: Any) -> "asyncio.Task[T]":
         return _Task(work, next(self._serials), loop=self, **options)
