@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 import diloco
+from diloco.engines.swarm.network.transport import LEAST_RATE
+from diloco.engines.swarm.node.membership import attendance, quorum
+from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
+from diloco.engines.swarm.node.proofs import liars
+from diloco.engines.swarm.node.rounds import leader_watch, shares
+from diloco.engines.swarm.node.transfers import witnesses
+from diloco.engines.swarm.settings import Settings
 from diloco.training.config.run_file import known_keys
+from support.swarm import schedules
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -68,6 +76,50 @@ def test_every_test_that_the_invariants_name_exists() -> None:
         name for path in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
     }
     assert named and not named - defined
+
+
+NODE = ROOT / "src/diloco/engines/swarm/node"
+PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+
+
+def test_every_file_and_message_that_the_protocol_names_exists() -> None:
+    files = re.findall(r"`([\w/]+\.py)`", PROTOCOL)
+    assert len(files) > 20 and not [name for name in files if not (NODE / name).exists()]
+    steps = PROTOCOL.partition("## The steps")[2].partition("\n\n**")[0]
+    rows = [row.split(" | ") for row in steps.splitlines() if row.startswith("| ")][2:]
+    named = {name for row in rows for name in re.findall(r"[A-Z]\w+", row[1])}
+    defined = {
+        name
+        for path in ("messages.py", "proofs/messages.py", "plan.py")
+        for name in re.findall(r"^class (\w+)\(", (NODE / path).read_text(), re.MULTILINE)
+    }
+    assert {"Ready", "Commit"} < named and not named - defined
+
+
+@pytest.mark.parametrize(
+    ("words", "constant", "value"),
+    [
+        ("A term may be 1,000 above the last", leader_watch._MOST_TERMS, 1000),
+        ("passed over for a minute", attendance._PASSED_OVER_SECONDS, 60.0),
+        (
+            "three rounds wait for it, then every second, fourth, eighth",
+            (attendance.MISSES, attendance._RAREST),
+            (3, 3),
+        ),
+        ("64 a second of a peer are answered, after 256 at once", (CALLS_PER_SECOND, CALLS_AT_ONCE), (64, 256)),
+        ("a stream brings 4 KiB/s or breaks", LEAST_RATE, 4096),
+        ("reduces nothing for ten minutes", shares._WITHHELD_SECONDS, 600.0),
+        ("as long as three or more members count", quorum._FEWEST, 3),
+        ("asks two other members for the digest", witnesses._WITNESSES, 2),
+        ("two accusers sign", liars.ACCUSERS, 2),
+        ("from what it has seen itself three times", Settings("", "").refusals_to_ban, 3),
+        ("else `4 × lost_seconds`", Settings("", "", lost_seconds=1.0).stall_seconds, 4.0),
+        ("one of five ways", len(schedules.LIES), 5),
+    ],
+)
+def test_every_number_that_the_protocol_names_is_the_codes(words: str, constant: object, value: object) -> None:
+    assert words in " ".join(PROTOCOL.split()), "the page says it in other words now: change them here too"
+    assert constant == value
 
 
 def test_the_readme_has_at_most_150_lines_and_says_where_the_mean_is_computed() -> None:
