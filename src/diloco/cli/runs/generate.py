@@ -51,12 +51,7 @@ def generate(
         CPU threads; 1 is best on a busy machine (default: all cores).
     """
     folder = model_folder_of(model)
-    if max_tokens < 1:
-        raise ConfigError(f"--max-tokens {max_tokens} must be at least 1")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads} must be at least 1")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed {seed} must be from 0 to 2**63 - 1")
+    _check(max_tokens, threads, seed)
     chosen = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
     useless = [name for name, value in chosen.items() if value is not None]
     if greedy and useless:
@@ -74,6 +69,15 @@ def generate(
             seed=seed,
         )
     _show(console, prompt, pieces)
+
+
+def _check(max_tokens: int, threads: int | None, seed: int | None) -> None:
+    if max_tokens < 1:
+        raise ConfigError(f"--max-tokens {max_tokens} must be at least 1")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads {threads} must be at least 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed {seed} must be from 0 to 2**63 - 1")
 
 
 def _show(console: PipeSafeConsole, prompt: str, pieces: Iterator[str]) -> None:
