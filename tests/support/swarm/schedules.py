@@ -285,7 +285,7 @@ class Schedule:
                 return
             await asyncio.sleep(0.2)
         self.ended.settled_seconds = loop.time() - started
-        self.ended.rounds_after = self._full[known] - before - 1
+        self.ended.rounds_after = sum(before < number < self._full[known] for number in self._log)
 
 
 def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None, lie: str = "") -> Ended:

@@ -3,9 +3,12 @@
 import asyncio
 import hashlib
 
+import pytest
+
 from diloco.engines.swarm.node.messages import Commit, Waiting
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import RoundOutcome
+from support.swarm.lies import accuses
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
 from support.swarm.memory_network import Fate, request_in
 from support.swarm.stories import founded, rounds, told
@@ -70,3 +73,31 @@ def test_a_worker_is_in_the_rounds_that_it_has_posted_and_in_no_later_one() -> N
     assert [status.is_in(sequence) for sequence in range(14, 18)] == [False, True, True, False]
     later = Status(ended_round=14, waiting_round=17, next_round=17)
     assert [later.gave_up(sequence) for sequence in range(14, 19)] == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_round_is_given_up_if_too_few_are_left_in_it_and_another_worker_is_in_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Worker 3 accuses worker 1, so that a plan of three of the four has two. If worker 2 is only silent it may come
+    back, and the word of a leader that too few are left ends no round."""
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        accuses(workers[3], [workers[1]], monkeypatch)
+        later = asyncio.create_task(post(workers[2], 2, 100.0))
+        if not ahead:
+            later.cancel()
+            swarm.network.cut.add(workers[2].name)
+        outcomes = await asyncio.gather(*(post(workers[number], 1, 20.0) for number in (0, 1, 3)))
+        if ahead:
+            outcomes = await asyncio.gather(later, *(post(workers[number], 2, 20.0) for number in (0, 1, 3)))
+        return list(outcomes)
+
+    outcomes = told(story, patience=0.5)
+    if ahead:
+        ended = [one.contributors for one in outcomes if one.failure is None]
+        assert len(ended) == 3 and {2} < set(ended[0]) and set(ended) == {ended[0]}
+    else:
+        assert {one.failure for one in outcomes} == {"round 1: no result within 20 s"}

@@ -2,6 +2,7 @@
 
 unknown, hello      say hello (again): the asked peer has restarted, or has forgotten a worker that was away for long
 busy, leader        not now; or another member decides it
+few                 too few workers are left in the round
 number              another worker has this one's number: ask the leader for another
 forged, expired     the credential is no good
 seats               all seats of the invitation are taken by other workers

@@ -37,6 +37,8 @@ class Leader:
         self._started = clock.now()
         self._last_end: float | None = None
         """Of a round, led here or elsewhere."""
+        self._too_few: dict[str, int] = {}
+        """Workers that are to be told so, and their round: no plan could be made, as too few were left in it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Messages of workers
@@ -51,6 +53,8 @@ class Leader:
             return NotLeader()
         if entry.number != self.members.number_of(sender) or clashes(self.members, sender):
             raise CallRefused(f"{entry.number} is the number of another worker, or not yet this one's here", "number")
+        if self._too_few.pop(sender, None) == key.sequence:  # if it asks again, it is tried again
+            raise CallRefused("too few workers are left in this round", "few")
         if led is None:
             led = self._rounds[key.sequence] = LedRound(self, key)
             task = asyncio.create_task(led.run())
@@ -89,6 +93,8 @@ class Leader:
 
     def record_end(self, led: LedRound) -> None:
         self._rounds.pop(led.key.sequence, None)
+        if led.too_few:
+            self._too_few |= dict.fromkeys(led.ready, led.key.sequence)
         if led.half_ready_at is not None and self._last_end is not None:
             self._usual_seconds.append(led.half_ready_at - self._last_end)
         self._last_end = clock.now()

@@ -69,6 +69,8 @@ class LedRound:
         self.phase = "gathering"
         self.authority = Authority(1, -self._members.status.number)
         self.half_ready_at: float | None = None
+        self.too_few = False
+        """No plan could be made of the workers that are ready."""
         self._counts_missed = True
         """Workers that missed rounds count as more than one, unless a worker has seen that they missed none."""
 
@@ -207,6 +209,7 @@ class LedRound:
                 here, self.key.sequence, self._leader.quarrels, self._members.attendance, self._quorum.is_majority
             )
             if not here or not self._quorum.is_majority([entry.peer for entry in here]):
+                self.too_few = True
                 raise SteppedDown("too few workers are left in it")
             self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
             entries = tuple(sorted(here, key=lambda entry: entry.number))

@@ -10,7 +10,7 @@ No mean counts without a certificate (proofs/certificate.py): that most workers 
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from diloco.engines.rounds import RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
@@ -138,23 +138,6 @@ class Outcomes:
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.has_state = False
             round_.fail("the others ended it without this worker", resync=True)
-
-    async def look_back(self, round_: Round, posted: Collection[int]) -> bool:
-        """Fail this round if an earlier one, which this worker gave up, has ended with the votes of most."""
-        ended = {peer.name: peer.status.ended_round for peer in self.members.live()}
-        for peer, sequence in ended.items():
-            if not self.members.status.ended_round < sequence < round_.sequence or sequence in posted:
-                continue
-            try:
-                agreed = await self.ask(peer, sequence)
-            except (Unreachable, CallRefused, Malformed) as problem:
-                logger.info("round %d: %s does not give its outcome: %s", sequence, peer, problem)
-                continue
-            if agreed is not None and self.quorum.has_decided(agreed):
-                self.members.status.has_state = False
-                round_.fail(f"round {sequence} has ended, which this worker gave up", resync=True)
-                return True
-        return False
 
     async def _fetch_own_mean(self, round_: Round, agreed: Agreed, peer: str) -> None:
         posted, mean = round_.posted, agreed.certificate.mean

@@ -35,6 +35,7 @@ from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Vote
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
+from diloco.engines.swarm.node.rounds.giving_up import check_majority, look_back, record_too_few
 from diloco.engines.swarm.node.rounds.leader_watch import LeaderWatch, check_term
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.round import Round
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
 _MAX_PROMISES = 16
-_MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
 _MOST_BACK_OFF = 4.0  # seconds until a refused worker asks again
 _ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
@@ -62,6 +62,8 @@ class Participant:
         self.transfers = TransferTimes()
         self._promised: dict[int, Authority] = {}
         """The highest authority that has inquired about a round which this worker has not posted."""
+        self._voted = -1
+        """The last round in which this worker has voted for a plan of a majority: it votes in none twice."""
         self.leaders = LeaderWatch(self.members, self.transfers)
         self.layout: str | None = None
         """Of what this worker trains, once it has posted."""
@@ -77,17 +79,20 @@ class Participant:
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
-        status.next_round, status.waiting_round = max(status.next_round, round_.sequence), min(self.rounds)
+        status.next_round = max(status.next_round, round_.sequence)
+        status.waiting_round = min(self.rounds)
+        if round_.sequence <= self._voted:
+            round_.fail("this worker has voted in it before, and given it up")
         try:
             async with asyncio.timeout(posted.deadline_seconds):
                 while not round_.ended:
                     if self.members.excluded is not None:
                         round_.fail(self.members.excluded, fatal=True)
-                    if round_.ended or await self.outcomes.look_back(round_, self.rounds):
                         break
+                    await look_back(round_, self.outcomes, self.rounds)
+                    check_majority(round_, self.outcomes)
                     await self._announce(round_)
                     await self._watch(round_)
-                    self._check_majority(round_)
                     self._watch_leader(round_)
         except TimeoutError:
             if ahead := self._first_ahead(round_.sequence):
@@ -104,6 +109,8 @@ class Participant:
 
     async def _announce(self, round_: Round) -> None:
         """Send the header to the leader."""
+        if round_.ended:
+            return
         leader = round_.leader or self.members.leader()
         round_.leader = None
         if leader is None:
@@ -119,6 +126,9 @@ class Participant:
                 self.members.record_rejected(self.members.peers[leader], str(reason), reason.code)
             elif reason.code == "model":
                 self._record_other_model(round_, str(reason))
+            elif reason.code == "few":
+                record_too_few(round_, self.outcomes, leader)
+                return
             elif reason.code == "number" and await settle_number(self.heartbeats):
                 round_.number, round_.refusals = self.members.status.number, 0
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
@@ -162,17 +172,6 @@ class Participant:
         """Rounds end in their order: no leader is to blame for one that waits for an earlier one."""
         is_next = round_.sequence == min(self.rounds)
         self.leaders.watch(round_, may_go_on=is_next and self.members.may_go_on() and self.outcomes.quorum.is_here())
-
-    def _check_majority(self, round_: Round) -> None:
-        """Without one no round can end; the trainer goes on, and its next round carries this work."""
-        if not round_.ended and not self.outcomes.quorum.can_end(round_.sequence):
-            round_.fail("most other workers are in a later one")
-        if self.outcomes.quorum.is_here():
-            round_.minority_since = None
-            return
-        round_.minority_since = round_.minority_since or clock.now()
-        if clock.now() - round_.minority_since > _MINORITY_SHARE * self.settings.lost_seconds:
-            round_.fail("most other workers have fallen silent: no round ends without a majority (swarm.quorum)")
 
     def _first_ahead(self, sequence: int) -> str | None:
         """A live member that has ended this round."""
@@ -268,6 +267,7 @@ class Participant:
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
             vote = self._vote(round_, plan)
+            self._voted = max(self._voted, round_.sequence if plan.majority else -1)
             round_.transferred(vote)
             message = Complete(round_.sequence, plan.authority, vote)
         except TransferFailed as problem:
