@@ -23,7 +23,7 @@ class SwarmConfig:
     minority_minutes: float = 10.0
     """A side without a majority goes on as a run of its own after this many minutes."""
     refusals_to_ban: int = 3
-    """A worker is banned from the run after this many refused contributions in a row."""
+    """A worker is banned after this many refused contributions; ten good ones make up for one."""
     seats: int = option(16, may_differ="in a swarm")
     """The first invitation is for this many workers, those of this machine included; `diloco invite RUN` makes more."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
