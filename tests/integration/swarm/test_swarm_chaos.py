@@ -21,7 +21,7 @@ from support.swarm.processes import Worker, Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LONG = 120.0
+LONG = 300.0
 """Seconds for what takes a few on an idle machine."""
 ENDLESS = 100_000
 
