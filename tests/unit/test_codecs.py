@@ -295,3 +295,17 @@ def test_what_a_stable_codec_decodes_it_encodes_to_the_same_bytes(
 
 def test_the_codecs_of_single_floats_are_stable() -> None:
     assert {name for name in CODECS if codec(name).stable} == {"fp32", "fp16", "bf16"}
+
+
+@every_codec
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e15])
+def test_the_norm_of_the_error_bound_is_that_of_the_bound_or_little_more(name: str, scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(3, 4 * PART_QUANTUM, generator=generator) * scale
+    values[1, ::7] *= 100
+    values[2] = 0.0
+    told = EVERY[name].error_norm(values).double()
+    right = torch.linalg.vector_norm(EVERY[name].error_bound(values).double(), dim=1)
+    assert told.shape == (3,)
+    least = 1e-18  # what fp32 can square
+    assert bool((told >= (1 - 1e-5) * right - least).all()) and bool((told <= 1.01 * right + least).all())

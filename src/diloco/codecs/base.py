@@ -11,6 +11,7 @@ Every codec states a bound on its error for any finite input, and the property t
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -47,3 +48,8 @@ class Codec(ABC):
     @abstractmethod
     def error_bound(self, values: Tensor) -> Tensor:
         """For finite `values` [rows, elements]: an upper bound of |decode(encode(x)) − x|, element by element."""
+
+    def error_norm(self, values: Tensor) -> Tensor:
+        """The norm of each row of `error_bound`, or little more; a codec may have a faster way to it."""
+        norms: Tensor = torch.linalg.vector_norm(self.error_bound(values).float(), dim=1)
+        return norms

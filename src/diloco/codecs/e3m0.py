@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
-from diloco.codecs.blocks import SMALLEST_SCALE, batches, largest_of, scales_of, whole_numbers
+from diloco.codecs.blocks import SMALLEST_SCALE, batches, scales_of, whole_numbers
 from diloco.codecs.encoded import scratch
 from diloco.core.fragments import PART_QUANTUM
 from diloco.core.gpu import takes_kernels
@@ -48,7 +48,7 @@ class E3M0(Codec):
         for rows in batches(values):
             blocks = values[rows].reshape(-1, BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
-            scales = largest_of(blocks, buffer).clamp_(min=SMALLEST_SCALE)
+            scales = torch.abs(blocks, out=buffer).amax(dim=1, keepdim=True).clamp_(min=SMALLEST_SCALE)
             codes = torch.div(buffer, scales, out=buffer).view(torch.int32)  # as bits: the exponent is on top
             codes.add_(_ROUNDS_UP - (_LEAST << 23)).bitwise_right_shift_(23).clamp_(min=0)
             signs = scratch("signs", blocks.shape, blocks.device).view(torch.int32)

@@ -100,3 +100,9 @@ class Float16(Codec):
 
     def error_bound(self, values: Tensor) -> Tensor:
         return values.abs() * 2.0**-11 + values.abs().amax(dim=1, keepdim=True) * 2.0**-39 + 4 * _FP32_TINY
+
+    def error_norm(self, values: Tensor) -> Tensor:
+        """Each value of a row is at most as large as its norm."""
+        norms = torch.linalg.vector_norm(values, dim=1)
+        found: Tensor = norms * (2.0**-11 + values.shape[1] ** 0.5 * 2.0**-39) + values.shape[1] ** 0.5 * 4 * _FP32_TINY
+        return found

@@ -46,7 +46,7 @@ class Int8(Codec):
         for rows in batches(values):
             blocks = values[rows].reshape(-1, INT8_BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
-            scales = divided(largest_of(blocks, buffer), 127).clamp_(max=INT8_LARGEST_SCALE)
+            scales = divided(largest_of(blocks), 127).clamp_(max=INT8_LARGEST_SCALE)
             # A block whose scale is 0 has nothing but zeros, or numbers that 127 times less is 0.
             divisors = torch.where(scales == 0, 1.0, scales)
             codes = torch.div(blocks, divisors, out=buffer).round_().clamp_(-127, 127)
@@ -65,9 +65,15 @@ class Int8(Codec):
             into.view(len(into), -1, INT8_BLOCK).mul_(scales_of(data[rows], elements).unsqueeze(2))
 
     def error_bound(self, values: Tensor) -> Tensor:
-        rows, elements = values.shape
-        largest = values.reshape(rows, elements // INT8_BLOCK, INT8_BLOCK).abs().amax(dim=2, keepdim=True)
-        return (largest / 253 + 2.0**-141).expand(-1, -1, INT8_BLOCK).reshape(rows, elements)
+        return self._block_bounds(values).expand(-1, -1, INT8_BLOCK).reshape(values.shape)
+
+    def error_norm(self, values: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(self._block_bounds(values), dim=(1, 2)) * INT8_BLOCK**0.5
+        return norms
+
+    def _block_bounds(self, values: Tensor) -> Tensor:
+        """[rows, blocks, 1]"""
+        return largest_of(values.reshape(len(values), -1, INT8_BLOCK)) / 253 + 2.0**-141
 
 
 class Int4(Codec):
@@ -95,7 +101,7 @@ class Int4(Codec):
         for rows in batches(values):
             blocks = values[rows].reshape(-1, INT4_BLOCK)
             buffer = scratch("encode", blocks.shape, blocks.device)
-            scales = divided(largest_of(blocks, buffer), 7).clamp_(SMALLEST_SCALE, INT4_LARGEST_SCALE)
+            scales = divided(largest_of(blocks), 7).clamp_(SMALLEST_SCALE, INT4_LARGEST_SCALE)
             codes = torch.div(blocks, scales, out=buffer).round_().view(-1, elements)
             packed = codes[:, :half].add_(codes[:, half:], alpha=16).add_(8)  # whole numbers from -111 to 127
             out[rows, :half].view(torch.int8).copy_(packed)
@@ -110,11 +116,17 @@ class Int4(Codec):
         half = out.shape[1] // 2
         for rows in batches(out):
             into, packed = out[rows], data[rows, :half].view(torch.int8)
-            into[:, :half].copy_(packed & 15).sub_(8)
+            into[:, :half].copy_((packed & 15).sub_(8))
             into[:, half:].copy_(packed >> 4)
             into.view(len(into), -1, INT4_BLOCK).mul_(scales_of(data[rows], half).unsqueeze(2))
 
     def error_bound(self, values: Tensor) -> Tensor:
-        rows, elements = values.shape
-        largest = values.reshape(rows, elements // INT4_BLOCK, INT4_BLOCK).abs().amax(dim=2, keepdim=True)
-        return (largest / 13.99 + SMALLEST_SCALE).expand(-1, -1, INT4_BLOCK).reshape(rows, elements)
+        return self._block_bounds(values).expand(-1, -1, INT4_BLOCK).reshape(values.shape)
+
+    def error_norm(self, values: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(self._block_bounds(values), dim=(1, 2)) * INT4_BLOCK**0.5
+        return norms
+
+    def _block_bounds(self, values: Tensor) -> Tensor:
+        """[rows, blocks, 1]"""
+        return largest_of(values.reshape(len(values), -1, INT4_BLOCK)) / 13.99 + SMALLEST_SCALE

@@ -46,8 +46,7 @@ def project_mean(codec: Codec, mean: memoryview, num_parts: int, sign: Tensor) -
     lost = 0.0 if codec.lossless else _LOST_SHARE
 
     def error(values: Tensor) -> Tensor:
-        bounds = torch.linalg.vector_norm(codec.error_bound(values).float(), dim=1)
-        found: Tensor = bounds + lost * torch.linalg.vector_norm(values, dim=1)
+        found: Tensor = codec.error_norm(values) + lost * torch.linalg.vector_norm(values, dim=1)
         return found
 
     numbers, errors = _map(codec, mean, num_parts, sign.numel(), lambda values: torch.mv(values, sign), error)
