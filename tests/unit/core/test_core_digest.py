@@ -42,12 +42,14 @@ def test_it_is_independent_of_the_storage_offset(size: int, offset: int) -> None
     assert digest(room[offset : offset + size]) == digest(tensor)
 
 
-def test_it_is_independent_of_how_much_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_independent_of_how_much_is_read_at_once_and_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = values(9 * 1024 + 11)
     expected = digest(tensor)
     for rows in (1, 2, 7, 1000):
-        monkeypatch.setattr(module, "_ROWS_AT_ONCE", {"cpu": rows})
-        assert digest(tensor) == expected
+        for few_threads in (0, 1000):  # with more than that, rows are summed instead of columns
+            monkeypatch.setattr(module, "_ROWS_AT_ONCE", {"cpu": rows})
+            monkeypatch.setattr(module, "_FEW_THREADS", few_threads)
+            assert digest(tensor) == expected
 
 
 def test_the_length_is_part_of_it_and_so_is_the_sign_of_zero() -> None:
