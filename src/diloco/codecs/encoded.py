@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.core.fragments import PartLayout, span_elements
+from diloco.core.memory import LARGE_BYTES, mapped
 
 
 class EncodedVector:
@@ -39,7 +40,7 @@ class EncodedVector:
     def data(self) -> Tensor:
         """New memory, of any content, at the first use and after `give_back`."""
         if self._data is None:
-            if self.device.type == "cpu" and not self._pinned and self.num_bytes >= _LARGE_BYTES:
+            if self.device.type == "cpu" and not self._pinned and self.num_bytes >= LARGE_BYTES:
                 return_free_memory()
                 self._data = mapped(self.num_bytes).view(self.shape)
             else:
@@ -109,24 +110,11 @@ class EncodedVector:
         return not norms or bool(torch.isfinite(torch.stack(norms)).all())
 
 
-_LARGE_BYTES = 1 << 22
-
-
 def return_free_memory() -> None:
     """Give the system what malloc keeps in its holes: up to half a copy of the model, as gradients come and go."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
-
-
-def mapped(num_bytes: int) -> Tensor:
-    """uint8 zeros in a mapping of their own, which goes back to the system as a whole when it is freed."""
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)  # new memory then costs a tenth
-    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def blank(num_bytes: int) -> memoryview:

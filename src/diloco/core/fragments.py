@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diloco.core import offload as offloading
 from diloco.core.gpu import has_triton
+from diloco.core.memory import zeros
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
 
@@ -106,7 +107,7 @@ class Fragment:
         self.take_anchor()
 
     def _outer_memory(self) -> Tensor:
-        return offloading.pinned(self.numel) if self.offload else torch.zeros(self.numel, device=self.device)
+        return offloading.pinned(self.numel) if self.offload else zeros(self.numel, self.device)
 
     @property
     def numel(self) -> int:
@@ -269,8 +270,7 @@ class Fragment:
             self._kept = [tensor.detach().clone() for tensor in self.tensors]
             self.adopt_anchor()
             return
-        for tensor, kept in zip(self.tensors, self._kept, strict=True):
-            tensor.copy_(kept)
+        torch._foreach_copy_(list(self.tensors), self._kept)
         self._kept = None
 
 

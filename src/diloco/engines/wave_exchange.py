@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.codecs.encoded import EncodedVector, mapped
+from diloco.codecs.encoded import EncodedVector
+from diloco.core.memory import mapped
 from diloco.core.merging import num_products
 from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, reduce_parts, waves
