@@ -161,6 +161,11 @@ class Plan(PeerMessage, frozen=True, dict=True):
                 found.append(Offence(entry.peer, number, reason))
         return found
 
+    @cached_property
+    def liars(self) -> frozenset[str]:
+        """Workers whose contribution is not in the mean, and is one that no honest worker sends."""
+        return frozenset(offence.peer for offence in self.offences()) - {entry.peer for entry in self.contributors}
+
     @property
     def longest(self) -> float:
         """The norm of the mean is at most this: a mean is never longer than the longest contribution in it.

@@ -158,6 +158,8 @@ class Heartbeats:
                     raise
                 await self.say_hello(peer.name)  # it has restarted, or this worker slept until it was forgotten
                 return
+            if peer.name not in self.members.peers:
+                return  # it was expelled meanwhile
             peer.latency_seconds = clock.now() - peer.asked_at
             answer = expect(data, Beat)
             if answer.status.process != peer.status.process:

@@ -1,9 +1,10 @@
 """Whether enough of the last agreed members are here to end a round (docs/protocol.md).
 
-The members that count are those of the last round that has ended here, less those that are known to be dead (their
-machine refuses connections), to have left or to be banned. Silence is no death: a silent member may be on the other
-side of a network split, and go on there. So with three or more that count, more than half of them must be here. A side
-without them ends no round and changes no anchor; its workers train on, and lose nothing when the split heals. After
+The members that count are those of the last round that has ended here: of its plan, or live and in an earlier mean;
+less those whose contribution to it no honest worker sends, and those that are known to be dead (their machine refuses
+connections), to have left or to be banned. Silence is no death: a silent member may be on the other side of a network
+split, and go on there. So with three or more that count, more than half of them must be here. A side without them
+ends no round and changes no anchor; its workers train on, and lose nothing when the split heals. After
 `minority_seconds` of silence it goes on as a run of its own.
 
 Two members cannot tell a split from a death: each goes on without the other, as with `swarm.quorum = any`.
@@ -36,6 +37,7 @@ class Quorum:
             return set()
         names = {entry.peer for entry in last.entries}
         names |= {name for name, number in members.numbers.items() if number in last.roster}
+        names -= last.liars
         there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
         known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
         return names & known if len(known) >= _FEWEST else set()

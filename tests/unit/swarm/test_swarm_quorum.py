@@ -1,0 +1,69 @@
+"""Which members count: liars and joiners leave no honest worker without a majority."""
+
+import asyncio
+import hashlib
+
+import torch
+
+from diloco.engines.swarm.node.membership.members import Peer
+from diloco.engines.swarm.node.trainer import RoundOutcome
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, rounds, told
+
+_NUMEL = 16 * 1024
+"""Every worker has parts to reduce, and can accuse."""
+
+
+async def post(worker: MemoryWorker, lies: bool = False) -> RoundOutcome:
+    digest = hashlib.sha256(b"".join(worker.trainer.means)).hexdigest()[:16]
+    work = values(worker.node.number, worker.trainer.sequence, _NUMEL)
+    norm = float(torch.linalg.vector_norm(work.double()))
+    sent = torch.full((_NUMEL,), 1e30) if lies else work
+    return (await worker.post(sent, claimed=norm, digest=digest, seconds=30.0))[0]
+
+
+def test_two_liars_that_join_while_an_honest_worker_is_away_do_not_stop_the_rounds() -> None:
+    """Worker 2 is cut off. Two liars join, and are in no mean. Then worker 2 is back, and has missed a round."""
+
+    async def story(swarm: MemorySwarm) -> list[tuple[str | None, tuple[int, ...]]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 2)
+        absent = workers[2]
+        swarm.network.cut.add(absent.name)
+        liars = [await swarm.start(), await swarm.start()]
+        for liar in liars:
+            await liar.catch_up()
+        lying = [asyncio.create_task(post(liar, lies=True)) for liar in liars]
+        first = await asyncio.gather(*(post(worker) for worker in workers[:2]))
+        assert [one.contributors for one in first] == [(0, 1)] * 2
+        await asyncio.gather(*lying)
+        swarm.network.cut.clear()
+        await asyncio.sleep(5.0)
+        for one in (absent, *liars):
+            one.node.own.has_state = False
+            await one.catch_up()
+        lying = [asyncio.create_task(post(liar, lies=True)) for liar in liars]
+        ended = await asyncio.gather(*(post(worker) for worker in workers[:3]))
+        await asyncio.gather(*lying)
+        return [(one.failure, one.contributors) for one in ended]
+
+    assert told(story, patience=0.5) == [(None, (0, 1, 2))] * 3
+
+
+def test_the_answer_of_a_member_that_was_expelled_meanwhile_is_dropped() -> None:
+    async def story(swarm: MemorySwarm) -> bool:
+        one, other = await founded(swarm, 2)
+        heartbeats, members = one.node.heartbeats, one.node.members
+        peer: Peer = members.peers[other.name]
+        ask = heartbeats._call
+
+        async def expel(*call: object) -> bytes:
+            answer = await ask(*call)  # type: ignore[arg-type]
+            members.peers.pop(other.name)
+            return answer
+
+        heartbeats._call = expel  # type: ignore[method-assign, assignment]
+        await heartbeats._beat(peer)
+        return other.name in members.peers
+
+    assert told(story) is False
