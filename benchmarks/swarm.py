@@ -8,7 +8,8 @@ Workers are real: trainer processes, each with a sidecar and a p2pd, on the loop
     round    two peers, one large vector: from the outer gradient in fp32 to the decoded mean, the slower of the two.
              Hivemind 1.1.12 averages the same vector in fp16 in turn with ours; its matchmaking is not counted.
              The bytes of a round with fp16 through plain streams are the least that p2pd lets a round cost.
-             CPU seconds are those of all processes of a peer: the work, on a busy machine too.
+             CPU seconds are those of all processes of a peer, to the end of what is done beside training after a round
+             (the check of the mean): the work, on a busy machine too.
              Bytes are what a peer sends for each parameter: as the engine counts, and at the loopback device.
              Extra memory is how much the peak of all processes beside a trainer grew over what they had at their start
     losses   how much longer the others' round takes than one in peace, when one is lost just before it or in it

@@ -22,6 +22,8 @@ from swarm_trainers import Joined, exchange, train_freely
 RAW, STREAMS = "hivemind fp16", "p2pd's streams alone"
 OURS = "ours "
 _ROUND_SECONDS = 150.0
+_WARM_UP = 3  # rounds of each case: workers keep the last eight means, in memory that is new until then
+_AFTER_SECONDS = 1.0
 _H = 3
 _PEACEFUL = 3
 
@@ -63,9 +65,9 @@ def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) ->
         sides |= {RAW: ([first, second], "go"), STREAMS: (streams, "go")}
         rows = {case: Rounds(case, parameters) for case in sides}
         before = {case: _memory(workers) for case, (workers, _) in sides.items()}
-        for repeat in range(repeats + 1):  # the first is for warming up
+        for repeat in range(-_WARM_UP, repeats):
             for case, (workers, command) in sides.items():
-                _measure(rows[case] if repeat else Rounds(case, parameters), workers, command)
+                _measure(rows[case] if repeat >= 0 else Rounds(case, parameters), workers, command)
         extra = {case: _memory(workers) - before[case] for case, (workers, _) in sides.items()}
         for worker in [*pair, first, second, *streams]:
             worker.ask(None, 30.0)
@@ -91,10 +93,12 @@ def _measure(row: Rounds, workers: list[Worker], command: str) -> None:
     for worker in workers:
         worker.say("go")
     told: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]
+    loopback = _loopback_bytes() - before
+    time.sleep(_AFTER_SECONDS)  # what is done beside training, such as the check of a mean, is work of this round too
     row.cpu.append((_cpu_seconds(workers) - cpu_before) / len(workers))
     row.seconds.append(max(one.seconds for one in told))
     row.reported.append(max(one.bytes_sent for one in told) / row.parameters)
-    row.loopback.append((_loopback_bytes() - before) / len(workers) / row.parameters)
+    row.loopback.append(loopback / len(workers) / row.parameters)
     if len({one.digest for one in told}) > 1 and row.case != RAW:  # its peers differ by design
         raise SystemExit(f"{row.case}: the peers have different means: {told}")
 
