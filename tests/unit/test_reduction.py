@@ -84,3 +84,15 @@ def test_an_error_in_a_thread_is_raised() -> None:
     thread.join()
     torch.set_num_threads(before)
     assert done.is_set()
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_squared_norms_of_contributions_come_with_their_mean_from_all_parts(count: int) -> None:
+    parts = contributions("int8", count)
+    squares = [0.0] * (count - 1) + [1000.0]
+    reduce_parts(codec("int8"), parts, [1.0] * count, PART, torch.empty_like(parts[0]), squares=squares)
+    for index, (square, data) in enumerate(zip(squares, parts, strict=True)):
+        values = torch.empty(ROWS, PART)
+        codec("int8").decode(data, values)
+        expected = float(values.double().square().sum()) + 1000.0 * (index == count - 1)
+        assert square == pytest.approx(expected, rel=1e-4)

@@ -5,9 +5,10 @@ decide only which worker does the work and how many bytes travel, never a bit of
 and its mean is accumulated in worker order wherever that is done.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def reduce_parts(
     *,
     scales: Sequence[float] = (),
     merge: Merge = "mean",
-    on_decoded: Callable[[int, Tensor], None] | None = None,
+    squares: list[float] | None = None,
     first_part: int = 0,
     batch_elements: int | None = None,
 ) -> list[float]:
@@ -129,7 +130,7 @@ def reduce_parts(
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
     `scales` and `merge` as in Decision.
-    `on_decoded(i, values)` is called with the values of some parts of encoded[i], which it must not keep.
+    `squares`: the squared norms of the contributions are added to these.
     Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
     from `first_part`, are in them: it costs no more than with four.
     `batch_elements`: how many to process at a time, if not as many as fit into a cache.
@@ -140,7 +141,7 @@ def reduce_parts(
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
     num_products = len(encoded) * (len(encoded) + 1) // 2
     every = -(-num_products // _PRODUCTS_OF_FOUR)
-    reduction = _Reduction(codec, encoded, weights, part, out, scales, merge, on_decoded)
+    reduction = _Reduction(codec, encoded, weights, part, out, scales, merge, squares is not None)
 
     def reduce(some: slice) -> None:
         reduction.reduce(some, with_products=num_products > 1 and (first_part + some.start) // batch % every == 0)
@@ -150,6 +151,8 @@ def reduce_parts(
     else:
         for some in rows:
             reduce(some)
+    if squares is not None:
+        squares[:] = [before + more for before, more in zip(squares, reduction.sum_squares(), strict=True)]
     return reduction.sum_products() or [0.0] * num_products
 
 
@@ -164,9 +167,12 @@ class _Reduction:
     out: Tensor
     scales: Sequence[float]
     merge: Merge
-    on_decoded: Callable[[int, Tensor], None] | None
+    with_squares: bool
+    """Whether `squares` are wanted."""
     products: dict[int, Tensor] = field(default_factory=dict)
     """By the first row, so that their order is that of the rows, not of the threads."""
+    squares: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By the first row and the contribution."""
 
     def reduce(self, some: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""
@@ -174,25 +180,32 @@ class _Reduction:
         shape = (some.stop - some.start, self.part)
         count = len(self.encoded) if all_at_once else min(len(self.encoded), 2)
         terms = [scratch(f"term {index}", shape, self.out.device) for index in range(count)]
-        values, mean = self._decode(some, terms), terms[0]
+        values, mean = self._decode(some, terms, self.with_squares and not with_products), terms[0]
         if all_at_once:
             values = iter(list(values))
         if with_products:
-            self.products[some.start] = inner_products(terms)
+            self.products[some.start] = found = inner_products(terms)
+            if self.with_squares:
+                pairs = zip(combinations_with_replacement(range(count), 2), found.tolist(), strict=True)
+                self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})
         if self.merge == "clipped":
             clipped_mean(terms, self.weights, mean, self.scales)
         else:
             weighted_mean(values, self.weights, mean, self.scales)
         self.codec.for_means.encode(mean, self.out[some])
 
-    def _decode(self, some: slice, terms: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _decode(self, some: slice, terms: Sequence[Tensor], with_squares: bool) -> Iterator[Tensor]:
         """The values of each contribution; with fewer terms than contributions, each takes the last one's memory."""
         for index, data in enumerate(self.encoded):
             term = terms[min(index, len(terms) - 1)]
             self.codec.decode(data[some], term)
-            if self.on_decoded is not None:
-                self.on_decoded(index, term)
+            if with_squares:
+                self.squares[some.start, index] = float(torch.linalg.vector_norm(term)) ** 2
             yield term
+
+    def sum_squares(self) -> list[float]:
+        found = sorted(self.squares.items())
+        return [sum(square for (_, i), square in found if i == index) for index in range(len(self.encoded))]
 
     def sum_products(self) -> list[float]:
         if not self.products:

@@ -277,10 +277,6 @@ class Transfer:
     def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], list[float]]:
         """The mean of these rows of this worker's range, the squared norm of each contribution, and their products."""
         squares = [0.0] * len(self.plan.contributors)
-
-        def add_square(index: int, values: Tensor) -> None:
-            squares[index] += float(torch.linalg.vector_norm(values)) ** 2
-
         here = slice(rows.start * self._width, rows.stop * self._width)
         parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
         for entry in self.plan.contributors:
@@ -296,7 +292,7 @@ class Transfer:
             mean,
             scales=self.plan.decision.scales,
             merge=self.plan.decision.merge,
-            on_decoded=add_square,
+            squares=squares,
             first_part=first,
             batch_elements=_CHUNK_ELEMENTS,
         )
