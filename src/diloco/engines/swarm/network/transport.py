@@ -57,6 +57,12 @@ class Stream(ABC):
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
         """Returns when the bytes have been handed over; raises Unreachable after `seconds` without progress."""
 
+    async def write_both(self, head: bytes, data: bytes | memoryview, seconds: float) -> None:
+        """The same for a few bytes and what follows them, in one piece where that costs less."""
+        await self.write(head, seconds)
+        if len(data):
+            await self.write(data, seconds)
+
     @abstractmethod
     async def read(self, size: int, seconds: float) -> bytes:
         """Exactly `size` bytes; raises Unreachable at the end of the stream or after `seconds` without progress."""

@@ -32,9 +32,7 @@ def encode(message: PeerMessage) -> bytes:
 
 async def write_frame(stream: Stream, data: bytes | memoryview, seconds: float) -> None:
     """The length in four bytes, then the data."""
-    await stream.write(_LENGTH.pack(len(data)), seconds)
-    if len(data):
-        await stream.write(data, seconds)
+    await stream.write_both(_LENGTH.pack(len(data)), data, seconds)
 
 
 async def read_frame(stream: Stream, limit: int, seconds: float) -> bytes:

@@ -78,19 +78,22 @@ class PacedStream(Stream):
     # Writing
 
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
+        await self.write_both(b"", data, seconds)
+
+    async def write_both(self, head: bytes, data: bytes | memoryview, seconds: float) -> None:
         view = memoryview(data).cast("B")
-        while len(view):
-            piece = view[: max(_LEAST_PIECE, min(MOST_PIECE, self.window // 4))]
-            while self._unacknowledged and self._unacknowledged + len(piece) > self.window:
+        while head or len(view):
+            piece = view[: max(_LEAST_PIECE, min(MOST_PIECE, self.window // 4)) - len(head)]
+            size = len(head) + len(piece)
+            while self._unacknowledged and self._unacknowledged + size > self.window:
                 await self._advance(None, seconds)
-            self._written += len(piece)
+            self._written += size
             self._under_way.append((self._written, _now()))
             async with self._writing:
-                await self.raw.write(_HEAD.pack(len(piece)), seconds)
-                await self.raw.write(piece, seconds)
-                self.bytes_sent += len(piece)
+                await self.raw.write_both(_HEAD.pack(size) + head, piece, seconds)
+                self.bytes_sent += size
                 await self._acknowledge(seconds)
-            view = view[len(piece) :]
+            head, view = b"", view[len(piece) :]
 
     @property
     def _unacknowledged(self) -> int:
