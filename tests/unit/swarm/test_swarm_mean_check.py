@@ -11,6 +11,7 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import NotHere
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
@@ -121,6 +122,34 @@ def test_honest_rounds_open_no_part_and_name_no_worker(name: str, monkeypatch: p
 
     bans, checked = told(story)
     assert bans == [set()] * 4 and checked == [2] * 4 and opened == []
+
+
+def test_a_check_begins_after_the_trainers_outer_step_as_late_as_the_transfer_was_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began: list[float] = []
+    compare, run = MeanCheck._compare, Transfer.run
+
+    async def note(check: MeanCheck, round_: Any) -> list[int | None]:
+        began.append(clock.now())
+        return await compare(check, round_)
+
+    async def run_long(transfer: Transfer) -> None:
+        await asyncio.sleep(0.3)
+        await run(transfer)
+
+    monkeypatch.setattr(MeanCheck, "_compare", note)
+    monkeypatch.setattr(Transfer, "run", run_long)
+
+    async def story(swarm: MemorySwarm) -> float:
+        workers = await founded(swarm, 2)
+        await asyncio.gather(*(worker.post(values(i, 0, NUMEL)) for i, worker in enumerate(workers)))
+        ended = clock.now()
+        await asyncio.sleep(3.0)
+        return ended
+
+    ended = told(story)
+    assert len(began) == 2 and all(ended + 0.25 <= one <= ended + 1.0 for one in began)
 
 
 @pytest.mark.parametrize(("name", "number", "hidden"), [("int4", 0, False), ("int8", 2, True)])

@@ -9,6 +9,9 @@
 Every worker sees the same, and needs no other's word. A contributor that tells no numbers may want to hide what it
 reduced: a random part of its range is opened. One that is live and shows no part commits an offence each time.
 
+A check begins half a second after the round, or sooner where the transfer took less: the outer step, for which all
+training waits, has the processor first. Contributions that are not copied are checked at once.
+
 A mean that is not linear (`sync.merge = clipped`) or lacks values has no such numbers: a random part is opened now and
 then, so that this costs a hundredth of the bytes at most.
 """
@@ -42,13 +45,14 @@ from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 4
+_KEPT = 8
 _MAX_OPENED = 3
 _PARTS_A_MESSAGE = 1 << 17
 _POLL_SECONDS = 0.1
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
 _STEPS_OF_ROUNDING = 3.0
 _COPIED_BYTES = 1 << 26
+_MOST_DELAY = 0.5  # seconds
 _MAX_KEPT, _MAX_KEPT_BYTES = 64, 1 << 28
 _PAUSES = (1.0, 2.0, 4.0, 8.0)  # between questions for a part: a line that loses messages for a while is no lie
 
@@ -60,6 +64,13 @@ class _Own:
     posted: PostedRound
     data: memoryview
     leaves: list[bytes]
+    since: float = field(default_factory=clock.now)
+    """When this worker began to follow the plan."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Else the data are in the trainer's own memory, which the next round writes into."""
+        return len(self.data) <= _COPIED_BYTES
 
 
 @dataclass
@@ -106,7 +117,9 @@ class MeanCheck:
         processes = {entry.peer: self._process_of(entry.peer) for entry in agreed.plan.contributors}
         round_ = _Counted(agreed, posted, own, mean, processes)
         self._rounds.put(agreed.plan.digest.hex(), round_)
-        task = asyncio.create_task(self._check(round_, copied))
+        # Beside training, and so after the outer step, which takes about as long as the transfer, or less.
+        delay = min(_MOST_DELAY, clock.now() - own.since) if own.is_copied else 0.0
+        task = asyncio.create_task(self._check(round_, copied, delay))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -157,11 +170,12 @@ class MeanCheck:
 
     # The check
 
-    async def _check(self, round_: _Counted, copied: Callable[[], Awaitable[None]]) -> None:
+    async def _check(self, round_: _Counted, copied: Callable[[], Awaitable[None]], delay: float) -> None:
         plan, own = round_.agreed.plan, codec(round_.posted.codec)
         linear = plan.decision.merge == "mean" and not own.means_drop_values and not own.for_means.means_drop_values
         try:
             await copied()
+            await asyncio.sleep(delay)
             if linear:
                 suspects = await self._compare(round_)
             else:
@@ -174,7 +188,7 @@ class MeanCheck:
             logger.exception("the check of the mean of round %d", plan.key.sequence)
             reason = f"{type(problem).__name__}: {problem}"[:200]
             self._members.on_event("check_failed", {"round": plan.key.sequence, "reason": reason})
-        if len(round_.own.data) > _COPIED_BYTES:  # the trainer's own memory: hold it until the others have checked too
+        if not round_.own.is_copied:  # hold the trainer's memory until the others have checked too
             await asyncio.sleep(2 * self._seconds)
             self._own.drop(plan.digest.hex())
             self._rounds.drop(plan.digest.hex())
