@@ -10,8 +10,10 @@ The paper (Figure 6) finds Nesterov best; SGD with lr 1 is federated averaging, 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from diloco.core.config import OuterConfig, check_course, check_outer_number
@@ -66,8 +68,48 @@ class Nesterov(OuterOptimizer):
     def update(self, theta: Tensor, delta: Tensor, state: Mapping[str, Tensor], round_number: int) -> None:
         del round_number
         b = state["momentum"]
+        if self.momentum > 0 and _fits_fused(theta, delta, b) and _fused_rounds_alike():
+            _fused_nesterov(theta, delta, b, self.lr, self.momentum)  # the same bits, in one pass over memory
+            return
         b.mul_(self.momentum).add_(delta)
         theta.sub_(delta.add_(b, alpha=self.momentum), alpha=self.lr)
+
+
+_WHOLE = 64  # of a multiple of so many elements torch's fused step leaves none to scalar code, which rounds otherwise
+
+
+def _fits_fused(*tensors: Tensor) -> bool:
+    return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() and not t.numel() % _WHOLE for t in tensors)
+
+
+def _fused_nesterov(theta: Tensor, delta: Tensor, b: Tensor, lr: float, momentum: float) -> None:
+    torch._fused_sgd_(
+        [theta],
+        [delta],
+        [b],
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=True,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+@cache
+def _fused_rounds_alike() -> bool:
+    """Whether torch's fused step gives the bits of the separate ones here: that is up to its compiler and the CPU."""
+    if not hasattr(torch, "_fused_sgd_"):
+        return False
+    lr, momentum = 0.7, 0.9
+    count = torch.arange(4096, dtype=torch.float32, device="cpu")
+    theta, delta, b = (torch.sin(count * factor) for factor in (1.0, 2.0, 3.0))
+    fused_theta, fused_b = theta.clone(), b.clone()
+    _fused_nesterov(fused_theta, delta.clone(), fused_b, lr, momentum)
+    b.mul_(momentum).add_(delta)
+    theta.sub_(delta.add_(b, alpha=momentum), alpha=lr)
+    return torch.equal(fused_theta, theta) and torch.equal(fused_b, b)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,20 @@ def test_every_registered_optimizer_equals_torchs_on_the_outer_gradient(name: st
         torch.testing.assert_close(theta, reference.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.0)])
+@pytest.mark.parametrize("size", [64, 65, 1 << 16, (1 << 16) + 64])
+def test_nesterov_in_one_pass_gives_the_bits_of_the_separate_operations(size: int, lr: float, momentum: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    theta, delta, b = (torch.randn(size, generator=generator) for _ in range(3))
+    delta[:4] = torch.tensor([0.0, -0.0, 1e-42, 1e38])
+    moved, kept = theta.clone(), b.clone()
+    Nesterov(lr=lr, momentum=momentum).update(moved, delta.clone(), {"momentum": kept}, 1)
+    b.mul_(momentum).add_(delta)
+    theta.sub_(delta.add_(b, alpha=momentum), alpha=lr)
+    assert torch.equal(moved.view(torch.int32), theta.view(torch.int32))
+    assert torch.equal(kept.view(torch.int32), b.view(torch.int32))
+
+
 def test_nesterov_is_the_papers_formula_with_the_papers_numbers() -> None:
     theta, b, momentum = 1.0, 0.0, 0.9
     tensor, state = torch.tensor([theta]), state_for(Nesterov(), 1)
