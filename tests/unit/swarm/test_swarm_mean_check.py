@@ -13,10 +13,12 @@ from diloco.codecs.registry import codec
 from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import NotHere
-from diloco.engines.swarm.node.proofs import merkle, projections
+from diloco.engines.swarm.node.proofs import mean_check, merkle, projections
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
 from diloco.engines.swarm.node.proofs.messages import Part
+from diloco.engines.swarm.node.rounds import transfer as transfer_module
 from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed
 from support.swarm.lies import reduces_wrongly
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
@@ -124,22 +126,30 @@ def test_honest_rounds_open_no_part_and_name_no_worker(name: str, monkeypatch: p
     assert bans == [set()] * 4 and checked == [2] * 4 and opened == []
 
 
-def test_a_check_begins_after_the_trainers_outer_step_as_late_as_the_transfer_was_long(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_check_leaves_the_trainer_the_time_that_the_transfer_took_but_takes_numbers_of_memory_in_use_at_once(
+    copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[float] = []
-    compare, run = MeanCheck._compare, Transfer.run
+    told_at, compared_at = list[float](), list[float]()
+    tell, wait, run = MeanCheck._tell, MeanCheck._wait_for_numbers, Transfer.run
 
-    async def note(check: MeanCheck, round_: Any) -> list[int | None]:
-        began.append(clock.now())
-        return await compare(check, round_)
+    async def note_tell(check: MeanCheck, *arguments: Any) -> None:
+        told_at.append(clock.now())
+        await tell(check, *arguments)
+
+    async def note_wait(check: MeanCheck, round_: Any) -> list[str]:
+        compared_at.append(clock.now())
+        return await wait(check, round_)
 
     async def run_long(transfer: Transfer) -> None:
         await asyncio.sleep(0.3)
         await run(transfer)
 
-    monkeypatch.setattr(MeanCheck, "_compare", note)
+    monkeypatch.setattr(MeanCheck, "_tell", note_tell)
+    monkeypatch.setattr(MeanCheck, "_wait_for_numbers", note_wait)
     monkeypatch.setattr(Transfer, "run", run_long)
+    if not copied:
+        monkeypatch.setattr(mean_check, "_COPIED_BYTES", 0)
 
     async def story(swarm: MemorySwarm) -> float:
         workers = await founded(swarm, 2)
@@ -149,7 +159,9 @@ def test_a_check_begins_after_the_trainers_outer_step_as_late_as_the_transfer_wa
         return ended
 
     ended = told(story)
-    assert len(began) == 2 and all(ended + 0.25 <= one <= ended + 1.0 for one in began)
+    assert len(told_at) == len(compared_at) == 2
+    assert all(one >= ended + 0.25 for one in compared_at)
+    assert all((one >= ended + 0.25) == copied for one in told_at)
 
 
 @pytest.mark.parametrize(("name", "number", "hidden"), [("int4", 0, False), ("int8", 2, True)])
@@ -294,3 +306,29 @@ def test_a_check_that_fails_for_a_fault_of_its_own_is_told_and_stops_nothing(
 
     wanted = [("check_failed", {"round": n, "reason": "ZeroDivisionError: no numbers"}) for n in (0, 1)]
     assert told(story) == [wanted] * 3
+
+
+def test_the_size_of_a_batch_changes_neither_the_mean_nor_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    squared_norm = Transfer._squared_norm
+
+    def mean_and_norms(elements: int) -> tuple[bytes, list[float]]:
+        norms: list[float] = []
+
+        def note(transfer: Transfer, rows: range, reducer: str) -> float:
+            norms.append(squared_norm(transfer, rows, reducer))
+            return norms[-1]
+
+        monkeypatch.setattr(Transfer, "_squared_norm", note)
+        monkeypatch.setattr(transfer_module, "_BATCH_ELEMENTS", elements)
+        monkeypatch.setattr(transfer_module, "_CHUNKS", 2)
+
+        async def story(swarm: MemorySwarm) -> list[tuple[RoundOutcome, bytes]]:
+            workers = await founded(swarm, 2)
+            return await asyncio.gather(*(w.post(values(i, 0, 8 * NUMEL)) for i, w in enumerate(workers)))
+
+        (_, mean), (_, other) = told(story)
+        assert mean == other and norms
+        return mean, norms
+
+    (mean, norms), (same_mean, same_norms) = mean_and_norms(1), mean_and_norms(1 << 19)
+    assert mean == same_mean and norms == pytest.approx(same_norms, rel=1e-5)

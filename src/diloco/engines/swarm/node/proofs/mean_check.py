@@ -10,7 +10,7 @@ Every worker sees the same, and needs no other's word. A contributor that tells 
 reduced: a random part of its range is opened. One that is live and shows no part commits an offence each time.
 
 A check begins half a second after the round, or sooner where the transfer took less: the outer step, for which all
-training waits, has the processor first. Contributions that are not copied are checked at once.
+training waits, has the processor first. The numbers of a contribution that is not copied are taken at once.
 
 A mean that is not linear (`sync.merge = clipped`) or lacks values has no such numbers: a random part is opened now and
 then, so that this costs a hundredth of the bytes at most.
@@ -118,7 +118,7 @@ class MeanCheck:
         round_ = _Counted(agreed, posted, own, mean, processes)
         self._rounds.put(agreed.plan.digest.hex(), round_)
         # Beside training, and so after the outer step, which takes about as long as the transfer, or less.
-        delay = min(_MOST_DELAY, clock.now() - own.since) if own.is_copied else 0.0
+        delay = min(_MOST_DELAY, clock.now() - own.since)
         task = asyncio.create_task(self._check(round_, copied, delay))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -175,9 +175,10 @@ class MeanCheck:
         linear = plan.decision.merge == "mean" and not own.means_drop_values and not own.for_means.means_drop_values
         try:
             await copied()
-            await asyncio.sleep(delay)
+            if round_.own.is_copied:
+                await asyncio.sleep(delay)
             if linear:
-                suspects = await self._compare(round_)
+                suspects = await self._compare(round_, 0.0 if round_.own.is_copied else delay)
             else:
                 chance = _OPENED_SHARE * round_.posted.num_parts / len(plan.entries)
                 suspects = [self._part_of(round_, None)] if self._random.random() < chance else []
@@ -193,8 +194,8 @@ class MeanCheck:
             self._own.drop(plan.digest.hex())
             self._rounds.drop(plan.digest.hex())
 
-    async def _compare(self, round_: _Counted) -> list[int | None]:
-        """The parts to open."""
+    async def _compare(self, round_: _Counted, delay: float) -> list[int | None]:
+        """The parts to open. `delay`: of the mean's numbers, after those of this worker's contribution."""
         plan, posted = round_.agreed.plan, round_.posted
         loop = asyncio.get_running_loop()
         sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
@@ -207,6 +208,7 @@ class MeanCheck:
                 return []  # the trainer has posted again: these are other values
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
+        await asyncio.sleep(delay)
         numbers, error = await loop.run_in_executor(None, projections.project_mean, means, mean, parts, sign)
         absent = await self._wait_for_numbers(round_)
         if absent:

@@ -42,8 +42,9 @@ from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode,
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES, _CHUNK_ELEMENTS = 1 << 20, 1 << 19  # as many elements as scratch memory has
-_CHUNKS, _LEAST_ELEMENTS = 8, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
+_CHUNK_BYTES = 1 << 22
+_BATCH_ELEMENTS = 1 << 19  # decoded at a time: as many as scratch memory has
+_CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _ALIVE_SECONDS = 1.0
 _LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
@@ -111,10 +112,9 @@ class Transfer:
 
     @property
     def _chunk_rows(self) -> int:
-        """Few enough that what they decode to is small as well, and that the first means are soon on their way."""
-        part = self.posted.part_elements
-        wanted = max(-(-len(self._mine) // _CHUNKS), _LEAST_ELEMENTS // part)
-        return max(1, min(_CHUNK_BYTES // self._width, _CHUNK_ELEMENTS // part, wanted))
+        """Few enough that the first means are soon on their way; each chunk costs several turns of the loop."""
+        wanted = max(-(-len(self._mine) // _CHUNKS), _LEAST_ELEMENTS // self.posted.part_elements)
+        return max(1, min(_CHUNK_BYTES // max(self._width, self._mean_width), wanted))
 
     # As a contributor
 
@@ -294,7 +294,7 @@ class Transfer:
             merge=self.plan.decision.merge,
             squares=squares,
             first_part=first,
-            batch_elements=_CHUNK_ELEMENTS,
+            batch_elements=_BATCH_ELEMENTS,
         )
         self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
         return mean, squares, products
@@ -303,9 +303,12 @@ class Transfer:
     def _squared_norm(self, rows: range, reducer: str) -> float:
         """Of these rows of the mean, which go into the digest of the reducer's range."""
         self._signatures.add(reducer, self._mean(rows))
-        values = scratch("decoded", (len(rows), self.posted.part_elements), torch.device("cpu"))
-        self._means.decode(_rows(self._mean(rows), len(rows)), values)
-        return float(torch.linalg.vector_norm(values)) ** 2
+        squares, encoded = 0.0, _rows(self._mean(rows), len(rows))
+        for some in torch.split(encoded, max(1, _BATCH_ELEMENTS // self.posted.part_elements)):
+            values = scratch("decoded", (len(some), self.posted.part_elements), some.device)
+            self._means.decode(some, values)
+            squares += float(torch.linalg.vector_norm(values)) ** 2
+        return squares
 
     # The end
 
