@@ -83,7 +83,7 @@ class RoundFailed(DiLoCoError):
 
 
 class SinkFailed(DiLoCoError):
-    """Some events could not be written to a sink; the run itself is not affected."""
+    """A sink could not be started, or events not be written to it; the run itself is not affected."""
 
 
 class WorkerFailed(DiLoCoError):

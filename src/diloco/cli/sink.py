@@ -1,13 +1,14 @@
 """`diloco sink RUN NAME`: write a run, in progress or ended, to W&B, TensorBoard or trackio."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
 
-from diloco.errors import ConfigError, SinkFailed
+from diloco.errors import ConfigError, DiLoCoError, SinkFailed
 from diloco.sinks.follower import Follower, open_follower, sink_folder
 from diloco.sinks.registry import SINKS, check_installed
 from diloco.training.records.summary import SUMMARY_FILE
@@ -32,7 +33,13 @@ def sink(run: Path, name: Literal["tensorboard", "wandb", "trackio"], /) -> None
         raise ConfigError(f"{run} is not a run folder: it has no config.toml")
     check_installed([name])
     console = Console()
-    with open_follower(run, name, SINKS[name]) as follower:
+    with ExitStack() as stack:
+        try:
+            follower = stack.enter_context(open_follower(run, name, SINKS[name]))
+        except DiLoCoError:
+            raise
+        except Exception as error:  # the package's own: no login, no server
+            raise SinkFailed(f"the sink {name} could not be started: {type(error).__name__}: {error}") from error
         _to_the_end(follower, console)
     state = follower.state
     console.print(Text(f"{state.events:,} events of {run} are in {name} ({sink_folder(run, name)})"), soft_wrap=True)

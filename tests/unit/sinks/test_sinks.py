@@ -194,6 +194,18 @@ def test_the_verb_fails_if_the_sink_did_not_take_everything(
     assert "could not write 10 events, the first because: ConnectionError" in capsys.readouterr().err
 
 
+def test_the_verb_says_why_a_sink_could_not_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("no API key: log in first")
+
+    monkeypatch.setattr(SINKS["tensorboard"], "start", refuse)
+    assert diloco(["sink", str(run_folder(tmp_path / "run", RUN)), "tensorboard"]) == 1
+    expected = "the sink tensorboard could not be started: PermissionError: no API key: log in first"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("run", "name"), [("nowhere", "tensorboard"), ("run", "mlflow")])
 def test_the_verb_refuses_other_folders_and_other_sinks(
     run: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
