@@ -21,7 +21,7 @@ from diloco.models.native.presets import preset
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.tables import CheckpointConfig
-from measuring import write_results
+from measuring import check_cuda, write_results
 
 STEPS, SAVES = 10, 4
 
@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="where to write (default: the place of temporary files)")
     given = parser.parse_args()
+    if given.device == "cuda":
+        check_cuda("use --device cpu")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         results = measure(given.model, torch.device(given.device), Path(folder))
     for key, value in results.items():

@@ -20,7 +20,7 @@ import torch
 from diloco.codecs.base import Codec
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.fragments import PartLayout, span_elements
-from measuring import Spread, write_results
+from measuring import Spread, check_cuda, write_results
 
 LEAST_CPU_GB, LEAST_GPU_SHARE = 1.5, 0.6
 ON_CPU, ON_GPU = ("int8", "int4", "e3m0"), ("fp16", "int8", "int4", "e3m0")
@@ -92,6 +92,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
     given = parser.parse_args()
+    if given.device == "cuda":
+        check_cuda("use --device cpu")
     device = torch.device(given.device)
     torch.set_num_threads(1)
     numel, copied = (1 << 24, None) if device.type == "cpu" else (1 << 28, copy_rate(device))

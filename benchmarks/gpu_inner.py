@@ -24,7 +24,7 @@ from diloco.models.native.presets import preset
 from diloco.training.compute import prepare
 from diloco.training.config.tables import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer
-from measuring import write_results
+from measuring import check_cuda, write_results
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    results = measure(parser.parse_args())
+    given = parser.parse_args()
+    check_cuda("run it on one that has one")
+    results = measure(given)
     for name, value in results.items():
         print(name, value)
     print(write_results("gpu-inner", results, device=torch.cuda.get_device_name()))

@@ -26,7 +26,7 @@ from diloco.core.outer_optimizers import Nesterov
 from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from measuring import write_results
+from measuring import check_cuda, write_results
 
 
 def milliseconds(work: Callable[[], object], times: int = 5) -> float:
@@ -166,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="llama-1b")
     name = parser.parse_args().model
+    check_cuda("run it on one that has one")
     plain, with_diloco, with_offload = (training_memory(name, offload=offload) for offload in (None, False, True))
     model = built(name)
     parameters = sum(p.numel() for p in model.parameters())

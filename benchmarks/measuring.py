@@ -73,6 +73,14 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
+def check_cuda(remedy: str) -> None:
+    """End the benchmark with a sentence if torch finds no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"error: this measures on a GPU, and torch finds no CUDA device on this machine: {remedy}")
+
+
 def machine() -> dict[str, object]:
     """The machine in words that say nothing of its owner."""
     import torch

@@ -33,7 +33,7 @@ import search_path  # noqa: F401  `support` of the tests
 from diloco.engines.base import Connection as Engine
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from measuring import Spread, peak_memory, reset_peak_memory, results_path, write_results
+from measuring import Spread, check_cuda, peak_memory, reset_peak_memory, results_path, write_results
 
 LIMIT_SECONDS = 300.0
 CASES = ("alone", "gloo", "swarm")
@@ -201,6 +201,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--free-gradients", action="store_true")
     given = parser.parse_args()
+    if given.device == "cuda":
+        check_cuda("use --device cpu")
     rows = []
     for case in given.cases:
         for name in given.codecs:

@@ -39,7 +39,7 @@ import torch
 import diloco
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from measuring import Spread, write_results
+from measuring import Spread, check_cuda, write_results
 
 H, FRAGMENTS, OVERLAP = 20, 3, 2
 LIMIT_SECONDS = 120.0
@@ -258,6 +258,8 @@ def main() -> int:
     parser.add_argument("--apart-step-seconds", type=float, default=0.0224)
     parser.add_argument("--trace", default="", help="a folder for a trace of one more sync of each case")
     given = parser.parse_args()
+    if given.device == "cuda":
+        check_cuda("use --device cpu")
     rows = []
     for other in given.other:
         with socket.socket() as free:

@@ -134,6 +134,12 @@ def test_a_worker_that_failed_is_never_a_complete_run_even_if_nobody_named_an_er
     assert summarize(CONFIG, BEGINNING)["status"] == "failed"
 
 
+def test_a_run_that_was_stopped_before_any_worker_began_is_stopped_and_not_failed() -> None:
+    summary = summarize(CONFIG, [])
+    assert (summary["status"], summary["error"]) == ("stopped", None)
+    assert summarize(CONFIG, [], "worker 0 of 2 failed")["status"] == "failed"
+
+
 def test_if_all_workers_were_killed_steps_and_rounds_are_those_that_the_log_shows() -> None:
     rounds = [merged(0, 0, 10), merged(1, 0, 10), merged(0, 1, 15, failure="late"), merged(1, 1, 15, failure="late")]
     nobody_had_work = merged(0, 2, 15, mean_norm=None)
@@ -149,7 +155,7 @@ def test_if_all_workers_were_killed_steps_and_rounds_are_those_that_the_log_show
 def test_without_any_event_there_is_a_summary_of_nothing_and_it_is_not_complete() -> None:
     summary = summarize(CONFIG, [])
     assert summary.keys() >= PROMISED
-    assert summary["status"] == "failed"
+    assert summary["status"] != "complete"
     assert summary["inner_steps"] == summary["rounds"] == summary["tokens"] == summary["bytes_sent_per_worker"] == 0
     assert summary["validation_loss"] is None
     assert summary["communication_reduction"] is None

@@ -38,7 +38,8 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
     started = _last(events, "worker_started") or {}
     ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
     best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
-    if error is None and (best is None or best["type"] != "worker_finished"):
+    began = bool(started or best)  # if not, and without an error, it was stopped before the first step
+    if error is None and began and (best is None or best["type"] != "worker_finished"):
         error = "no worker has come to the end"
     members = (best or {}).get("members") or _last_members(events)
     reports = [member["report"] for member in members]
@@ -62,7 +63,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         numbers["tokens"] = _own_tokens(events, members)
     sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(started.get("parameters", 0), *compared)
     return {
-        "status": "failed" if error else "stopped" if best and best["stopped_early"] else "complete",
+        "status": "failed" if error else "stopped" if best is None or best["stopped_early"] else "complete",
         "error": error,
         "mode": config.mode,
         "model": config.model.name,
