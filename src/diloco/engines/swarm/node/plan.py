@@ -110,6 +110,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     """Of each entry in the reduction (rounds/shares.py); () if all have the same one."""
     rounds: Annotated[tuple[Rounds, ...], Meta(max_length=MAX_WORKERS)] = ()
     """Of work that each entry counts as at most (membership/missed_rounds.py); () if as one each."""
+    counted: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """Live members whose work was in an earlier mean: they count for the next round, as the entries do (quorum.py)."""
 
     def __post_init__(self) -> None:
         if self.rounds and len(self.rounds) != len(self.entries):

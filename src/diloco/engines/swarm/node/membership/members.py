@@ -106,9 +106,9 @@ class Members:
         return -1 if peer is None else peer.status.number
 
     def roster(self) -> tuple[int, ...]:
-        """The numbers of the live members whose work has been in a mean, also of those that fetch the state now."""
-        live = [self.status, *(peer.status for peer in self.live())]
-        return tuple(sorted({status.number for status in live if status.contributed_round >= 0}))
+        """The numbers of the live members that have the state."""
+        own = [self.status.number] if self.status.has_state else []
+        return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
 
     def leader(self) -> str | None:
         """The live member with the lowest number that has the state and leads well; None if no member has the state."""

@@ -36,11 +36,16 @@ class Quorum:
         if last is None or self._settings.quorum == "any":
             return set()
         names = {entry.peer for entry in last.entries}
-        names |= {name for name, number in members.numbers.items() if number in last.roster}
+        names |= {name for name, number in members.numbers.items() if number in last.counted}
         names -= last.liars
         there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
         known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
         return names & known if len(known) >= _FEWEST else set()
+
+    def next_counted(self) -> tuple[int, ...]:
+        """The numbers of the live members whose work was in an earlier mean, also of those that fetch the state now."""
+        live = [self._members.status, *(peer.status for peer in self._members.live())]
+        return tuple(sorted({status.number for status in live if status.contributed_round >= 0}))
 
     def _may_be_there(self, peer: Peer) -> bool:
         """It is neither known to be dead or gone, nor silent for too long."""
