@@ -3,13 +3,13 @@
     python benchmarks/adversary_real.py                 every row, after a calm run
     python benchmarks/adversary_real.py --rows          their names
     python benchmarks/adversary_real.py --only floods   the calm run and one row (several with commas)
-    python benchmarks/adversary_real.py --markdown      the table of docs/swarm.md, from the result file
+    python benchmarks/adversary_real.py --markdown      the tables of docs/swarm.md, from the result files
 
 `diloco train --engine swarm` founds a run of a small language model, `diloco join` brings four more, each a trainer, a
 sidecar and a p2pd on this machine. The fifth is the bad one: the same command, with one behaviour of its sidecar
 changed from the fourth round on (benchmarks/attacks); or an honest one, to which a fault happens. Rows in which members
-wait, or one more is started, have rounds of five times `lost_seconds`. Rows are added to the result file of earlier
-ones; each is held against the calm run of its own session and length.
+wait, or one more is started, have rounds of five times `lost_seconds`. Each row is added to the result file of earlier
+ones when it has ended, and is held against the calm run of its own session and length.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rich.table import Table
 import search_path  # noqa: F401  `support` of the tests
 from adversary_faults import NotAsItMustBe, bad_pair, cut, founder_gone, sleep, slow_line, twice
 from adversary_run import Figures, Member, Size, Swarm, figures
-from measuring import results_path, write_results
+from measuring import RESULTS, results_path, write_results
 from support.swarm.networks import internet, missing
 
 MOST_TIMES, MOST_LOSS, MOST_ROUNDS = 2.0, 0.02, 5
@@ -208,7 +208,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print the names of the rows, and end")
-    parser.add_argument("--markdown", action="store_true", help="print the result file as a table, and end")
+    parser.add_argument("--markdown", action="store_true", help="print each result file as a table, and end")
     parser.add_argument("--only", default="", help="rows by their names or parts of them, with commas")
     parser.add_argument("--keep", type=Path, help="a folder to leave the run folders and logs in")
     for name, value in asdict(Size()).items():
@@ -223,7 +223,9 @@ def main() -> int:
         print("\n".join(row.name for row in ROWS))
         return 0
     if given.markdown:
-        print(markdown(json.loads(results_path("adversary-real").read_text())["results"]))
+        for path in sorted(RESULTS.glob("adversary-real-*.json")):
+            told = json.loads(path.read_text())
+            print(f"{told['machine']['processor']}, {told['machine']['cores']} cores:\n\n{markdown(told['results'])}\n")
         return 0
     if wanted and not named and not any(word in "calm" for word in wanted):
         parser.error(f"--only {given.only}: no such row; --rows names them")
@@ -231,7 +233,7 @@ def main() -> int:
         folder = given.keep or Path(temporary)
         rows = measure(chosen, size, folder)
     show(rows)
-    print(f"written: {save(rows).name}")
+    print(f"written: {results_path('adversary-real').name}")
     return 1 if any(row["faults"] for row in rows) else 0
 
 
@@ -252,17 +254,18 @@ def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]
         made |= {"usual_times": told.round_seconds / calm.round_seconds}
         made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}
         rows.append(made | {"faults": faults(row, told, calm, size, more)})
+        save(rows)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def save(rows: list[dict[str, Any]]) -> Path:
+def save(rows: list[dict[str, Any]]) -> None:
     """These rows, and those of earlier runs that were not run again."""
     path = results_path("adversary-real")
     earlier = json.loads(path.read_text())["results"] if path.exists() else []
     new, order = {row["row"] for row in rows}, [row.name for row in ROWS]
     kept = [row for row in earlier if row["row"] not in new and row["row"] in order] + rows
-    return write_results("adversary-real", sorted(kept, key=lambda row: order.index(row["row"])))
+    write_results("adversary-real", sorted(kept, key=lambda row: order.index(row["row"])))
 
 
 if __name__ == "__main__":
