@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import search_path  # noqa: F401  `support` of the tests
 from diloco.training.records.events import Event, read_events
 from support.swarm.networks import Internet
 from support.swarm.processes import descendants

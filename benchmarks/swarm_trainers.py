@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+import search_path  # noqa: F401  `support` of the tests
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig

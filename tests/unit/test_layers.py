@@ -51,3 +51,10 @@ def test_no_module_imports_itself_through_others() -> None:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(f"modules that import each other: {' imports '.join(reversed(error.args[1]))}")
+
+
+def test_every_benchmark_that_uses_support_makes_it_importable_itself() -> None:
+    for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        first = next((number for number, line in enumerate(lines) if line.lstrip().startswith("from support")), None)
+        assert first is None or any(line.startswith("import search_path") for line in lines[:first]), path.name
