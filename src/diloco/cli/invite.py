@@ -13,6 +13,7 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
 from diloco.own_command import command
 from diloco.training.processes.run_lock import is_training
+from diloco.training.records.run_description import RUN_JSON
 from diloco.training.records.run_folder import resume_command
 
 
@@ -63,7 +64,9 @@ def invite(
         )
     if not is_training(run):
         _say("no worker of this run is running here: the invitation has the addresses last known")
-    _say(f"on another machine:  {command('join', 'INVITATION')}")
+    own_loop = not (folder / RUN_JSON).exists()  # `diloco join` has nothing to run then
+    how = 'diloco.join_swarm(FOLDER, "INVITATION") in your loop' if own_loop else command("join", "INVITATION")
+    _say(f"on another machine:  {how}")
     print(made.text())
 
 

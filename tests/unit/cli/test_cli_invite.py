@@ -96,6 +96,14 @@ def test_where_the_run_began_every_invitation_is_new(capsys: pytest.CaptureFixtu
     assert Invitation.parse(again, time.time()).id not in (made.id, founded.first.id)
 
 
+def test_it_says_how_to_join_a_run_of_diloco_train_and_one_of_an_own_loop(
+    capsys: pytest.CaptureFixture[str], founded: Founded
+) -> None:
+    assert "join_swarm(FOLDER" in succeeds(capsys, "invite", str(founded.path))[1]
+    (founded.swarm / "run.json").write_text("{}")
+    assert "join INVITATION" in succeeds(capsys, "invite", str(founded.path))[1]
+
+
 def test_elsewhere_it_is_the_machines_own_with_fresh_addresses(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
