@@ -43,9 +43,9 @@ class Quorum:
         return names & known if len(known) >= _FEWEST else set()
 
     def next_counted(self) -> tuple[int, ...]:
-        """The numbers of the live members whose work was in an earlier mean, also of those that fetch the state now."""
-        live = [self._members.status, *(peer.status for peer in self._members.live())]
-        return tuple(sorted({status.number for status in live if status.contributed_round >= 0}))
+        """The numbers of the live members that have the state, and whose work was in an earlier mean."""
+        live = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return tuple(sorted({status.number for status in live if status.has_state and status.contributed_round >= 0}))
 
     def _may_be_there(self, peer: Peer) -> bool:
         """It is neither known to be dead or gone, nor silent for too long."""
