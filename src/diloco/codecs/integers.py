@@ -49,7 +49,10 @@ class Int8(Codec):
             scales = divided(largest_of(blocks), 127).clamp_(max=INT8_LARGEST_SCALE)
             # A block whose scale is 0 has nothing but zeros, or numbers that 127 times less is 0.
             divisors = torch.where(scales == 0, 1.0, scales)
-            codes = torch.div(blocks, divisors, out=buffer).round_().clamp_(-127, 127)
+            codes = torch.div(blocks, divisors, out=buffer).round_()
+            least, most = torch.aminmax(divisors)
+            if not (float(least) >= SMALLEST_SCALE and float(most) < INT8_LARGEST_SCALE):
+                codes.clamp_(-127, 127)  # a scale was rounded much, or is not as large as the block needs
             out[rows, :elements].view(torch.int8).copy_(codes.view(-1, elements))
             scales_of(out[rows], elements).copy_(scales.view(codes.shape[0] * INT8_BLOCK // elements, -1))
 
