@@ -126,11 +126,13 @@ def run(way: str, rounds: int, step_seconds: float) -> list[Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="at least 8; a fourth of them for the classic way")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="of a fast worker")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    if options.rounds < 8:
+        parser.error(f"--rounds {options.rounds}: at least 8, since the classic way has a fourth of them")
     table = Table("way", "worker", "steps", "in means", "idle", "later", "steps/s of all")
     measured: dict[str, list[Measured]] = {}
     for way in options.ways:

@@ -124,8 +124,12 @@ def tokenizer(
     if to is None:
         raise ConfigError("`diloco data tokenizer` needs a place for the result: --to tokenizer.json")
     if to.exists() or not to.parent.is_dir():
-        reason = "exists already" if to.exists() else f"cannot be written: there is no folder {to.parent}"
-        raise ConfigError(f"--to {to} {reason}; choose another place")
+        reason = (
+            "exists already: remove it"
+            if to.exists()
+            else f"cannot be written: there is no folder {to.parent}; make it"
+        )
+        raise ConfigError(f"--to {to} {reason}, or choose another place")
     check_target(to)
     if config.data.tokenizer is not None:
         raise ConfigError("data.tokenizer is an existing tokenizer: leave it out to train one")
