@@ -111,7 +111,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
     rounds: Annotated[tuple[Rounds, ...], Meta(max_length=MAX_WORKERS)] = ()
     """Of work that each entry counts as at most (membership/missed_rounds.py); () if as one each."""
     counted: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)] = ()
-    """Live members whose work was in an earlier mean: they count for the next round, as the entries do (quorum.py)."""
+    """Live members with the state, and work in an earlier mean: they count for the next round too (quorum.py)."""
 
     def __post_init__(self) -> None:
         if self.rounds and len(self.rounds) != len(self.entries):
