@@ -288,6 +288,26 @@ def test_a_peer_that_was_forgotten_or_restarted_is_found_again(tmp_path: Path) -
     asyncio.run(run())
 
 
+def test_what_is_asked_while_p2pd_restarts_waits_for_the_new_one(tmp_path: Path) -> None:
+    """A peer that learns that it is behind a router restarts p2pd, also in the middle of a run."""
+
+    async def run() -> None:
+        async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
+            at = await b.addresses()
+            early = asyncio.create_task(a.connect(b.peer, at, WAIT))
+            restarting = asyncio.create_task(a.restart(a.reachability, LOOPBACK))
+            while a._daemon is not None:
+                await asyncio.sleep(0)
+            stream, said, _, _ = await asyncio.gather(
+                a.open_stream(b.peer, WAIT), a.call(b.peer, b"hello", WAIT), a.connect(b.peer, at, WAIT), early
+            )
+            stream.close()
+            assert said == a.peer.encode() + b" said hello"
+            await restarting
+
+    asyncio.run(run())
+
+
 _KILLED = """
 import asyncio, sys
 from pathlib import Path

@@ -71,6 +71,7 @@ class P2pdTransport(Transport):
         self._protocol, self._config = protocol, config
         self._daemon: Daemon | None = None
         self._control = Control("", "")
+        self._restarting = asyncio.Lock()
         self._monitoring: asyncio.Task[None] | None = None
         self._addresses: list[str] = []
         self._incoming = IncomingRequests()
@@ -128,10 +129,16 @@ class P2pdTransport(Transport):
             self.ended.set_result(reason)
 
     async def restart(self, reachability: Reachability, config: ListenConfig) -> None:
-        """All connections end."""
-        self.reachability, self._config = reachability, config
-        await self._stop()
-        await self._start()
+        """All connections end. What is asked meanwhile waits for the new p2pd, within its own time limit."""
+        async with self._restarting:
+            self.reachability, self._config = reachability, config
+            await self._stop()
+            await self._start()
+
+    async def _running_control(self) -> Control:
+        """After the restart that is under way, if there is one."""
+        async with self._restarting:
+            return self._control
 
     async def close(self) -> None:
         if self._monitoring is not None:
@@ -213,12 +220,21 @@ class P2pdTransport(Transport):
         self._known.put(peer, routes)
         with self._translated_errors(peer, seconds):
             async with asyncio.timeout(seconds):
-                if self.reachability.kind == "private" and await self._punch(peer, routes):
-                    return
-                await self._control.connect_peer(peer, routes, seconds)
-                used = (await self._control.list_peers()).get(peer, [])
-                # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
-                self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
+                control = await self._running_control()
+                try:
+                    await self._connect(peer, routes, seconds)
+                except DaemonGone:
+                    if await self._running_control() is control:
+                        raise
+                    await self._connect(peer, routes, seconds)  # p2pd was restarted meanwhile
+
+    async def _connect(self, peer: str, routes: list[str], seconds: float) -> None:
+        if self.reachability.kind == "private" and await self._punch(peer, routes):
+            return
+        await self._control.connect_peer(peer, routes, seconds)
+        used = (await self._control.list_peers()).get(peer, [])
+        # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
+        self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
 
     async def _punch(self, peer: str, routes: list[str]) -> bool:
         """Two private peers may still get a direct connection; see hole_punching.py. One attempt for each peer."""
@@ -241,23 +257,25 @@ class P2pdTransport(Transport):
         with self._translated_errors(peer, seconds):
             async with asyncio.timeout(seconds):
                 protocol = f"{self._protocol}/call"
+                control = await self._running_control()
                 try:
-                    return await self._control.call(peer, protocol, request)
+                    return await control.call(peer, protocol, request)
                 except DaemonError as error:
                     await self._reconnect(peer, error)
                     if not was_never_sent(error):  # it may have been carried out: the caller must know
                         raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
-                return await self._control.call(peer, protocol, request)
+                return await control.call(peer, protocol, request)
 
     async def open_stream(self, peer: str, seconds: float) -> Stream:
         with self._translated_errors(peer, seconds):
             async with asyncio.timeout(seconds):
                 protocol = f"{self._protocol}/stream"
+                control = await self._running_control()
                 try:
-                    sock = await self._control.open_stream(peer, protocol, seconds)
+                    sock = await control.open_stream(peer, protocol, seconds)
                 except DaemonError as error:
                     await self._reconnect(peer, error)
-                    sock = await self._control.open_stream(peer, protocol, seconds)
+                    sock = await control.open_stream(peer, protocol, seconds)
         return self._incoming.track(peer, sock)
 
     async def _reconnect(self, peer: str, error: DaemonError) -> None:
@@ -302,6 +320,6 @@ class P2pdTransport(Transport):
                 self._gone.drop(peer)
             raise unreachable from None
         except DaemonGone as error:
-            raise Unreachable(f"this machine's p2pd has ended: {error}") from None
+            raise Unreachable(f"this machine's p2pd has ended, or is starting again: {error}") from None
         except TimeoutError:
             raise Unreachable(f"{peer} did not answer within {seconds:g} s") from None
