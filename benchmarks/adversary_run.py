@@ -224,7 +224,8 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
             sequence = int(event["sequence"])
             if not member.away:
                 ends[sequence] = max(ends.get(sequence, 0.0), float(event["time"]))
-            told = {one["anchor_digest"] for one in event["members"] if one["worker"] in numbers}
+            counted = numbers & set(event["contributors"])  # a member that has missed rounds may tell of older anchors
+            told = {one["anchor_digest"] for one in event["members"] if one["worker"] in counted}
             digests.setdefault(sequence, set()).update(told)
     gaps = [ends[one] - ends[one - 1] for one in sorted(ends) if one - 1 in ends and one >= size.attack_from]
     last = {str(event["anchor_digest"]) for member in honest for event in member.of("worker_finished")}

@@ -71,11 +71,11 @@ def test_peers_behind_routers_meet_directly_or_through_a_public_one(
     public.wait_for_kind("public")
     seeds = public.do("addresses")
     with on(net, {"home": None, "other": None, "strict": None}, tmp_path, seeds) as (home, other, strict):
-        for peer in (home, other, strict):
+        at = {peer: peer.wait_for_address("/p2p-circuit/") for peer in (home, other, strict)}
+        for peer in at:
             peer.wait_for_kind("private")
             peer.do("connect", public.name, seeds)
         with ThreadPoolExecutor() as both:  # both ask at the same time
-            at = {peer: peer.wait_for_address("/p2p-circuit/") for peer in (home, other, strict)}
             list(both.map(lambda a, b: a.do("connect", b.name, at[b]), (home, other), (other, home)))
         assert all("/p2p-circuit" not in way for way in exchange(home, other))
         strict.do("connect", home.name, at[home])

@@ -294,13 +294,11 @@ def test_what_is_asked_while_p2pd_restarts_waits_for_the_new_one(tmp_path: Path)
     async def run() -> None:
         async with peers(tmp_path, LOOPBACK, LOOPBACK) as (a, b):
             at = await b.addresses()
-            early = asyncio.create_task(a.connect(b.peer, at, WAIT))
             restarting = asyncio.create_task(a.restart(a.reachability, LOOPBACK))
             while a._daemon is not None:
                 await asyncio.sleep(0)
-            stream, said, _, _ = await asyncio.gather(
-                a.open_stream(b.peer, WAIT), a.call(b.peer, b"hello", WAIT), a.connect(b.peer, at, WAIT), early
-            )
+            asked = a.open_stream(b.peer, WAIT), a.call(b.peer, b"hello", WAIT), a.connect(b.peer, at, WAIT)
+            stream, said, _ = await asyncio.gather(*asked)
             stream.close()
             assert said == a.peer.encode() + b" said hello"
             await restarting

@@ -7,7 +7,7 @@ Hivemind's Python package is not imported, only its daemon is run.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -129,16 +129,11 @@ class P2pdTransport(Transport):
             self.ended.set_result(reason)
 
     async def restart(self, reachability: Reachability, config: ListenConfig) -> None:
-        """All connections end. What is asked meanwhile waits for the new p2pd, within its own time limit."""
+        """All connections end, and what is asked meanwhile waits for the new p2pd, within its own time limit."""
         async with self._restarting:
             self.reachability, self._config = reachability, config
             await self._stop()
             await self._start()
-
-    async def _running_control(self) -> Control:
-        """After the restart that is under way, if there is one."""
-        async with self._restarting:
-            return self._control
 
     async def close(self) -> None:
         if self._monitoring is not None:
@@ -188,8 +183,8 @@ class P2pdTransport(Transport):
 
     async def port_and_addresses(self) -> tuple[int, list[str]]:
         """The port that others would call, and the direct addresses that this machine knows of itself."""
-        with self._translated_errors(self.peer):
-            _, found = await self._control.identify()
+        async with self._running(self.peer) as control:
+            _, found = await control.identify()
         direct = [address for address in found if "/tcp/" in address and multiaddr.CIRCUIT not in address]
         direct = [address for address in direct if not multiaddr.is_loopback(address)] or direct
         ports = [int(address.split("/tcp/")[1].split("/")[0]) for address in sorted(direct)]
@@ -202,8 +197,8 @@ class P2pdTransport(Transport):
 
     async def connections(self) -> dict[str, list[str]]:
         """The peers that this one is connected to now, and over which addresses."""
-        with self._translated_errors(self.peer):
-            return await self._control.list_peers()
+        async with self._running(self.peer) as control:
+            return await control.list_peers()
 
     async def _p2pd_endpoint(self) -> Endpoint:
         """Where this machine's own p2pd listens, for a connection from this machine."""
@@ -218,23 +213,13 @@ class P2pdTransport(Transport):
         if not routes:
             raise Unreachable(f"no address of {peer} is known", gone=True)
         self._known.put(peer, routes)
-        with self._translated_errors(peer, seconds):
-            async with asyncio.timeout(seconds):
-                control = await self._running_control()
-                try:
-                    await self._connect(peer, routes, seconds)
-                except DaemonGone:
-                    if await self._running_control() is control:
-                        raise
-                    await self._connect(peer, routes, seconds)  # p2pd was restarted meanwhile
-
-    async def _connect(self, peer: str, routes: list[str], seconds: float) -> None:
-        if self.reachability.kind == "private" and await self._punch(peer, routes):
-            return
-        await self._control.connect_peer(peer, routes, seconds)
-        used = (await self._control.list_peers()).get(peer, [])
-        # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
-        self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
+        async with self._running(peer, seconds) as control:
+            if self.reachability.kind == "private" and await self._punch(peer, routes):
+                return
+            await control.connect_peer(peer, routes, seconds)
+            used = (await control.list_peers()).get(peer, [])
+            # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
+            self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
 
     async def _punch(self, peer: str, routes: list[str]) -> bool:
         """Two private peers may still get a direct connection; see hole_punching.py. One attempt for each peer."""
@@ -254,28 +239,24 @@ class P2pdTransport(Transport):
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         if len(request) > MAX_CALL_BYTES:  # p2pd would end over it
             raise ValueError(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
-        with self._translated_errors(peer, seconds):
-            async with asyncio.timeout(seconds):
-                protocol = f"{self._protocol}/call"
-                control = await self._running_control()
-                try:
-                    return await control.call(peer, protocol, request)
-                except DaemonError as error:
-                    await self._reconnect(peer, error)
-                    if not was_never_sent(error):  # it may have been carried out: the caller must know
-                        raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
+        async with self._running(peer, seconds) as control:
+            protocol = f"{self._protocol}/call"
+            try:
                 return await control.call(peer, protocol, request)
+            except DaemonError as error:
+                await self._reconnect(peer, error)
+                if not was_never_sent(error):  # it may have been carried out: the caller must know
+                    raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
+            return await control.call(peer, protocol, request)
 
     async def open_stream(self, peer: str, seconds: float) -> Stream:
-        with self._translated_errors(peer, seconds):
-            async with asyncio.timeout(seconds):
-                protocol = f"{self._protocol}/stream"
-                control = await self._running_control()
-                try:
-                    sock = await control.open_stream(peer, protocol, seconds)
-                except DaemonError as error:
-                    await self._reconnect(peer, error)
-                    sock = await control.open_stream(peer, protocol, seconds)
+        async with self._running(peer, seconds) as control:
+            protocol = f"{self._protocol}/stream"
+            try:
+                sock = await control.open_stream(peer, protocol, seconds)
+            except DaemonError as error:
+                await self._reconnect(peer, error)
+                sock = await control.open_stream(peer, protocol, seconds)
         return self._incoming.track(peer, sock)
 
     async def _reconnect(self, peer: str, error: DaemonError) -> None:
@@ -293,22 +274,23 @@ class P2pdTransport(Transport):
     async def ask_dial_back(self, peer: str) -> DialBackResult | None:
         """Has that peer connect back to where it sees this one; None: it cannot tell."""
         port, _ = await self.port_and_addresses()
-        with self._translated_errors(peer, _ASK_SECONDS):
-            async with asyncio.timeout(_ASK_SECONDS):
-                answer = await self._control.call(peer, f"{self._protocol}/reach", reach.encode_request(port))
-                return reach.decode_result(answer)
+        async with self._running(peer) as control:
+            answer = await control.call(peer, f"{self._protocol}/reach", reach.encode_request(port))
+            return reach.decode_result(answer)
 
     async def relay_limit(self, peer: str) -> int:
         """How many bytes a connection through that peer may carry; 0: it relays nothing."""
-        with self._translated_errors(peer, _ASK_SECONDS):
-            async with asyncio.timeout(_ASK_SECONDS):
-                return await p2pd_relay.relay_limit(self._control, peer)
+        async with self._running(peer) as control:
+            return await p2pd_relay.relay_limit(control, peer)
 
-    @contextlib.contextmanager
-    def _translated_errors(self, peer: str, seconds: float = 0.0) -> Iterator[None]:
-        """p2pd's errors become Unreachable and CallRefused. `seconds`: the time limit, for the message."""
+    @contextlib.asynccontextmanager
+    async def _running(self, peer: str, seconds: float = _ASK_SECONDS) -> AsyncIterator[Control]:
+        """A running p2pd's control, for a request about this peer: its errors become Unreachable and CallRefused."""
         try:
-            yield
+            async with asyncio.timeout(seconds):
+                async with self._restarting:
+                    control = self._control
+                yield control
             self._gone.drop(peer)
         except HandlerError as error:
             raise CallRefused.read(str(error)) from None
