@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
     given = parser.parse_args()
     started, failed, settled, after = time.monotonic(), list[int](), list[float](), list[int]()
+    outside, unsettled = 0, list[int]()
     seeds = range(given.first, given.first + given.seeds)
     with (
         tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder,
@@ -82,6 +83,8 @@ def main() -> int:
         for number, told in enumerate(runs, 1):
             settled.append(told.settled_seconds)
             after.append(told.rounds_after)
+            outside += told.outside
+            unsettled += [told.seed] if told.outside and told.problem else []
             if told.problems():
                 failed.append(told.seed)
                 tell(told, given.lies)
@@ -92,9 +95,12 @@ def main() -> int:
         f"{given.seeds} schedules, {len(failed)} failed; all workers were in a round {max(settled):.1f} s after the "
         f"last fault at the latest, in most cases after {median} rounds (at most {max(after)}); {seconds:.0f} s"
     )
+    if given.lies:
+        print(f"{outside} left the liar and one other alone in a round; of these, {len(unsettled)} did not settle")
     if given.seeds < _TOLD_EVERY:
         return 1 if failed else 0
     told_of = {"first": given.first, "seeds": given.seeds, "lies": given.lies, "failed": sorted(failed)}
+    told_of |= {"outside": outside, "unsettled": sorted(unsettled)} if given.lies else {}
     late = {"latest_seconds": max(settled), "median_rounds": median, "most_rounds": max(after)}
     name = "schedules-lies" if given.lies else "schedules"
     print(f"written: {write_results(name, told_of | late | {'seconds': seconds}).name}")

@@ -9,7 +9,8 @@ pairs that are cut off from each other, splits, crashes with and without a retur
                 all have the same state
     no liar     no honest worker is held to have lied by another (`Ended.offences`)
 
-With `lie`, the last worker lies from its start on, in one of the ways of lies.py. The rest then holds for the others.
+With `lie`, the last worker lies from its start on, in one of the ways of lies.py. The rest then holds for the others;
+but a schedule that leaves it and one other alone in a round is outside what the protocol assumes, and need not settle.
 """
 
 import asyncio
@@ -58,6 +59,8 @@ class Ended:
     offences: list[str] = field(default_factory=list)
     """Of honest workers against each other."""
     problem: str = ""
+    outside: bool = False
+    """A liar was half of a round's members: which of two states is right, a third one cannot tell (protocol.md)."""
     settled_seconds: float = 0.0
     rounds_after: int = 0
     """Rounds that ended after the last fault before one had the work of all."""
@@ -67,7 +70,7 @@ class Ended:
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
                    if len(found) > 1]  # fmt: skip
-        return several + self.offences + ([self.problem] if self.problem else [])
+        return several + self.offences + ([self.problem] if self.problem and not self.outside else [])
 
 
 def draw(seed: int) -> tuple[int, list[Fault]]:
@@ -138,11 +141,11 @@ class Schedule:
 
         def record(round_: Round, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
-                if {entry.peer for entry in plan.contributors} >= self._honest():
+                contributors = {entry.peer for entry in plan.contributors}
+                self.ended.outside |= self._liar in contributors and len(contributors) <= 2
+                if contributors >= self._honest():
                     self._full.append(round_.sequence)
-                if (
-                    self._full and worker.name != self._liar
-                ):  # before, there are no members that have agreed on anything
+                if self._full and worker.name != self._liar:  # before, no members have agreed on anything
                     digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
                     self._log[round_.sequence][digest].add(life)
             succeed(round_, plan)
