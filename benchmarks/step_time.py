@@ -271,7 +271,10 @@ def main() -> int:
         rows.append(summarise(task, run(task)))
     device = torch.cuda.get_device_name() if given.device == "cuda" else None
     print(write_results("step-time", rows, device=device))
-    return 0 if all(row["slower"] <= MOST_SLOWER for row in rows if row["other"] == "cpu") else 1
+    slow = [row["slower"] for row in rows if row["other"] == "cpu" and row["slower"] > MOST_SLOWER]
+    if slow:
+        print(f"missed: worker 1 on the cpu, a step with a round in flight may take {MOST_SLOWER} of one without")
+    return 1 if slow else 0
 
 
 if __name__ == "__main__":
