@@ -6,6 +6,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 ARGS   ?=
 # File by file, the long tests first; three processes, since many tests wait for others.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes: what the first one has compiled, the others need not.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train swarm test check lint format bench clean screenshots
 .DELETE_ON_ERROR:
