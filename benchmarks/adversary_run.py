@@ -247,7 +247,7 @@ def figures(honest: list[Member], bad: Member | None, size: Size) -> Figures:
         rounds=min((len(member.rounds) for member in honest), default=0),
         round_seconds=median(gaps) if gaps else float("nan"),
         longest_seconds=max(gaps, default=float("nan")),
-        digests_equal=len(last) == 1 and all(len(told) == 1 for told in digests.values()),
+        digests_equal=len(last) == 1 and all(len(told) <= 1 for told in digests.values()),
         loss=max(losses, default=float("nan")),
         named_after=None if named is None else max(0, named - size.attack_from + 1),
         named_as=what,

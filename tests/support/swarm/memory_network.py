@@ -68,6 +68,7 @@ class MemoryNetwork:
 
     def kill(self, name: str) -> None:
         self.dead.add(name)
+        self.peers[name].killed = True
         for pipe in self.peers[name].pipes:
             pipe.break_()
 
@@ -151,6 +152,8 @@ class MemoryTransport(Transport):
         self.on_stream: OnStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.frozen = False
+        self.killed = False
+        """Its process says nothing any more, also when another one has its name."""
         self.connected: dict[str, MemoryTransport] = {}
         """Peers that this one has a connection to -> the process at its other end."""
         self.twin = network.peers.get(name) if name not in network.dead else None
@@ -174,6 +177,8 @@ class MemoryTransport(Transport):
 
     async def _reach(self, peer: str, seconds: float) -> "MemoryTransport":
         await asyncio.sleep(LATENCY_SECONDS + self.network.delay())
+        if self.killed:
+            raise Unreachable("this process is dead")
         self.network.way(self.peer, peer)
         other = self.connected.get(peer) or self._dialled(peer)
         if other is None or other.on_call is None:
@@ -241,6 +246,8 @@ class MemoryTransport(Transport):
         return MemoryStream(peer, there, back)
 
     async def close(self) -> None:
+        if self.killed:
+            return
         if self.twin is None:
             self.network.kill(self.peer)
             return
