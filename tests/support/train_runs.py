@@ -16,6 +16,9 @@ from support.forks import Launch, fork_command
 LONG = 100.0
 """Seconds for what takes a few on an idle machine."""
 
+SMALL = ("--model.hidden_size=48", "--model.num_layers=2", "--model.num_heads=2")
+"""For a model, of which most time is spent otherwise."""
+
 SENTENCES = (
     "the cat sat on the mat and looked at the rain",
     "a small bird sings while the green hills sleep",
@@ -38,7 +41,7 @@ def tiny_options(text: Path) -> list[str]:
         *(f"--data.source={text}", f"--data.cache_dir={text.parent / 'cache'}", "--data.vocab_size=300"),
         *("--data.sequence_length=16", "--data.shards=4", "--training.batch_size=8", "--training.eval_windows=16"),
         *("--training.log_interval=1", "--training.sample_tokens=5", "--inner.warmup_steps=4"),
-        *("--device=cpu", "--threads=1", "--model=tiny"),
+        *("--device=cpu", "--threads=1", "--model=tiny", *SMALL),
     ]
 
 

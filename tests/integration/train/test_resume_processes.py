@@ -10,7 +10,7 @@ from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.processes.run_lock import run_lock
 from support.forks import fork_command
 from support.kills import trial
-from support.train_runs import Run, completed, start, write_text
+from support.train_runs import SMALL, Run, completed, start, write_text
 
 STEPS = ("--steps=40", "--H=10", "--checkpoint.interval=5")
 
@@ -29,7 +29,7 @@ def test_i5_killed_at_random_moments_and_resumed_each_time_a_run_ends_with_the_b
     tmp_path: Path,
 ) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    kills, same = trial(tmp_path, 2, seed, ["--model=tiny"], fork_command)
+    kills, same = trial(tmp_path, 2, seed, ["--model=tiny", *SMALL], fork_command)
     assert kills and same, (seed, kills)
 
 

@@ -3,8 +3,11 @@
 import asyncio
 import hashlib
 
+import pytest
 import torch
+from msgspec.structs import replace
 
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from support.swarm.memory import MemorySwarm, MemoryWorker, values
@@ -48,6 +51,21 @@ def test_two_liars_that_join_while_an_honest_worker_is_away_do_not_stop_the_roun
         return [(one.failure, one.contributors) for one in ended]
 
     assert told(story, patience=0.5) == [(None, (0, 1, 2))] * 3
+
+
+def test_no_worker_follows_a_leader_that_does_not_know_the_last_round() -> None:
+    """A side that gave the round up would make a majority of the members before it, with this worker."""
+
+    async def story(swarm: MemorySwarm) -> None:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 2)
+        quorum = workers[1].node.outcomes.quorum
+        assert quorum.last is not None and quorum.last_ended == 1 and quorum.last.last_ended == 0
+        quorum.check_plan(replace(quorum.last, last_ended=1))
+        with pytest.raises(CallRefused, match="round 1 has ended, and the plan's leader does not know that"):
+            quorum.check_plan(replace(quorum.last, last_ended=0))
+
+    told(story)
 
 
 def test_the_answer_of_a_member_that_was_expelled_meanwhile_is_dropped() -> None:

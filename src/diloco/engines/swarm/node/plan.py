@@ -112,6 +112,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     """Of work that each entry counts as at most (membership/missed_rounds.py); () if as one each."""
     counted: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)] = ()
     """Live members with the state, and work in an earlier mean: they count for the next round too (quorum.py)."""
+    last_ended: Annotated[int, Meta(ge=-1)] = -1
+    """The last round that has ended for its leader; -1: none."""
 
     def __post_init__(self) -> None:
         if self.rounds and len(self.rounds) != len(self.entries):

@@ -12,6 +12,7 @@ Two members cannot tell a split from a death: each goes on without the other, as
 
 from collections.abc import Collection
 
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.members import Members, Peer
 from diloco.engines.swarm.node.plan import Plan
@@ -29,6 +30,15 @@ class Quorum:
     @property
     def last(self) -> Plan | None:
         return None if self.agreed is None else self.agreed.plan
+
+    @property
+    def last_ended(self) -> int:
+        return -1 if self.last is None else self.last.key.sequence
+
+    def check_plan(self, plan: Plan) -> None:
+        """Its leader must know the last round: else other members count for it. Raises CallRefused."""
+        if self.last is not None and self.last.majority and plan.last_ended < self.last_ended:
+            raise CallRefused(f"round {self.last_ended} has ended, and the plan's leader does not know that", "plan")
 
     def counted(self) -> set[str]:
         """The members of the last round, less the dead; empty if any number is enough: fewer than three are left."""

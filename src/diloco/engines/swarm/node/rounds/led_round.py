@@ -220,7 +220,7 @@ class LedRound:
                 self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
                 terms.max_norm_ratio, terms.merge, self._leader.shares.make(entries),
                 self._outcomes.missed.rounds_of(self.key.fragment, entries) if self._counts_missed else (),
-                self._quorum.next_counted(),
+                self._quorum.next_counted(), self._quorum.last_ended,
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):

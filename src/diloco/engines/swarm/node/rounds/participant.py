@@ -188,6 +188,7 @@ class Participant:
         if plan.authority <= round_.authority:
             return Superseded(round_.authority)
         round_.check_plan(plan, sender, self.members.me)
+        self.outcomes.quorum.check_plan(plan)
         if (peer := self.outcomes.missed.find_excess(plan)) is not None:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
         round_.stop_transfer()
@@ -205,10 +206,8 @@ class Participant:
 
     def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
         refusal = self._refusal(sender, commit.sequence, commit.authority)
-        if isinstance(refusal, Ended):
-            return Done()
         if refusal is not None:
-            return refusal
+            return Done() if isinstance(refusal, Ended) else refusal
         round_ = self.rounds[commit.sequence]
         if not self.outcomes.commit(round_, commit.plan, commit.certificate):
             # A new leader has found that another worker has ended the round, or this worker has another mean.
