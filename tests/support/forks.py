@@ -7,6 +7,7 @@ are forks too.
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,17 @@ def fork_command(arguments: Sequence[str], environment: dict[str, str], output: 
     return Fork(_run_diloco, list(arguments), environment=environment, output=output, errors=errors)
 
 
+def fork_ranks(count: int) -> Launch:
+    """As many `diloco ARGUMENTS` with the variables that torchrun sets; they end with the highest of their codes."""
+
+    def launch(arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> Launched:
+        for path in (output, errors):
+            path.write_bytes(b"")
+        return Fork(_run_ranks, list(arguments), count, environment=environment, output=output, errors=errors)
+
+    return launch
+
+
 def start_interpreter(arguments: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> Launched:
     """The same in a new interpreter, which has imported nothing."""
     return run_command([sys.executable, "-m", "diloco.cli.main", *arguments], environment, output, errors)
@@ -104,6 +116,20 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     work(*arguments)
+
+
+def _run_ranks(arguments: list[str], count: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    pids = []
+    for rank in range(count):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            _run_diloco(arguments)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255 for pid in pids))
 
 
 def _run_diloco(arguments: list[str]) -> None:

@@ -2,15 +2,14 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.models.native.saving import load_model
-from support.forks import run_command
-from support.train_runs import Run, completed, start, tiny_options, write_text
+from support.forks import fork_ranks
+from support.train_runs import Run, completed, start, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +22,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("corpus") / "text.txt")
 
 
-def test_one_and_two_ranks_under_torchrun_train_as_two_single_ranks_do(tmp_path: Path, text: Path) -> None:
-    folder = tmp_path / "ranks"
-    module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "diloco.cli.main", "train"]
-    options = [*tiny_options(text), f"--out={folder}", *SHORT, "--ranks=1,2"]
+def test_one_and_two_ranks_with_torchruns_variables_train_as_two_single_ranks_do(tmp_path: Path, text: Path) -> None:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with Run(folder, [sys.executable, *module, *options], environment, run_command) as ranks:
+    with start(tmp_path / "ranks", text, *SHORT, "--ranks=1,2", environment=environment, launch=fork_ranks(3)) as ranks:
         single = completed(tmp_path / "single", text, *SHORT)
         assert ranks.code() == 0, ranks.errors
     assert ranks.summary["status"] == "complete"

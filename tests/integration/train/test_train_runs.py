@@ -12,8 +12,8 @@ import torch
 from diloco.cli.main import run
 from diloco.models.native.saving import load_model
 from diloco.training.records.summary import read_summary
-from support.forks import run_command, start_interpreter
-from support.train_runs import Run, completed, tiny_options, write_text
+from support.forks import fork_ranks, run_command, start_interpreter
+from support.train_runs import Run, completed, start, tiny_options, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -172,14 +172,12 @@ def test_under_torchrun_the_same_run_ends_with_the_same_anchors_and_one_summary(
     assert (folder / "model" / "config.json").exists()
 
 
-def test_under_torchrun_a_stop_ends_all_workers_with_a_summary(text: Path) -> None:
+def test_a_stop_of_one_rank_of_torchrun_ends_all_workers_with_a_summary(text: Path) -> None:
     folder = text.parent / "torchrun-stopped"
-    with Run(folder, torchrun(text, folder, "--steps=100000", "--H=5"), launch=run_command) as run_:
+    with start(folder, text, "--steps=100000", "--H=5", launch=fork_ranks(2)) as run_:
         run_.wait_for_step(6)
-        ranks = [
-            pid for pid, command in run_.processes() if "diloco.cli.main" in command and "distributed" not in command
-        ]
-        os.kill(ranks[0], signal.SIGTERM)
+        ranks = [pid for pid, _ in run_.processes() if pid != run_.process.pid]
+        os.kill(min(ranks), signal.SIGTERM)
         assert run_.code() == 0, run_.errors
         run_.assert_nothing_is_left()
     assert run_.summary["status"] == "stopped"
