@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diloco.core import offload as offloading
 from diloco.core.gpu import has_triton
-from diloco.core.memory import zeros
+from diloco.core.memory import move_to_huge_pages, zeros
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
 
@@ -307,6 +307,7 @@ def build_fragments(
                 "leave it out"
             )
     _check_disjoint(parameters)
+    move_to_huge_pages(parameters.values())  # each round reads and writes all of them
     return [
         Fragment(tuple(group), tuple(parameters[name] for name in group), outer_opt, offload)
         for group in groups
@@ -330,9 +331,7 @@ def _check_averageable(name: str, tensor: Tensor) -> None:
 
 def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
     """Parameters over the same memory (tied through `.data`) would be averaged and stepped once for each name."""
-    by_address = sorted(
-        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in parameters.items()
-    )
+    by_address = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in parameters.items())
     for (_, end, name), (start, _, other) in pairwise(by_address):
         if start < end:
             first, second = sorted((name, other))
