@@ -9,8 +9,7 @@
 sidecar and a p2pd on this machine. The fifth is the bad one: the same command, with one behaviour of its sidecar
 changed from the fourth round on (benchmarks/attacks); or an honest one, to which a fault happens. Rows in which members
 wait, or one more is started, have rounds of five times `lost_seconds`. Each row is added to the result file of earlier
-ones when it has ended, and is held against the calm run of its own session and length. Where the bad one's work is
-worth nothing, the loss is held against that of the four others alone: no defence can make up for its work.
+ones when it has ended, and is held against the calm run of its own session and length.
 """
 
 import argparse
@@ -60,17 +59,8 @@ class Row:
     """What happens to an honest run (adversary_faults.py)."""
     lines: bool = False
     """Each member has a machine of its own, a network namespace of this one; needs root."""
-    four: bool = False
-    """The fifth member is not there."""
-    idle: bool = False
-    """The bad one's work is worth nothing: the loss is held against that of the four others alone."""
     waits: bool = False
     """Members wait for the bad one, for multiples of `lost_seconds`."""
-
-    @property
-    def fewest(self) -> int:
-        """Members that the founder waits for."""
-        return 4 if self.late or self.early or self.four else 5
 
     @property
     def long(self) -> bool:
@@ -81,7 +71,6 @@ class Row:
 ROWS = (
     Row("calm"),
     Row("calm, long rounds", waits=True),
-    Row("calm, four members", four=True),
     Row("contribution × −900", "times_minus_900", proved=True),
     Row("weight 10¹⁸, turned around", "heavy_and_turned", proved=True),
     Row("NaN", "not_a_number", proved=True),
@@ -102,9 +91,9 @@ ROWS = (
     Row("a slow state of the right size", "slow_state", late=True),
     Row("floods", "flood", waits=True),
     Row("a wrong state to a joiner", "wrong_state", late=True),
-    Row("small contribution", "small", idle=True),
-    Row("wrong direction", "wrong_direction", idle=True),
-    Row("wrong direction, clipped", "wrong_direction", options=("--sync.merge=clipped",), idle=True),
+    Row("small contribution", "small"),
+    Row("wrong direction", "wrong_direction"),
+    Row("wrong direction, clipped", "wrong_direction", options=("--sync.merge=clipped",)),
     Row("a member sleeps", fault=sleep),
     Row("one identity twice", fault=twice),
     Row("the founder is gone", fault=founder_gone),
@@ -141,12 +130,11 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
         port, calls = stack.enter_context(third_party())
         net = stack.enter_context(internet()) if row.lines else None
         swarm = stack.enter_context(Swarm(folder, size, cache, environment={"ATTACK_PORT": str(port)}, net=net))
-        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=row.fewest)
+        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late or row.early else 5)
         word = swarm.invitation()
         for number in (1, 2, 3)[: 2 if row.late else 3]:
             swarm.join(f"honest-{number}", word)
-        if not row.four:
-            swarm.join("fifth", word, "" if row.leads else row.attack)
+        swarm.join("fifth", word, "" if row.leads else row.attack)
         if row.late:
             swarm.wait_for_round(size.attack_from, swarm.members[0])
             swarm.join("late", word)
@@ -165,7 +153,7 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
 
 
 def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, Any]) -> list[str]:
-    """What is not as it must be. `more["loss_change"]`: against the calm run that counts for this row."""
+    """What is not as it must be."""
     found = [more["problem"]] if more["problem"] else []
     if any(code != 0 for code in told.codes):
         found.append(f"an honest member ended with {told.codes}")
@@ -175,8 +163,8 @@ def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, A
         found.append("honest members differ")
     if told.honest_banned:
         found.append(f"an honest member is banned: {told.honest_banned[0]}")
-    if not abs(more["loss_change"]) <= MOST_LOSS and not row.four:
-        found.append(f"the loss is off by {more['loss_change']:+.1%}")
+    if not abs(told.loss / calm.loss - 1) <= MOST_LOSS:
+        found.append(f"the loss is off by {told.loss / calm.loss - 1:+.1%}")
     if told.longest_seconds > MOST_TIMES * calm.round_seconds:
         found.append(f"a round took {told.longest_seconds / calm.round_seconds:.1f} times the usual")
     for what, after in (("named", told.named_after), ("out", told.out_after)):
@@ -229,9 +217,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no member is left behind
     size = Size(**{name: getattr(given, name) for name in asdict(Size())})
     wanted = [word for word in given.only.split(",") if word]
-    named = [row for row in ROWS[3:] if not wanted or any(word in row.name for word in wanted)]
-    long, four = any(row.long for row in named), any(row.idle for row in named)
-    chosen = [ROWS[0], *(ROWS[1:2] if long else ()), *(ROWS[2:3] if four else ()), *named]
+    named = [row for row in ROWS[2:] if not wanted or any(word in row.name for word in wanted)]
+    chosen = [ROWS[0], *(ROWS[1:2] if any(row.long for row in named) else ()), *named]
     if given.rows:
         print("\n".join(row.name for row in ROWS))
         return 0
@@ -251,9 +238,9 @@ def main() -> int:
 
 
 def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]]:
-    """The first row is calm, and so are the first one with long rounds and the one with four members."""
+    """The first row is calm, and so is the first one with long rounds."""
     rows: list[dict[str, Any]] = []
-    calm_runs, of_four = dict[bool, Figures](), list[float]()
+    calm_runs = dict[bool, Figures]()
     for index, row in enumerate(chosen):
         if row.lines and (reason := missing()):
             print(f"{row.name}: not run, {reason}")
@@ -263,9 +250,7 @@ def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]
         size = short.longer(calm_runs[False]) if row.long else short
         told, more = run(row, size, place, folder / "cache")
         calm = calm_runs.setdefault(row.long, told)
-        of_four += [told.loss] if row.four else []
-        more["loss_change"] = told.loss / (of_four[0] if row.idle else calm.loss) - 1
-        made = {"row": row.name, **asdict(told), "loss_change_of_five": told.loss / calm.loss - 1}
+        made = {"row": row.name, **asdict(told), "loss_change": told.loss / calm.loss - 1}
         made |= {"usual_times": told.round_seconds / calm.round_seconds}
         made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}
         rows.append(made | {"faults": faults(row, told, calm, size, more)})
