@@ -92,6 +92,7 @@ ROWS = (
     Row("floods", "flood", waits=True),
     Row("a wrong state to a joiner", "wrong_state", late=True),
     Row("small contribution", "small"),
+    Row("small contribution, clipped", "small", options=("--sync.merge=clipped",)),
     Row("wrong direction", "wrong_direction"),
     Row("wrong direction, clipped", "wrong_direction", options=("--sync.merge=clipped",)),
     Row("a member sleeps", fault=sleep),

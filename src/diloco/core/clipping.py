@@ -2,11 +2,17 @@
 
 Part by part (arXiv 2012.10333, with the median as the centre):
 
+    x_i  = the mean of the others, where it points against their sum or is next to nothing (see below)
     c    = the median of the contributions, element by element
     τ    = the median of their distances ‖x_i − c‖
     mean = c + Σ w_i · min(1, τ / ‖x_i − c‖) · (x_i − c) / Σ w_i
 
-A contribution in the wrong direction is far from the centre and counts as one at the usual distance. Weights are kept.
+A contribution far from the centre counts as one at the usual distance. Weights are kept. Outer gradients are noisy: one
+that is turned around is hardly farther from the centre than the others, and only its angle tells. So a contribution
+whose cosine with the sum of the others, each at the same length, is below -4/√n (n elements: four deviations of what
+chance gives) counts as their mean. So does one that is shorter than a tenth of the median: it would only make the mean
+shorter. At most a third is left out so, the most opposed first.
+
 Where all are equally far this is the plain mean. Sums are made of element-wise additions alone, in a fixed order: the
 same bits wherever a part is reduced, and however many with it.
 """
@@ -18,6 +24,8 @@ from torch import Tensor
 
 from diloco.core.merging import shares
 
+_DEVIATIONS = 4.0
+_LEAST_SHARE = 0.1
 FEWEST = 4
 """Contributions: the median of three is one of them, and a round with fewer is averaged as with `merge = mean`."""
 
@@ -28,17 +36,51 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor
     for row, scale in zip(stacked, scales or (1.0,) * len(values), strict=True):
         if scale != 1:
             row.mul_(scale)
+    portions = shares(weights)
+    _replace_opposed(stacked, portions)
     centre = _median(stacked)
     stacked.sub_(centre)
     distances = _sum_of_squares(stacked).sqrt_()  # [contributions, rows]
     usual = distances.sort(0).values[(len(values) - 1) // 2]
     factors = torch.where(distances > usual, usual / distances, torch.ones_like(distances))
-    portions = shares(weights)
     total = sum(portions)
     out.copy_(centre)
     for row, factor, portion in zip(stacked, factors, portions, strict=True):
         out.add_(row.mul_((factor * (portion / total))[:, None]))
     return out
+
+
+def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> None:
+    """By the mean of the others, part by part; also those that are next to nothing."""
+    cosines = _agreement(stacked)  # [contributions, rows]
+    most = (len(stacked) - 1) // 3
+    limit = cosines.sort(0).values[most - 1]
+    opposed = (cosines < -_DEVIATIONS / stacked.shape[-1] ** 0.5) & (cosines <= limit)
+    if not bool(opposed.any()):
+        return
+    mean, total = torch.zeros_like(stacked[0]), torch.zeros_like(cosines[0])
+    for row, left_out, portion in zip(stacked, opposed, portions, strict=True):
+        share = torch.where(left_out, 0.0, portion)
+        mean.add_(row * share[:, None])
+        total.add_(share)
+    mean.div_(total[:, None])
+    for row, left_out in zip(stacked, opposed, strict=True):
+        row.copy_(torch.where(left_out[:, None], mean, row))
+
+
+def _agreement(stacked: Tensor) -> Tensor:
+    """The cosine of each contribution with the sum of the others, each at length 1; -2 if it is next to nothing."""
+    norms = _sum_of_squares(stacked).sqrt_()
+    lengths = torch.where(norms > 0, norms, 1.0)
+    total = torch.zeros_like(stacked[0])
+    for row, length in zip(stacked, lengths, strict=True):
+        total.add_(row / length[:, None])
+    own = torch.where(norms > 0, 1.0, 0.0)
+    products = _sum_over_elements(stacked * total) / lengths
+    squares = _sum_of_squares(total) - 2 * products + own
+    cosines = (products - own) / squares.clamp_min(1e-12).sqrt_()
+    usual = norms.sort(0).values[(len(stacked) - 1) // 2]
+    return torch.where(norms < _LEAST_SHARE * usual, -2.0, cosines)
 
 
 def _median(stacked: Tensor) -> Tensor:
@@ -48,10 +90,13 @@ def _median(stacked: Tensor) -> Tensor:
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
+    return _sum_over_elements(values.square())
+
+
+def _sum_over_elements(values: Tensor) -> Tensor:
     """Over the last dimension: halves are added to each other until one element is left."""
-    squares = values.square()
-    while (size := squares.shape[-1]) > 1:
+    while (size := values.shape[-1]) > 1:
         half = size // 2
-        added = squares[..., :half] + squares[..., half : 2 * half]
-        squares = torch.cat((added, squares[..., 2 * half :]), -1) if size % 2 else added
-    return squares[..., 0]
+        added = values[..., :half] + values[..., half : 2 * half]
+        values = torch.cat((added, values[..., 2 * half :]), -1) if size % 2 else added
+    return values[..., 0]

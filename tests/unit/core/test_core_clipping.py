@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diloco.codecs.registry import codec
-from diloco.core.clipping import clipped_mean
+from diloco.core.clipping import _replace_opposed, clipped_mean
 from diloco.core.config import SyncConfig
 from diloco.core.merging import Claim
 from diloco.engines.local import LocalSwarm
@@ -15,13 +15,13 @@ from diloco.optimizer import DiLoCo
 ROWS, PART = 5, 96
 
 
-def contributions(count: int = 8, noise: float = 1.0) -> list[torch.Tensor]:
-    common = torch.randn(ROWS, PART, generator=torch.Generator().manual_seed(99))
-    return [common + noise * torch.randn(ROWS, PART, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+def contributions(count: int = 8, noise: float = 1.0, part: int = PART) -> list[torch.Tensor]:
+    common = torch.randn(ROWS, part, generator=torch.Generator().manual_seed(99))
+    return [common + noise * torch.randn(ROWS, part, generator=torch.Generator().manual_seed(i)) for i in range(count)]
 
 
 def clipped(values: list[torch.Tensor], weights: list[float] | None = None) -> torch.Tensor:
-    return clipped_mean(values, weights or [1.0] * len(values), torch.empty(ROWS, PART), ())
+    return clipped_mean(values, weights or [1.0] * len(values), torch.empty_like(values[0]), ())
 
 
 def distance(some: torch.Tensor, other: torch.Tensor) -> float:
@@ -43,6 +43,29 @@ def test_one_contribution_in_the_wrong_direction_pulls_it_less_than_the_plain_me
     values[7] = factor * values[7]
     plain = sum(values, torch.zeros(ROWS, PART)) / 8
     assert distance(clipped(values), honest) < min(0.15, 0.6 * distance(plain, honest))
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.01, 0.0])
+@pytest.mark.parametrize("bad", range(5))
+def test_one_of_five_that_is_turned_around_or_next_to_nothing_counts_as_the_mean_of_the_others(
+    bad: int, factor: float
+) -> None:
+    """Noise hides its distance from them."""
+    values = contributions(5, noise=3.0, part=4096)
+    honest = [value.clone() for index, value in enumerate(values) if index != bad]
+    mean = sum(honest, torch.zeros(ROWS, 4096)) / 4
+    with_it = [factor * value if index == bad else value for index, value in enumerate(values)]
+    without = [mean if index == bad else value for index, value in enumerate(values)]
+    torch.testing.assert_close(clipped(with_it), clipped(without))
+    assert distance(clipped(with_it), mean) < 0.1
+
+
+@pytest.mark.parametrize("noise", [1.0, 100.0])
+def test_no_honest_contribution_is_held_to_be_turned_around(noise: float) -> None:
+    values = torch.stack(contributions(8, noise, part=4096))
+    before = values.clone()
+    _replace_opposed(values, [1.0] * 8)
+    assert torch.equal(values, before)
 
 
 def test_the_bits_do_not_depend_on_the_parts_that_are_reduced_together() -> None:
