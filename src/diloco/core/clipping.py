@@ -53,9 +53,9 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor
 def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> None:
     """By the mean of the others, part by part; also those that are next to nothing."""
     cosines = _agreement(stacked)  # [contributions, rows]
-    most = (len(stacked) - 1) // 3
-    limit = cosines.sort(0).values[most - 1]
-    opposed = (cosines < -_DEVIATIONS / stacked.shape[-1] ** 0.5) & (cosines <= limit)
+    first = cosines.argsort(stable=True, dim=0)[: (len(stacked) - 1) // 3]
+    opposed = torch.zeros_like(cosines, dtype=torch.bool).scatter_(0, first, True)
+    opposed &= cosines < -_DEVIATIONS / stacked.shape[-1] ** 0.5
     if not bool(opposed.any()):
         return
     mean, total = torch.zeros_like(stacked[0]), torch.zeros_like(cosines[0])

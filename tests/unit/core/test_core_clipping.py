@@ -68,6 +68,16 @@ def test_no_honest_contribution_is_held_to_be_turned_around(noise: float) -> Non
     assert torch.equal(values, before)
 
 
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_at_most_a_third_is_left_out_even_if_each_points_against_all_others(count: int) -> None:
+    values = torch.zeros(count, 1, 4096)
+    values[:, 0, :count] = torch.eye(count) - 1 / count  # the corners of a simplex
+    before = values.clone()
+    _replace_opposed(values, [1.0] * count)
+    assert int((values != before).any(-1).sum()) == (count - 1) // 3
+    assert torch.isfinite(values).all()
+
+
 def test_the_bits_do_not_depend_on_the_parts_that_are_reduced_together() -> None:
     values = contributions()
     whole = clipped(values)
