@@ -17,7 +17,7 @@ LONG = 100.0
 """Seconds for what takes a few on an idle machine."""
 
 SMALL = ("--model.hidden_size=48", "--model.num_layers=2", "--model.num_heads=2")
-"""For a model, of which most time is spent otherwise."""
+"""A model so small that the start and the end of a run take most of its time."""
 
 SENTENCES = (
     "the cat sat on the mat and looked at the rain",
