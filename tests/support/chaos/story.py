@@ -47,8 +47,18 @@ class Chronicle:
     """All lines of all workers, in the order of their time; they share one clock."""
 
     def __init__(self, paths: list[Path]) -> None:
-        lines = [json.loads(line) for path in paths if path.exists() for line in _whole_lines(path)]
-        self.lines: list[Line] = sorted(lines, key=lambda line: float(line["time"]))
+        self.lines: list[Line] = []
+        self._bytes_read: dict[Path, int] = defaultdict(int)
+        self.read(paths)
+
+    def read(self, paths: list[Path]) -> None:
+        """What they have written since the last time."""
+        for path in paths:
+            if path.exists():
+                lines = _whole_lines(path, self._bytes_read[path])
+                self.lines += [json.loads(line) for line in lines.splitlines()]
+                self._bytes_read[path] += len(lines)
+        self.lines.sort(key=lambda line: float(line["time"]))
 
     def of(self, kind: str, lives: frozenset[str] | None = None) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind and (lives is None or line["life"] in lives)]
@@ -161,22 +171,22 @@ class Chronicle:
         """How many were in each round's mean."""
         return {line["round"]: len(line["weights"]) for line in self.of("round") if line["failure"] is None}
 
-    def longest_pause(self) -> float:
-        """Seconds between the ends of two rounds, the longest."""
-        first: dict[int, float] = {}
+    def ends(self) -> dict[int, Line]:
+        """Of each round that ended: the first line that tells it."""
+        found: dict[int, Line] = {}
         for line in self.of("round"):
             if line["failure"] is None:
-                first.setdefault(line["round"], line["time"])
-        times = [first[number] for number in sorted(first)]
+                found.setdefault(line["round"], line)
+        return dict(sorted(found.items()))
+
+    def longest_pause(self) -> float:
+        """Seconds between the ends of two rounds, the longest."""
+        times = [line["time"] for line in self.ends().values()]
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
     def joins(self) -> dict[str, int]:
         """Of those that joined later: how many rounds ended, after they had the state, before one had their work."""
-        ended: dict[int, float] = {}
-        for line in self.of("round"):
-            if line["failure"] is None:
-                ended.setdefault(line["round"], line["time"])
-        found = {}
+        ended, found = {number: line["time"] for number, line in self.ends().items()}, {}
         for start in self.of("start"):
             rounds = self.of("round", frozenset([start["life"]]))
             first = [line["round"] for line in rounds if str(line["number"]) in (line.get("weights") or {})]
@@ -186,6 +196,9 @@ class Chronicle:
         return found
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """A worker that was killed may have left half a line."""
-    return path.read_text().rpartition("\n")[0].splitlines()
+def _whole_lines(path: Path, first: int) -> bytes:
+    """From byte `first` on. A worker that was killed may have left half a line."""
+    with path.open("rb") as file:
+        file.seek(first)
+        lines, newline, _ = file.read().rpartition(b"\n")
+        return lines + newline
