@@ -15,6 +15,7 @@ from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
+from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.wire import write_frame
@@ -82,13 +83,13 @@ def wrong_mean() -> None:
         signatures = self._signatures
         add = signatures.add
         signatures.add = lambda *_: None  # type: ignore[method-assign]
-        mean, squares, products = honest(self, rows)
+        mean, squares, comparison = honest(self, rows)
         signatures.add = add  # type: ignore[method-assign]
         decoded = torch.empty(len(rows), self.posted.part_elements)
         self._means.decode(mean, decoded)
         self._means.encode(-decoded, mean)
         add(self._transport.peer, mean.view(-1).numpy().data)
-        return mean, squares, products
+        return mean, squares, comparison
 
 
 def different_means() -> None:
@@ -104,7 +105,7 @@ def different_means() -> None:
         wrong, digest = memoryview(bytes(len(self._mean(self._mine)))), RangeDigest(self._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
-        await write_frame(stream, bytes(8 * len(self._own_products)), 1.0)
+        await write_frame(stream, bytes(comparisons.size(len(self.plan.contributors))), 1.0)
         signed = node().outcomes.notary.sign_range(self.plan, digest.digest())
         await write_frame(stream, signed.signature, 1.0)
 

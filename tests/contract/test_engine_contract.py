@@ -95,6 +95,17 @@ def clipped(engine: Engine) -> tuple[bytes, str]:
     return result.mean.data.numpy().tobytes(), result.merge
 
 
+def one_turned_around(engine: Engine) -> tuple[dict[int, float], int]:
+    """Worker 2's contribution points against the others' in its first 5 parts, and is nothing in the sixth."""
+    tensor, part = 1.0 + values(engine.worker) / (engine.worker + 1), PartLayout(NUMEL).part_elements
+    if engine.worker == 2:
+        tensor[: 5 * part] *= -1
+        tensor[5 * part : 6 * part] = 0
+    posted = replace(contribution(engine, tensor=tensor), merge="clipped")
+    result = engine.start_round(RoundKey(0, 0), posted, 60.0).wait()
+    return result.replaced, result.comparison.parts
+
+
 def all_refused(engine: Engine) -> tuple[str, list[float]]:
     """The failed round, and that the next one is fine."""
     bad = torch.full((NUMEL,), math.nan)
@@ -139,7 +150,7 @@ def members(engine: Engine) -> list[tuple[int, str, int, float]]:
 
 def alike(engine: Engine) -> list[tuple[int, int, float]]:
     result = average(engine, name="int8", weight=1.0 + engine.worker)
-    return cosines(result.contributors, result.products)
+    return cosines(result.contributors, result.comparison.products)
 
 
 def traffic(engine: Engine) -> tuple[int, int]:
@@ -404,6 +415,15 @@ def test_a_contribution_that_is_too_long_is_scaled_to_the_same_bits_by_every_eng
 def test_a_clipped_mean_has_the_same_bits_with_every_engine(engine: str, workers: int) -> None:
     mean, merge = equal(answers(engine, workers, "clipped"))
     assert merge == "clipped" and mean == answers("local", workers, "clipped")[0][0]
+
+
+@over_fixed_engines
+def test_all_workers_are_told_in_what_share_of_the_parts_each_contribution_was_replaced(engine: str) -> None:
+    """Of a swarm: tests/unit/swarm/test_swarm_rounds.py, with four workers in memory."""
+    everyone = (in_threads if engine == "local" else in_processes)(4, one_turned_around)
+    shares, parts = equal(everyone)
+    assert parts == PartLayout(NUMEL).num_parts
+    assert shares == {0: 0.0, 1: 0.0, 2: 6 / parts, 3: 0.0}
 
 
 @over_engines

@@ -31,8 +31,8 @@ def reduced(name: str, threads: int) -> tuple[bytes, list[float]]:
     def work() -> None:
         torch.set_num_threads(threads)
         parts = contributions(name)
-        products = reduce_parts(codec(name), parts, [1.0, 2.0, 0.5], PART, parts[0])
-        told.append((parts[0].numpy().tobytes(), products))
+        comparison = reduce_parts(codec(name), parts, [1.0, 2.0, 0.5], PART, parts[0])
+        told.append((parts[0].numpy().tobytes(), list(comparison.products)))
 
     before = torch.get_num_threads()
     thread = threading.Thread(target=work)
@@ -62,7 +62,8 @@ def test_the_cosines_of_contributions_come_with_their_mean_from_all_parts_or_som
     values = [torch.empty(ROWS, PART) for _ in parts]
     for data, into in zip(parts, values, strict=True):
         codec("fp16").decode(data, into)
-    told = cosines(range(count), reduce_parts(codec("fp16"), parts, [1.0] * count, PART, torch.empty_like(parts[0])))
+    comparison = reduce_parts(codec("fp16"), parts, [1.0] * count, PART, torch.empty_like(parts[0]))
+    told = cosines(range(count), comparison.products)
     assert [(a, b) for a, b, _ in told] == list(combinations(range(count), 2))
     for a, b, cosine in told:
         expected = float(torch.cosine_similarity(values[a].view(-1).double(), values[b].view(-1).double(), dim=0))

@@ -11,7 +11,7 @@ A contribution far from the centre counts as one at the usual distance. Weights 
 that is turned around is hardly farther from the centre than the others, and only its angle tells. So a contribution
 whose cosine with the sum of the others, each at the same length, is below -4/√n (n elements: four deviations of what
 chance gives) counts as their mean. So does one that is shorter than a tenth of the median: it would only make the mean
-shorter. At most a third is left out so, the most opposed first.
+shorter. At most a third is left out so, the most opposed first. How often that happens is told with the mean.
 
 Where all are equally far this is the plain mean. Sums are made of element-wise additions alone, in a fixed order: the
 same bits wherever a part is reduced, and however many with it.
@@ -31,13 +31,16 @@ FEWEST = 4
 
 
 def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor, scales: Sequence[float]) -> Tensor:
-    """Of parts [rows, elements], one tensor for each contribution; `out` may be one of them."""
+    """Of parts [rows, elements], one tensor for each contribution; `out`, which gets the mean, may be one of them.
+
+    Returns in how many of the parts each contribution counted as the mean of the others.
+    """
     stacked = torch.stack(tuple(values))
     for row, scale in zip(stacked, scales or (1.0,) * len(values), strict=True):
         if scale != 1:
             row.mul_(scale)
     portions = shares(weights)
-    _replace_opposed(stacked, portions)
+    replaced = _replace_opposed(stacked, portions)
     centre = _median(stacked)
     stacked.sub_(centre)
     distances = _sum_of_squares(stacked).sqrt_()  # [contributions, rows]
@@ -47,17 +50,18 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor
     out.copy_(centre)
     for row, factor, portion in zip(stacked, factors, portions, strict=True):
         out.add_(row.mul_((factor * (portion / total))[:, None]))
-    return out
+    return replaced
 
 
-def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> None:
-    """By the mean of the others, part by part; also those that are next to nothing."""
+def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> Tensor:
+    """By the mean of the others, part by part; also those that are next to nothing. Returns of each in how many."""
     cosines = _agreement(stacked)  # [contributions, rows]
     first = cosines.argsort(stable=True, dim=0)[: (len(stacked) - 1) // 3]
     opposed = torch.zeros_like(cosines, dtype=torch.bool).scatter_(0, first, True)
     opposed &= cosines < -_DEVIATIONS / stacked.shape[-1] ** 0.5
-    if not bool(opposed.any()):
-        return
+    counts = opposed.sum(1)
+    if not bool(counts.any()):
+        return counts
     mean, total = torch.zeros_like(stacked[0]), torch.zeros_like(cosines[0])
     for row, left_out, portion in zip(stacked, opposed, portions, strict=True):
         share = torch.where(left_out, 0.0, portion)
@@ -66,6 +70,7 @@ def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> None:
     mean.div_(total[:, None])
     for row, left_out in zip(stacked, opposed, strict=True):
         row.copy_(torch.where(left_out[:, None], mean, row))
+    return counts
 
 
 def _agreement(stacked: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
 from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
-from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
+from diloco.engines.rounds import Comparison, Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
 _START_SECONDS = 60.0
@@ -147,7 +147,7 @@ class _Round:
         self.reducing = self.reduced = 0.0  # when the reduction began and ended
         self.mean: EncodedVector | None = None
         self.decision: Decision | None = None
-        self.products: tuple[float, ...] = ()
+        self.comparison = Comparison()
         self.error: EngineError | None = None
         self.collected = 0
 
@@ -199,7 +199,7 @@ class _Round:
         vector, has_mean = first.vector, self.decision.total_weight > 0
         self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.device)
         if has_mean:
-            products = reduce_parts(
+            self.comparison = reduce_parts(
                 vector.codec,
                 [self.contributions[worker].vector.data for worker in self.decision.contributors],
                 self.decision.weights,
@@ -208,7 +208,6 @@ class _Round:
                 scales=self.decision.scales,
                 merge=self.decision.merge,
             )
-            self.products = tuple(products)
 
 
 class _LocalPending(PendingRound):
@@ -274,6 +273,6 @@ class _LocalPending(PendingRound):
             seconds=time.monotonic() - self.round.started,
             members=members,
             resync=has_diverged,
-            products=self.round.products,
+            comparison=self.round.comparison,
             phases=phases,
         )

@@ -28,7 +28,7 @@ from diloco.core.merging import (
     norm_bounds,
     weighted_mean,
 )
-from diloco.engines.rounds import Member
+from diloco.engines.rounds import Comparison, Member
 from diloco.engines.row_threads import for_each
 
 _WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
@@ -112,6 +112,12 @@ def run_ends(members: Iterable[Member]) -> bool:
     return any(report.stopping for report in reports) or all(report.done for report in reports)
 
 
+def compare_nothing(contributors: int) -> Comparison:
+    """Of no parts, to which others are added."""
+    pairs = combinations_with_replacement(range(contributors), 2)
+    return Comparison(tuple(0.0 for _ in pairs), (0,) * contributors)
+
+
 def reduce_parts(
     codec: Codec,
     encoded: Sequence[Tensor],
@@ -124,27 +130,26 @@ def reduce_parts(
     squares: list[float] | None = None,
     first_part: int = 0,
     batch_elements: int | None = None,
-) -> list[float]:
+) -> Comparison:
     """Encode into `out` the weighted mean of encoded parts of `part` elements (each tensor is [rows, part_bytes]).
 
     Accumulated in fp32 in the order given, a few parts at a time. `out` may be one of `encoded`, if means have the
     codec of contributions.
     `scales` and `merge` as in Decision.
     `squares`: the squared norms of the contributions are added to these.
-    Returns the sums of `inner_products`. With more than four contributions only some of the parts, which are numbered
-    from `first_part`, are in them: it costs no more than with four.
+    With more than four contributions only some of the parts, which are numbered from `first_part`, are in the inner
+    products of the returned comparison: it costs no more than with four.
     `batch_elements`: how many to process at a time, if not as many as fit into a cache.
     """
     at_once = batch_elements or span_elements(out.device) * 4 // max(4, len(encoded))
     threads = torch.get_num_threads() if out.device.type == "cpu" else 1
     batch = max(1, min(at_once // part, max(-(-len(out) // threads), _LEAST_ELEMENTS // part)))
     rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
-    num_products = len(encoded) * (len(encoded) + 1) // 2
-    every = -(-num_products // _PRODUCTS_OF_FOUR)
+    every = -(-len(compare_nothing(len(encoded)).products) // _PRODUCTS_OF_FOUR)
     reduction = _Reduction(codec, encoded, weights, part, out, scales, merge, squares is not None)
 
     def reduce(some: slice) -> None:
-        reduction.reduce(some, with_products=num_products > 1 and (first_part + some.start) // batch % every == 0)
+        reduction.reduce(some, with_products=len(encoded) > 1 and (first_part + some.start) // batch % every == 0)
 
     if len(rows) > 1 and out.device.type == "cpu":
         for_each(reduce, rows)
@@ -153,7 +158,7 @@ def reduce_parts(
             reduce(some)
     if squares is not None:
         squares[:] = [before + more for before, more in zip(squares, reduction.sum_squares(), strict=True)]
-    return reduction.sum_products() or [0.0] * num_products
+    return reduction.comparison()
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ class _Reduction:
     """By the first row, so that their order is that of the rows, not of the threads."""
     squares: dict[tuple[int, int], float] = field(default_factory=dict)
     """By the first row and the contribution."""
+    replaced: list[Tensor] = field(default_factory=list)
+    """Of some parts each: in how many of them each contribution counted as the mean of the others."""
 
     def reduce(self, some: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""
@@ -189,7 +196,7 @@ class _Reduction:
                 pairs = zip(combinations_with_replacement(range(count), 2), found.tolist(), strict=True)
                 self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})
         if self.merge == "clipped":
-            clipped_mean(terms, self.weights, mean, self.scales)
+            self.replaced.append(clipped_mean(terms, self.weights, mean, self.scales))
         else:
             weighted_mean(values, self.weights, mean, self.scales)
         self.codec.for_means.encode(mean, self.out[some])
@@ -207,11 +214,15 @@ class _Reduction:
         found = sorted(self.squares.items())
         return [sum(square for (_, i), square in found if i == index) for index in range(len(self.encoded))]
 
-    def sum_products(self) -> list[float]:
-        if not self.products:
-            return []
-        sums: list[float] = torch.stack([self.products[row] for row in sorted(self.products)]).double().sum(0).tolist()
-        return sums
+    def comparison(self) -> Comparison:
+        nothing = compare_nothing(len(self.encoded))
+        products, replaced = nothing.products, nothing.replaced
+        if self.products:
+            found = torch.stack([self.products[row] for row in sorted(self.products)])
+            products = tuple(found.double().sum(0).tolist())
+        if self.replaced:
+            replaced = tuple(torch.stack(self.replaced).sum(0).tolist())
+        return Comparison(products, replaced, len(self.out))
 
 
 @dataclass(frozen=True)

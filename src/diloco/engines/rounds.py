@@ -1,6 +1,6 @@
 """What goes into a round and what comes out of it: the vocabulary of the engine contract."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,34 @@ class RoundPhases:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """What the reduction of some parts tells of the contributions, in their order; without any parts it tells nothing.
+
+    It adds up over parts, and so over the workers that reduce them.
+    """
+
+    products: tuple[float, ...] = ()
+    """The sums of their inner products (core/merging.py)."""
+    replaced: tuple[int, ...] = ()
+    """In how many parts each counted as the mean of the others (core/clipping.py)."""
+    parts: int = 0
+
+    def __add__(self, other: "Comparison") -> "Comparison":
+        numbers = [a + b for a, b in zip(self.numbers, other.numbers, strict=True)]
+        return Comparison.of_numbers(numbers, len(self.replaced))
+
+    @property
+    def numbers(self) -> list[float]:
+        """All of it, to be added up."""
+        return [*self.products, *self.replaced, self.parts]
+
+    @staticmethod
+    def of_numbers(numbers: Sequence[float], contributors: int) -> "Comparison":
+        products, counts = numbers[: -contributors - 1], [int(number) for number in numbers[-contributors - 1 :]]
+        return Comparison(tuple(products), tuple(counts[:-1]), counts[-1])
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """A mean, and how it came about. `total_weight` 0: no worker had done any work, and there is no mean."""
 
@@ -118,8 +146,8 @@ class RoundResult:
     """A worker's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
     roster: tuple[int, ...] = ()
     """With an elastic engine: the numbers of all members, also of those that missed this round."""
-    products: tuple[float, ...] = ()
-    """The inner products of the contributions, in their order (core/merging.py); empty if they are not known."""
+    comparison: Comparison = Comparison()
+    """Of the contributors; without parts if this worker got the mean from another one after the round."""
     phases: RoundPhases = RoundPhases()
     clipped: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution was scaled down."""
@@ -129,6 +157,14 @@ class RoundResult:
     """Of workers that have signed the digest of the mean, in a swarm."""
     mean_digest: str = ""
     """16 hex digits of what they signed; the same on every worker."""
+
+    @property
+    def replaced(self) -> dict[int, float]:
+        """Of each contributor to a clipped mean the share of the parts in which it counted as the others' mean."""
+        told = self.comparison
+        if self.merge != "clipped" or not told.parts:
+            return {}
+        return {worker: count / told.parts for worker, count in zip(self.contributors, told.replaced, strict=True)}
 
     @property
     def stopping(self) -> bool:

@@ -27,14 +27,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import num_products
 from diloco.engines.asynchronous.engine import Fixed, Link
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training
 from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group
-from diloco.engines.reduction import decide, run_ends, traffic
+from diloco.engines.reduction import compare_nothing, decide, run_ends, traffic
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.engines.wave_exchange import LaneGroups, WaveExchange, finish, time_left
 from diloco.errors import EngineError, RoundFailed
@@ -212,10 +211,10 @@ class TorchDistributedEngine(Fixed):
                 resync=decision.resync,
             )
         sent, received = 0, 0
-        products = (0.0,) * num_products(len(decision.contributors))
+        told = compare_nothing(len(decision.contributors))
         if decision.total_weight > 0 and contribution.vector.num_bytes:
             with self._own_stream(contribution.vector.device, encoded):
-                products = self._exchange.average(contribution.vector, decision, deadline)
+                told = self._exchange.average(contribution.vector, decision, deadline)
             sent, received = traffic(contribution.vector, self.workers, self.worker)
         overhead = HEADER_BYTES * (self.workers - 1)
         return RoundResult(
@@ -230,7 +229,7 @@ class TorchDistributedEngine(Fixed):
             seconds=time.monotonic() - started,
             members=self._members,
             resync=decision.resync,
-            products=products,
+            comparison=told,
             phases=self._phases(posted, heard) if sent else RoundPhases(others_seconds=heard - posted),
         )
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.memory import mapped
-from diloco.core.merging import num_products
 from diloco.engines.process_groups import new_group
-from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, reduce_parts, waves
+from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, compare_nothing, reduce_parts, waves
+from diloco.engines.rounds import Comparison
 from diloco.errors import EngineError
 
-_CONTRIBUTIONS, _MEANS, _PRODUCTS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
+_CONTRIBUTIONS, _MEANS, _COMPARISONS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
 
 
 @dataclass(frozen=True)
@@ -64,38 +64,36 @@ class WaveExchange:
         self.reduce_seconds: float | None = None
         """How long this worker reduced in its latest exchange; None with NCCL, whose kernels run beside the program."""
 
-    def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> tuple[float, ...]:
+    def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> Comparison:
         """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution.
 
-        Returns the inner products of the contributions.
+        Returns the comparison of the contributions in all parts.
         """
-        part = vector.layout.part_elements
+        part, told = vector.layout.part_elements, compare_nothing(len(decision.contributors))
         if self._workers == 1:  # its mean is its own contribution, encoded once more: nothing leaves the device
             if vector.mean is not vector or not vector.codec.stable:
                 reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
-            return (0.0,)
+            return told
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)
         ahead = deque(self._scatter(memory, number) for number in range(min(WAVES_AHEAD, len(plan))))
         gathers: list[dist.Work] = []
-        products = [0.0] * num_products(len(decision.contributors))
         reducing = 0.0
         for number, wave in enumerate(plan):
             contributions, arriving = ahead.popleft()
             _finish_all(arriving, deadline)
             own, started = wave.rows(self._worker), time.monotonic()
-            more = memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
+            told += memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
             reducing += time.monotonic() - started
-            products = [a + b for a, b in zip(products, more, strict=True)]
             if number + WAVES_AHEAD < len(plan):  # into the inbox that is free now
                 ahead.append(self._scatter(memory, number + WAVES_AHEAD))
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
-        sums = [torch.tensor(products, dtype=torch.float64) for _ in range(self._workers)]
-        gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _PRODUCTS)
+        sums = [torch.tensor(told.numbers, dtype=torch.float64) for _ in range(self._workers)]
+        gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _COMPARISONS)
         _finish_all(gathers, deadline)
         memory.finish()
         self.reduce_seconds = reducing if self._backend == "gloo" else None
-        return tuple(torch.stack(sums).sum(0).tolist())
+        return Comparison.of_numbers(torch.stack(sums).sum(0).tolist(), len(decision.contributors))
 
     def _memory(self, vector: EncodedVector, plan: Sequence[Wave]) -> "_Memory":
         shape = (min(WAVES_AHEAD, len(plan)), self._workers - 1, plan[0].counts[self._worker], vector.shape[1])
@@ -161,10 +159,10 @@ class _Memory(ABC):
     def wait_until_sendable(self, wave: int) -> None: ...
 
     @abstractmethod
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
-        """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their inner products."""
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> Comparison:
+        """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their comparison."""
 
-    def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> list[float]:
+    def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> Comparison:
         codec, part = self.vector.codec, self.vector.layout.part_elements
         scales, merge = decision.scales, decision.merge
         return reduce_parts(
@@ -185,7 +183,7 @@ class _OwnMemory(_Memory):
 
     def wait_until_sendable(self, wave: int) -> None: ...
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> Comparison:
         parts = [data for _, data in contributions]
         return self._reduce(rows, parts, decision, self.means[rows])
 
@@ -213,13 +211,13 @@ class _PinnedMemory(_Memory):
     def wait_until_sendable(self, wave: int) -> None:
         self._copied[wave].synchronize()
 
-    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> list[float]:
+    def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> Comparison:
         own, device = self.vector.data[rows], self.vector.data.device
         parts = [own if w == self._worker else data.to(device, non_blocking=True) for w, data in contributions]
         mean = self.vector.mean.data[rows]
-        products = self._reduce(rows, parts, decision, mean)
+        told = self._reduce(rows, parts, decision, mean)
         self._copy_down(mean, self.means[rows]).synchronize()
-        return products
+        return told
 
     def finish(self) -> None:
         self.vector.mean.data.copy_(self.means, non_blocking=True)

@@ -256,7 +256,7 @@ class OuterLoop:
         taken = time.monotonic() - started
         self.sync_seconds += taken
         if result is not None and mean_norm is not None and len(result.contributors) > 1:
-            self.compared = (result.contributors, result.products)
+            self.compared = (result.contributors, result.comparison.products)
         if self.on_round is not None:
             lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
             merging = None if mean_norm is None else taken - waited

@@ -128,12 +128,13 @@ class RoundEvent:
 
     def cosines(self) -> list[tuple[int, int, float]]:
         """(worker, worker, cosine of their outer gradients) of every pair of contributors."""
-        return [] if self.result is None else cosines(self.result.contributors, self.result.products)
+        return [] if self.result is None else cosines(self.result.contributors, self.result.comparison.products)
 
     @property
     def similarity(self) -> float | None:
         """The mean of the `cosines`; None without a pair."""
-        return None if self.result is None else mean_cosine(self.result.contributors, self.result.products)
+        result = self.result
+        return None if result is None else mean_cosine(result.contributors, result.comparison.products)
 
 
 def mean_cosine(contributors: Sequence[int], products: Sequence[float]) -> float | None:

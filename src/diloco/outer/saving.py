@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
-from diloco.engines.rounds import Member, Report, RoundKey, RoundResult
+from diloco.engines.rounds import Comparison, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.rounds import Outcome, Posted, Settled, settled_outcome, settled_result
 from diloco.outer.state import OuterState
@@ -87,7 +87,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
     result["clipped"] = {str(worker): reason for worker, reason in ended.clipped.items()}
     result |= {"members": [member.as_json() for member in ended.members], "roster": list(ended.roster)}
-    result["products"] = list(ended.products)
+    result |= asdict(ended.comparison)
     return numbers | {"result": result, "failure": None}
 
 
@@ -131,7 +131,9 @@ def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
         refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),
         roster=tuple(saved["roster"]),
-        products=tuple(saved.get("products", ())),  # an earlier version saved none
+        comparison=Comparison(  # earlier versions saved less
+            tuple(saved.get("products", ())), tuple(saved.get("replaced", ())), saved.get("parts", 0)
+        ),
         clipped={int(worker): reason for worker, reason in saved.get("clipped", {}).items()},
         **{name: saved[name] for name in _RESULT_NUMBERS if name in saved},
     )

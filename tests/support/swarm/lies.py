@@ -11,6 +11,7 @@ from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
+from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.wire import write_frame
 from support.swarm.memory import MemorySwarm, MemoryWorker
@@ -70,7 +71,7 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.Mo
         wrong, digest = memoryview(bytes(len(transfer._mean(transfer._mine)))), RangeDigest(transfer._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
-        await write_frame(stream, bytes(8 * len(transfer._own_products)), 1.0)
+        await write_frame(stream, bytes(comparisons.size(len(transfer.plan.contributors))), 1.0)
         signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest())
         await write_frame(stream, signed.signature, 1.0)
 
@@ -86,13 +87,13 @@ def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], pa
             return honest(transfer, rows)
         add = transfer._signatures.add
         transfer._signatures.add = lambda *_: None  # type: ignore[method-assign]
-        mean, squares, products = honest(transfer, rows)
+        mean, squares, comparison = honest(transfer, rows)
         transfer._signatures.add = add  # type: ignore[method-assign]
         decoded = torch.empty(len(rows), transfer.posted.part_elements)
         transfer._means.decode(mean, decoded)
         transfer._means.encode(wrong(decoded), mean)
         add(liar.name, mean.view(-1).numpy().data)
-        return mean, squares, products
+        return mean, squares, comparison
 
     patch.setattr(Transfer, "_reduce_rows", reduce)
 

@@ -5,7 +5,7 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.core.clipping import _replace_opposed, clipped_mean
-from diloco.core.config import SyncConfig
+from diloco.core.config import Merge, SyncConfig
 from diloco.core.merging import Claim
 from diloco.engines.local import LocalSwarm
 from diloco.engines.reduction import decide, reduce_parts
@@ -21,7 +21,9 @@ def contributions(count: int = 8, noise: float = 1.0, part: int = PART) -> list[
 
 
 def clipped(values: list[torch.Tensor], weights: list[float] | None = None) -> torch.Tensor:
-    return clipped_mean(values, weights or [1.0] * len(values), torch.empty_like(values[0]), ())
+    out = torch.empty_like(values[0])
+    clipped_mean(values, weights or [1.0] * len(values), out, ())
+    return out
 
 
 def distance(some: torch.Tensor, other: torch.Tensor) -> float:
@@ -60,6 +62,20 @@ def test_one_of_five_that_is_turned_around_or_next_to_nothing_counts_as_the_mean
     assert distance(clipped(with_it), mean) < 0.1
 
 
+@pytest.mark.parametrize("batch", [512, 3 * 512, None])
+@pytest.mark.parametrize("merge", ["clipped", "mean"])
+def test_a_reduction_counts_the_parts_in_which_each_contribution_was_replaced(batch: int | None, merge: Merge) -> None:
+    values = contributions(7, part=512)
+    values[2][1:4] *= -1
+    values[5][3:] *= 0.001
+    encoded = [torch.empty(ROWS, codec("fp32").part_bytes(512), dtype=torch.uint8) for _ in values]
+    for value, into in zip(values, encoded, strict=True):
+        codec("fp32").encode(value, into)
+    told = reduce_parts(codec("fp32"), encoded, [1.0] * 7, 512, encoded[0], merge=merge, batch_elements=batch)
+    assert told.parts == ROWS
+    assert told.replaced == ((0, 0, 3, 0, 0, 2, 0) if merge == "clipped" else (0,) * 7)
+
+
 @pytest.mark.parametrize("noise", [1.0, 100.0])
 def test_no_honest_contribution_is_held_to_be_turned_around(noise: float) -> None:
     values = torch.stack(contributions(8, noise, part=4096))
@@ -83,7 +99,7 @@ def test_the_bits_do_not_depend_on_the_parts_that_are_reduced_together() -> None
     whole = clipped(values)
     for row in range(ROWS):
         one = [value[row : row + 1] for value in values]
-        assert torch.equal(clipped_mean(one, [1.0] * 8, torch.empty(1, PART), ()), whole[row : row + 1])
+        assert torch.equal(clipped(one), whole[row : row + 1])
 
 
 @pytest.mark.parametrize("batch", [PART, 3 * PART, None])
@@ -92,7 +108,8 @@ def test_a_reduction_of_encoded_parts_gives_one_mean_however_large_its_batches_a
     for value, into in zip(contributions(), encoded, strict=True):
         codec("fp32").encode(value, into)
     out = torch.empty_like(encoded[0])
-    reduce_parts(codec("fp32"), encoded, [1.0] * 8, PART, out, merge="clipped", batch_elements=batch)
+    told = reduce_parts(codec("fp32"), encoded, [1.0] * 8, PART, out, merge="clipped", batch_elements=batch)
+    assert (told.replaced, told.parts) == ((0,) * 8, ROWS)
     decoded = torch.empty(ROWS, PART)
     codec("fp32").decode(out, decoded)
     assert torch.equal(decoded, clipped(contributions()))

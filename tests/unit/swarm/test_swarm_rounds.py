@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from diloco.codecs.registry import codec
 from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
+from diloco.engines.rounds import Comparison
 from diloco.engines.swarm.node.messages import Commit, Inquire
 from diloco.engines.swarm.node.proofs.certificate import Certificate
-from diloco.engines.swarm.node.rounds import recent_rounds
+from diloco.engines.swarm.node.rounds import comparisons, recent_rounds
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
 from support import virtual_clock
 from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
@@ -253,6 +256,45 @@ def test_four_workers_clip_their_mean_to_the_bits_of_the_reference_and_three_ave
     assert {mean for _, mean in four} == {mean_of([values(i) for i in range(4)], [1.0] * 4, merge="clipped")}
     assert {mean for _, mean in three} == {mean_of([values(i) for i in range(3)], [1.0] * 3)}
     assert [one.merge for one, _ in (*four, *three)] == ["clipped"] * 4 + ["mean"] * 3
+
+
+@pytest.mark.parametrize("claimed", [None, 0, 1, 9])
+def test_all_members_are_told_in_how_many_parts_a_contribution_was_replaced(
+    claimed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 3 may lie about the two parts that it reduces, each time of worker 0; nine is more than it has."""
+    reduce_rows = Transfer._reduce_rows
+
+    def reduce(self: Transfer, rows: range) -> Any:
+        mean, squares, told = reduce_rows(self, rows)
+        if claimed is not None and self._transport.peer == self.plan.entries[-1].peer and len(self.plan.entries) == 4:
+            told = replace(told, replaced=(claimed, *told.replaced[1:]))
+        return mean, squares, told
+
+    monkeypatch.setattr(Transfer, "_reduce_rows", reduce)
+
+    async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[RoundOutcome], set[str]]:
+        results = await asyncio.gather(*(w.post(turned[w.node.number], merge="clipped") for w in workers))
+        return [ended for ended, _ in results], set[str]().union(*(w.node.permissions.bans() for w in workers))
+
+    turned = [(1.0 + 0.5 * values(i, numel=5000)) * (-1 if i == 2 else 1) for i in range(4)]
+    ended, bans = told(4, story)
+    assert not bans and all(one.failure is None for one in ended[:3])
+    if claimed == 9:
+        assert all(one.contributors == (0, 1, 2) for one in ended[:3])
+    else:
+        assert {one.comparison.replaced for one in ended} == {(claimed or 0, 0, 5, 0)}
+        assert {(one.comparison.parts, one.merge) for one in ended} == {(5, "clipped")}
+
+
+@pytest.mark.parametrize(("replaced", "parts"), [((0, 4, 0, 0), 3), ((0, 0, 0, 1), 0)])
+def test_a_comparison_of_more_parts_than_a_reducer_has_is_malformed(replaced: tuple[int, ...], parts: int) -> None:
+    told = Comparison((0.5,) * 10, replaced, parts)
+    with pytest.raises(Malformed, match=f"of {parts} parts"):
+        comparisons.unpack(comparisons.pack(told), 4, parts)
+    assert comparisons.unpack(comparisons.pack(told), 4, 4) == replace(told, parts=4)
+    with pytest.raises(Malformed, match="96 bytes instead of 60"):
+        comparisons.unpack(comparisons.pack(told), 3, 4)
 
 
 def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> None:

@@ -32,6 +32,19 @@ def test_an_invitation_of_another_run_opens_nothing() -> None:
         told(story)
 
 
+def test_a_peer_of_another_protocol_is_refused_with_both_versions_and_is_no_offender() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[str, tuple[str, ...]]:
+        workers = await founded(swarm, 2)
+        older = messages.Hello(PROTOCOL - 1, "0.0.9", "guest", workers[1].node.permissions.credential, (), Status())
+        with pytest.raises(CallRefused) as caught:
+            await workers[1].node.transport.call(workers[0].name, encode(older), 1.0)
+        return str(caught.value), tuple(workers[0].node.permissions.bans())
+
+    refusal, bans = told(story)
+    assert f"speaks protocol {PROTOCOL} " in refusal and f"you speak {PROTOCOL - 1} (diloco 0.0.9)" in refusal
+    assert not bans
+
+
 def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> None:
     async def story(swarm: MemorySwarm) -> tuple[list[str], list[str]]:
         workers = await founded(swarm, 2)

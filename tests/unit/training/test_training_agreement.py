@@ -1,16 +1,20 @@
 """Workers whose outer gradients point elsewhere than the others' are named, and honest ones are not."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
+from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import inner_products, leave_one_out
-from diloco.engines.rounds import RoundResult
+from diloco.engines.rounds import Comparison, RoundKey, RoundResult
+from diloco.outer.rounds import RoundEvent, RoundTimes
 from diloco.training.records.agreement import Agreement
+from diloco.training.records.worker_events import round_fields
 
 
 def gradients(sequence: int, *, liar: bool, count: int = 6) -> list[torch.Tensor]:
@@ -26,7 +30,8 @@ def gradients(sequence: int, *, liar: bool, count: int = 6) -> list[torch.Tensor
 def result(values: list[torch.Tensor]) -> RoundResult:
     mean = EncodedVector(codec("fp32"), PartLayout(1))
     products = tuple(inner_products(values).tolist())
-    return RoundResult(mean, tuple(range(len(values))), {}, float(len(values)), 0, 0, 0.0, (), products=products)
+    told = Comparison(products, (0,) * len(values), 1)
+    return RoundResult(mean, tuple(range(len(values))), {}, float(len(values)), 0, 0, 0.0, (), comparison=told)
 
 
 def test_the_cosine_with_the_others_is_that_of_the_vectors() -> None:
@@ -91,3 +96,18 @@ def test_a_direction_that_is_turned_around_is_named_within_a_few_rounds(members:
         named = simulated(members, numel, 12, seed, turned=1)
         assert [1] in named and named[-1] == [1]
         assert named.index([1]) < 10
+
+
+def test_the_event_of_a_round_has_the_share_of_parts_in_which_each_contribution_was_replaced() -> None:
+    times = RoundTimes(None, 0.0, 0.0, None)
+
+    def told(merge: Merge, comparison: Comparison) -> dict[str, float]:
+        ended = replace(result(gradients(0, liar=True, count=4)), merge=merge, comparison=comparison)
+        event = RoundEvent(RoundKey(0, 0), 1, 1.0, 1.0, None, ended, None, times)
+        replaced: dict[str, float] = round_fields(event, Agreement())["replaced"]
+        return replaced
+
+    comparison = Comparison((1.0,) * 10, (0, 0, 3, 1), 4)
+    assert told("clipped", comparison) == {"0": 0.0, "1": 0.0, "2": 0.75, "3": 0.25}
+    assert told("mean", comparison) == {}
+    assert told("clipped", Comparison()) == {}, "another worker sent it the mean after the round"

@@ -100,6 +100,17 @@ def test_a_worker_that_begins_to_disagree_is_told_once() -> None:
     assert line.startswith("worker 3: its outer gradients point elsewhere than the others' (cosine -0.41 in round 0;")
 
 
+def test_a_worker_whose_contribution_counts_as_the_others_mean_is_told_when_that_begins() -> None:
+    notes = RunNotes()
+    shares = [0.04, 0.94, 0.06, 0.94, 0.01, 0.5]
+    for n, share in enumerate(shares):
+        one = {"sequence": n, "mean_norm": 1.0, "merge": "mean", "contributors": [0, 1, 2, 3], "failure": None}
+        notes.update(event("round", **one, replaced={"0": 0.0, "3": share}), ())
+    first, again = notes.lines
+    assert first.startswith("worker 3: in 94% of the parts of round 1 its outer gradient points against the others'")
+    assert again.startswith("worker 3: in 50% of the parts of round 5 ")
+
+
 def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None:
     notes = RunNotes()
     notes.update(event("round", sequence=3, failure="worker 1 did not answer", refused={}), ())

@@ -26,7 +26,8 @@ def with_members(worker: int, sequence: int, number: int, *present: tuple[int, i
     """`present`: number and steps of each member."""
     numbers = [one for one, _ in present]
     told = {"contributors": numbers, "roster": numbers, "members": [member(*one, 4.0) for one in present]}
-    more = {"agreement": {str(one): 0.5 for one in numbers}, "signatures": 2}
+    by_number = {str(one): 0.5 for one in numbers}
+    more = {"agreement": by_number, "replaced": dict.fromkeys(by_number, 0.0), "signatures": 2}
     return merged(worker, sequence, number, **told, **more, time=1000.0 + number)
 
 
@@ -69,7 +70,8 @@ def test_a_log_is_read_under_the_last_number_and_another_worker_keeps_its_own(tm
     rounds = [one for one in log if one["type"] == "round"]
     assert {one["worker"] for one in log} == {9}
     assert [one["contributors"] for one in rounds] == [[0, 9], [0, 4, 9]]
-    assert [list(one["agreement"]) for one in rounds] == [["0", "9"], ["0", "4", "9"]]
+    for name in ("agreement", "replaced"):
+        assert [list(one[name]) for one in rounds] == [["0", "9"], ["0", "4", "9"]]
     assert next(one for one in log if one["type"] == "member_joined")["member"] == 4, "that is the other worker"
     assert [(one["before"], one["member"]) for one in log if one["type"] == "renumbered"] == [(4, 7), (7, 9)]
 

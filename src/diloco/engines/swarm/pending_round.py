@@ -209,7 +209,7 @@ class SwarmRound(PendingRound):
             members=members,
             resync=outcome.resync,
             roster=outcome.roster,
-            products=outcome.products,
+            comparison=outcome.comparison,
             phases=outcome.phases,
             signatures=outcome.signatures,
             mean_digest=outcome.mean_digest,

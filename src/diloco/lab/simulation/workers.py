@@ -205,7 +205,8 @@ def _curve(arm: Arm) -> LaterCurve:
 def _statistics(events: list[RoundEvent]) -> RoundStatistics:
     first = next((event for event in events if event.result is not None), events[0])
     result = first.result
-    found = [cosine for _, _, cosine in cosines(result.contributors, result.products)] if result is not None else []
+    pairs = cosines(result.contributors, result.comparison.products) if result is not None else []
+    found = [cosine for _, _, cosine in pairs]
     norms = sorted(event.norm for event in events if not event.dropped)
     median = norms[(len(norms) - 1) // 2] if norms else 0.0
     errors = [event.codec_error for event in events if event.codec_error is not None]

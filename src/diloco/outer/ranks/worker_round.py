@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco.engines.base import PendingRound
-from diloco.engines.rounds import Contribution, RoundKey, RoundPhases, RoundResult
+from diloco.engines.rounds import Comparison, Contribution, RoundKey, RoundPhases, RoundResult
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.replica import Lane
@@ -51,14 +51,14 @@ class WorkerRound:
             self._error = self._error or error
         self._ranks.agree(self._error)
         self._agree_on(failures, results)
-        here = [[float(result.bytes_sent), float(result.bytes_received), *result.products] for result in results]
-        sent, received, *products = self._ranks.sums(*(sum(column) for column in zip(*here, strict=True)))
+        here = [[float(one.bytes_sent), float(one.bytes_received), *one.comparison.numbers] for one in results]
+        sent, received, *numbers = self._ranks.sums(*(sum(column) for column in zip(*here, strict=True)))
         whole = replace(
             results[0],
             bytes_sent=int(sent),
             bytes_received=int(received),
             seconds=max(result.seconds for result in results),
-            products=tuple(products),
+            comparison=Comparison.of_numbers(numbers, len(results[0].contributors)),
             phases=RoundPhases(),  # each lane has its own
         )
         return Outcome(whole, [result.mean for result in results])

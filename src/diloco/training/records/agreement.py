@@ -62,7 +62,7 @@ class Agreement:
         """The cosines of this round; warns of a worker once, when it begins to disagree."""
         if result is None:
             return {}
-        cosines = leave_one_out(result.contributors, result.products)
+        cosines = leave_one_out(result.contributors, result.comparison.products)
         if not cosines:
             return {}
         middle = median(cosines.values())

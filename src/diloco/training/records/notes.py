@@ -13,6 +13,7 @@ _MOST_NOTES = 2000
 _COMPARED = 32
 _REPEAT_SECONDS = 60.0
 _CORES = "cores: "
+_TOLD_SHARE = 0.1  # of the parts: a few are replaced by chance
 _PEER = re.compile(r"\b(?:12D3Koo|Qm)[1-9A-HJ-NP-Za-km-z]{30,60}\b")
 _COUNTED = frozenset(
     ("checkpoint", "worker_finished", "worker_failed", "swarm", "called", "round", "sidecar_lost")
@@ -88,6 +89,7 @@ class _Means:
     def __init__(self, wanted: str = "mean") -> None:
         self._wanted = self._made = wanted
         self._disagreeing: set[int] = set()
+        self._replaced: set[int] = set()
         self._last = -1
 
     def changes(self, event: Event) -> Iterator[str]:
@@ -113,6 +115,21 @@ class _Means:
                 "honest). sync.merge = clipped bounds what one worker can do"
             )
         self._disagreeing = disagreeing
+        yield from self._replacements(
+            sequence, {int(one): share for one, share in (event.get("replaced") or {}).items()}
+        )
+
+    def _replacements(self, sequence: int, shares: dict[int, float]) -> Iterator[str]:
+        """Told once of a worker, and again only after its share has been below half of what is told."""
+        least = {worker: _TOLD_SHARE / 2 if worker in self._replaced else _TOLD_SHARE for worker in shares}
+        replaced = {worker for worker, share in shares.items() if share >= least[worker]}
+        for worker in sorted(replaced - self._replaced):
+            yield (
+                f"worker {worker}: in {shares[worker]:.0%} of the parts of round {sequence} its outer gradient points "
+                "against the others' or is next to nothing, and counts as their mean (sync.merge = clipped): other "
+                "data, a fault, or not honest"
+            )
+        self._replaced = replaced
 
 
 def reason_of(event: Event) -> str:

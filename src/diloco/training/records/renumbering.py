@@ -10,7 +10,7 @@ from typing import Any
 
 Event = dict[str, Any]
 _LISTS = ("contributors", "roster", "disagreeing")
-_BY_WORKER = ("refused", "clipped", "agreement")
+_BY_WORKER = ("refused", "clipped", "replaced", "agreement")
 _REPORTS = {"members": "worker", "confirmed": "worker", "present": "member"}
 
 

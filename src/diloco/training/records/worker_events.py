@@ -55,6 +55,7 @@ def round_fields(event: RoundEvent, agreement: Agreement) -> dict[str, Any]:
         "refused": {} if result is None else dict(result.refused),
         "merge": None if result is None else result.merge,
         "clipped": {} if result is None else dict(result.clipped),
+        "replaced": {} if result is None else {str(worker): share for worker, share in result.replaced.items()},
         "bytes_sent": 0 if result is None else result.bytes_sent,
         "members": [] if result is None else [member.as_json() for member in result.members],
         "roster": [] if result is None else list(result.roster),

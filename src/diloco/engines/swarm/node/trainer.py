@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 
 from diloco.core.config import Merge
-from diloco.engines.rounds import RoundKey, RoundPhases
+from diloco.engines.rounds import Comparison, RoundKey, RoundPhases
 from diloco.engines.swarm.shared_memory import SharedMemory
 
 
@@ -65,8 +65,8 @@ class RoundOutcome(Struct, frozen=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
-    products: tuple[float, ...] = ()
-    """As RoundResult.products."""
+    comparison: Comparison = Comparison()
+    """As in RoundResult."""
     phases: RoundPhases = RoundPhases()
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker number -> why its contribution was scaled down."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from diloco.engines.rounds import RoundPhases
+from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
@@ -145,7 +145,7 @@ class Outcomes:
         if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
             return
         round_.stop_transfer()
-        round_.vote, round_.products, round_.phases = None, (), RoundPhases()
+        round_.vote, round_.comparison, round_.phases = None, Comparison(), RoundPhases()
         data = await self.fetch_mean(agreed, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")

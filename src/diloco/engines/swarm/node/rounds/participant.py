@@ -11,7 +11,7 @@ A message of a leader counts only if no higher authority (plan.py) has sent one 
 import asyncio
 import logging
 
-from diloco.engines.rounds import RoundPhases
+from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.joining import settle_number
@@ -193,7 +193,7 @@ class Participant:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
-        round_.products, round_.planned_at, round_.phases = (), clock.now(), RoundPhases()
+        round_.comparison, round_.planned_at, round_.phases = Comparison(), clock.now(), RoundPhases()
         if plan.has_mean:
             self.outcomes.check.keep(plan, round_.posted, round_.leaves)
             seconds, patience = self.settings.stall_seconds, self.transfers.patience(plan, self.settings.lost_seconds)

@@ -7,7 +7,7 @@ from functools import cached_property
 from msgspec import structs
 
 from diloco.core.config import Merge
-from diloco.engines.rounds import RoundPhases
+from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
@@ -42,8 +42,8 @@ class Round:
     """For the whole mean of `plan`, which is in the posted memory."""
     certificate: Certificate | None = None
     """That the mean counts."""
-    products: tuple[float, ...] = ()
-    """The inner products of the contributions to that mean, where this worker took part in its transfer."""
+    comparison: Comparison = field(default_factory=Comparison)
+    """Of the contributions to that mean, where this worker took part in its transfer."""
     planned_at: float | None = None
     phases: RoundPhases = field(default_factory=RoundPhases)
     """Of that mean, on the same condition."""
@@ -116,7 +116,7 @@ class Round:
                 total_weight=decision.total_weight,
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,
-                products=self.products,
+                comparison=self.comparison,
                 phases=self.phases,
                 signatures=0 if self.certificate is None else len(self.certificate.signatures),
                 mean_digest="" if self.certificate is None else self.certificate.mean.hex()[:16],
@@ -129,7 +129,7 @@ class Round:
         if self.transfer is not None and self.planned_at is not None:
             reduced = self.transfer.reduce_seconds
             sent = max(0.0, clock.now() - self.planned_at - reduced)
-            self.products = self.transfer.products
+            self.comparison = self.transfer.comparison
             self.phases = RoundPhases(self.planned_at - self.started, sent, reduced)
 
     def fail(self, reason: str, *, resync: bool = False, fatal: bool = False) -> None:

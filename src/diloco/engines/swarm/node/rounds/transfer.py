@@ -24,8 +24,8 @@ from torch import Tensor
 
 from diloco.codecs.encoded import blank, scratch
 from diloco.codecs.registry import codec
-from diloco.core.merging import num_products
-from diloco.engines.reduction import reduce_parts
+from diloco.engines.reduction import compare_nothing, reduce_parts
+from diloco.engines.rounds import Comparison
 from diloco.engines.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts, Withheld
@@ -36,7 +36,7 @@ from diloco.engines.swarm.node.proofs.committed import MAX_PROOF_BYTES, Committe
 from diloco.engines.swarm.node.proofs.norms import NormCheck
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
-from diloco.engines.swarm.node.rounds import products as products_of
+from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
 
@@ -91,8 +91,7 @@ class Transfer:
         self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._norms = NormCheck(plan, self._codec)
-        self._own_products = [0.0] * num_products(len(plan.contributors))
-        self._products = list(self._own_products)
+        self._own_comparison = self._others_comparison = compare_nothing(len(plan.contributors))
         self._reduced = 0
         self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
         self._news = asyncio.Event()
@@ -158,7 +157,7 @@ class Transfer:
     async def _fetch(self, stream: Stream, rows: range) -> float:
         """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
         into, width = self._mean(rows), self._mean_width
-        loop = asyncio.get_running_loop()
+        loop, contributors = asyncio.get_running_loop(), len(self.plan.contributors)
         received = checked = 0  # bytes, rows
         frames = DataFrames(stream, self._stall, _LONGER * self._patience)
         norms: list[asyncio.Future[float]] = []
@@ -169,8 +168,8 @@ class Transfer:
                 norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))
                 checked = received // width
         if rows:
-            data = await read_frame(stream, 8 * len(self._products), self._stall)
-            self._products = products_of.add(self._products, products_of.unpack(data, len(self._products)))
+            data = await read_frame(stream, comparisons.size(contributors), self._stall)
+            self._others_comparison += comparisons.unpack(data, contributors, len(rows))
         squares = sum(await asyncio.gather(*norms))
         if rows:
             self._signatures.record(stream.peer, await read_frame(stream, 64, self._stall))
@@ -182,9 +181,9 @@ class Transfer:
         return self._signatures.vote()
 
     @property
-    def products(self) -> tuple[float, ...]:
-        """The inner products of the contributions, once `run` has returned; the reducers may lie about them."""
-        return tuple(products_of.add(self._products, self._own_products))
+    def comparison(self) -> Comparison:
+        """Of the contributions, once `run` has returned; the reducers may lie about it."""
+        return self._others_comparison + self._own_comparison
 
     # As a reducer
 
@@ -225,7 +224,7 @@ class Transfer:
             await write_frame(stream, mean[sent * width : last * width], self._stall)
             sent = last
         if len(self._mine):
-            await write_frame(stream, products_of.pack(self._own_products), self._stall)
+            await write_frame(stream, comparisons.pack(self._own_comparison), self._stall)
             await write_frame(stream, self._signatures.own(self._transport.peer), self._stall)
 
     async def _reduce(self) -> None:
@@ -238,11 +237,11 @@ class Transfer:
                 late = min(self._arrived, key=lambda peer: self._arrived[peer])
                 raise TransferFailed(late, "its parts do not come", withheld="parts")
             started = clock.now()
-            mean, squares, products = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
+            mean, squares, comparison = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self.reduce_seconds += clock.now() - started
             if (excess := self._norms.add(squares)) is not None:
                 raise TransferFailed(*excess, lie=True)
-            self._own_products = products_of.add(self._own_products, products)
+            self._own_comparison += comparison
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
                 if (stranger := self._committed.stranger()) is not None:
@@ -274,8 +273,8 @@ class Transfer:
     # Arithmetic, in the reducing threads
 
     @torch.no_grad()
-    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], list[float]]:
-        """The mean of these rows of this worker's range, the squared norm of each contribution, and their products."""
+    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], Comparison]:
+        """The mean of these rows of this worker's range, the squared norm of each contribution, and a comparison."""
         squares = [0.0] * len(self.plan.contributors)
         here = slice(rows.start * self._width, rows.stop * self._width)
         parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
@@ -284,7 +283,7 @@ class Transfer:
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
         part, first = self.posted.part_elements, self._mine.start + rows.start
-        products = reduce_parts(
+        comparison = reduce_parts(
             self._codec,
             parts,
             weights,
@@ -297,7 +296,7 @@ class Transfer:
             batch_elements=_BATCH_ELEMENTS,
         )
         self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
-        return mean, squares, products
+        return mean, squares, comparison
 
     @torch.no_grad()
     def _squared_norm(self, rows: range, reducer: str) -> float:
