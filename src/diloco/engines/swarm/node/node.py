@@ -315,7 +315,7 @@ class Node:
             case proofs.Projections():
                 return self.outcomes.check.record(peer, request)
             case proofs.AskPart():
-                return self.outcomes.check.show(request)
+                return await self.outcomes.check.show(request)
             case proofs.Proof():
                 return self.outcomes.liars.answer(request)
             case messages.Ready():

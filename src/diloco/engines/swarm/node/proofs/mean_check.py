@@ -7,10 +7,11 @@
               banned, or a contributor has told a wrong number
 
 Every worker sees the same, and needs no other's word. A contributor that tells no numbers may want to hide what it
-reduced: a random part of its range is opened. One that is live and shows no part commits an offence each time.
+reduced: a random part of its range is opened. One that is live and shows no part commits an offence each time, as
+long as it must have kept that contribution (own_contributions.py).
 
 A check begins half a second after the round, or sooner where the transfer took less: the outer step, for which all
-training waits, has the processor first. The numbers of a contribution that is not copied are taken at once.
+training waits, has the processor first.
 
 A mean that is not linear (`sync.merge = clipped`) or lacks values has no such numbers: a random part is opened now and
 then, so that this costs a hundredth of the bytes at most.
@@ -25,7 +26,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from diloco.codecs.encoded import blank
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.limits import LruCache
@@ -34,11 +34,11 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done, NotHere
-from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Bytes
 from diloco.engines.swarm.node.proofs.liars import Liars
 from diloco.engines.swarm.node.proofs.messages import AskPart, Part, Projections
+from diloco.engines.swarm.node.proofs.own_contributions import OwnContribution, OwnContributions, num_kept
 from diloco.engines.swarm.node.proofs.projections import Numbers
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -51,26 +51,8 @@ _PARTS_A_MESSAGE = 1 << 17
 _POLL_SECONDS = 0.1
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
 _STEPS_OF_ROUNDING = 3.0
-_COPIED_BYTES = 1 << 26
 _MOST_DELAY = 0.5  # seconds
-_MAX_KEPT, _MAX_KEPT_BYTES = 64, 1 << 28
 _PAUSES = (1.0, 2.0, 4.0, 8.0)  # between questions for a part: a line that loses messages for a while is no lie
-
-
-@dataclass
-class _Own:
-    """This worker's contribution to a plan."""
-
-    posted: PostedRound
-    data: memoryview
-    leaves: list[bytes]
-    since: float = field(default_factory=clock.now)
-    """When this worker began to follow the plan."""
-
-    @property
-    def is_copied(self) -> bool:
-        """Else the data are in the trainer's own memory, which the next round writes into."""
-        return len(self.data) <= _COPIED_BYTES
 
 
 @dataclass
@@ -79,8 +61,8 @@ class _Counted:
 
     agreed: Agreed
     posted: PostedRound
-    own: _Own
     mean: Bytes
+    """Until it is checked."""
     processes: dict[str, str]
     """Of each contributor: one that was restarted has forgotten its parts."""
     numbers: dict[str, Numbers] = field(default_factory=dict)
@@ -91,7 +73,7 @@ class MeanCheck:
     def __init__(self, members: Members, calls: Calls, liars: Liars) -> None:
         self._members, self._calls, self._liars = members, calls, liars
         self._me, self._seconds = members.me, members.settings.stall_seconds
-        self._own: LruCache[_Own] = LruCache(_MAX_KEPT)
+        self.own = OwnContributions()
         self._rounds: LruCache[_Counted] = LruCache(_KEPT)
         self._early: LruCache[Numbers] = LruCache(64)
         """Numbers of rounds that have not ended here yet, by plan and sender."""
@@ -111,31 +93,15 @@ class MeanCheck:
         """The round has ended, and this worker has its mean, in `mean` once it is `copied`."""
         if not agreed.plan.has_mean or len(agreed.plan.contributors) < 2:
             return
-        self.keep(agreed.plan, posted, leaves)
-        own = self._own.get(agreed.plan.digest.hex())
-        assert own is not None
+        own = self.own.keep(agreed.plan, posted, leaves)
         processes = {entry.peer: self._process_of(entry.peer) for entry in agreed.plan.contributors}
-        round_ = _Counted(agreed, posted, own, mean, processes)
+        round_ = _Counted(agreed, posted, mean, processes)
         self._rounds.put(agreed.plan.digest.hex(), round_)
         # Beside training, and so after the outer step, which takes about as long as the transfer, or less.
         delay = min(_MOST_DELAY, clock.now() - own.since)
-        task = asyncio.create_task(self._check(round_, copied, delay))
+        task = asyncio.create_task(self._check(round_, own, copied, delay))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def keep(self, plan: Plan, posted: PostedRound, leaves: list[bytes]) -> None:
-        """This worker follows the plan: others may ask for its parts, also if they end the round first."""
-        name, view = plan.digest.hex(), posted.contribution.view
-        if name in self._own:
-            return
-        earlier = [own for key in list(self._own) if (own := self._own.get(key)) is not None and own.posted is posted]
-        small = len(view) <= _COPIED_BYTES  # a small round is soon followed by the next one, in the same memory
-        data = earlier[0].data if earlier else blank(len(view)) if small else view
-        if small and not earlier:
-            data[:] = view
-        self._own.put(name, _Own(posted, data, leaves))
-        while len(self._own) > 1 and len(self._own) * len(data) > _MAX_KEPT_BYTES:
-            self._own.drop(next(iter(self._own)))
 
     # For the others
 
@@ -156,29 +122,28 @@ class MeanCheck:
         numbers = round_.numbers.setdefault(sender, missing)
         numbers[first : first + len(values)] = values[: max(0, len(numbers) - first)]
 
-    def show(self, request: AskPart) -> PeerMessage:
-        """One part of this worker's contribution, if its memory is not in use again."""
-        own = self._own.get(request.plan.hex())
+    async def show(self, request: AskPart) -> PeerMessage:
+        """One part of this worker's contribution, if it is still kept."""
+        own = await self.own.find(request.plan)
         if own is None or request.part >= len(own.leaves):
             return NotHere()
         width = len(own.data) // len(own.leaves)
-        data = bytes(own.data[request.part * width : (request.part + 1) * width])
-        if merkle.leaves(memoryview(data), width) != [own.leaves[request.part]]:
-            return NotHere()
         self.bytes += width
+        data = bytes(own.data[request.part * width : (request.part + 1) * width])
         return Part(data, merkle.prove(own.leaves, range(request.part, request.part + 1)))
 
     # The check
 
-    async def _check(self, round_: _Counted, copied: Callable[[], Awaitable[None]], delay: float) -> None:
-        plan, own = round_.agreed.plan, codec(round_.posted.codec)
-        linear = plan.decision.merge == "mean" and not own.means_drop_values and not own.for_means.means_drop_values
+    async def _check(
+        self, round_: _Counted, own: OwnContribution, copied: Callable[[], Awaitable[None]], delay: float
+    ) -> None:
+        plan, used = round_.agreed.plan, codec(round_.posted.codec)
+        linear = plan.decision.merge == "mean" and not used.means_drop_values and not used.for_means.means_drop_values
         try:
             await copied()
-            if round_.own.is_copied:
-                await asyncio.sleep(delay)
+            await asyncio.sleep(delay)
             if linear:
-                suspects = await self._compare(round_, 0.0 if round_.own.is_copied else delay)
+                suspects = await self._compare(round_, own)
             else:
                 chance = _OPENED_SHARE * round_.posted.num_parts / len(plan.entries)
                 suspects = [self._part_of(round_, None)] if self._random.random() < chance else []
@@ -189,27 +154,20 @@ class MeanCheck:
             logger.exception("the check of the mean of round %d", plan.key.sequence)
             reason = f"{type(problem).__name__}: {problem}"[:200]
             self._members.on_event("check_failed", {"round": plan.key.sequence, "reason": reason})
-        if not round_.own.is_copied:  # hold the trainer's memory until the others have checked too
-            await asyncio.sleep(2 * self._seconds)
-            self._own.drop(plan.digest.hex())
-            self._rounds.drop(plan.digest.hex())
+        round_.mean = b""
 
-    async def _compare(self, round_: _Counted, delay: float) -> list[int | None]:
-        """The parts to open. `delay`: of the mean's numbers, after those of this worker's contribution."""
+    async def _compare(self, round_: _Counted, own: OwnContribution) -> list[int | None]:
+        """The parts to open."""
         plan, posted = round_.agreed.plan, round_.posted
         loop = asyncio.get_running_loop()
         sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
-        own, means = codec(posted.codec), codec(posted.codec).for_means
-        parts, mean = posted.num_parts, memoryview(round_.mean)
+        used, parts, mean = codec(posted.codec), posted.num_parts, memoryview(round_.mean)
         if any(entry.peer == self._me for entry in plan.contributors):
-            mine = await loop.run_in_executor(None, projections.project, own, round_.own.data, parts, sign)
-            first = round_.own.data[: len(round_.own.data) // parts]
-            if merkle.leaves(first, len(first)) != round_.own.leaves[:1]:
-                return []  # the trainer has posted again: these are other values
+            await asyncio.shield(own.copying)
+            mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, sign)
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
-        await asyncio.sleep(delay)
-        numbers, error = await loop.run_in_executor(None, projections.project_mean, means, mean, parts, sign)
+        numbers, error = await loop.run_in_executor(None, projections.project_mean, used.for_means, mean, parts, sign)
         absent = await self._wait_for_numbers(round_)
         if absent:
             return [self._part_of(round_, peer) for peer in absent]
@@ -277,9 +235,9 @@ class MeanCheck:
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
         request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
-        answer = self.show(request) if peer == self._me else await self._ask(peer, request)
+        answer = await self.show(request) if peer == self._me else await self._ask(peer, request)
         for pause in _PAUSES:
-            if answer is not None or peer == self._me:
+            if isinstance(answer, Part) or peer == self._me:
                 break
             await asyncio.sleep(pause)
             asked_at = clock.now()
@@ -287,11 +245,12 @@ class MeanCheck:
         if not isinstance(answer, Part):
             known = self._members.peers.get(peer)
             answers = answer is not None or (known is not None and known.heard_at > asked_at)  # to other questions
-            if known is not None and known.live and answers and self._process_of(peer) == round_.processes[peer]:
+            same = self._process_of(peer) == round_.processes[peer]
+            if known is not None and known.live and answers and same and not self._is_old(round_):
                 self._liars.record_unproved(peer, "it does not show a part of its contribution")
             return None
         self.bytes += len(answer.data)
-        if len(answer.data) != len(round_.own.data) // round_.posted.num_parts:
+        if len(answer.data) != round_.posted.contribution.num_bytes // round_.posted.num_parts:
             self._liars.record_unproved(peer, "it is bound to a part of another size")
             return None
         found, total = merkle.leaves(memoryview(answer.data), len(answer.data)), round_.posted.num_parts
@@ -302,6 +261,11 @@ class MeanCheck:
             logger.info("%s: %s", peer, problem)
         self._liars.record_unproved(peer, "it shows another part than it was bound to")
         return None
+
+    def _is_old(self, round_: _Counted) -> bool:
+        """Whether honest workers may no longer keep their contributions to this round."""
+        kept = num_kept(round_.posted.contribution.num_bytes)
+        return self._members.most_posted(round_.posted.key.sequence + kept)
 
     def _process_of(self, peer: str) -> str:
         known = self._members.peers.get(peer)

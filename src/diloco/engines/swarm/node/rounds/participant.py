@@ -102,6 +102,7 @@ class Participant:
             round_.stop_transfer()
             self.rounds.pop(round_.sequence, None)
             status.waiting_round = min(self.rounds, default=-1)
+        await self.outcomes.check.own.copied()
         if round_.certificate is None:
             self.outcomes.missed.record(posted.key.fragment, ())
         status.next_round = max(status.next_round, round_.sequence + 1)
@@ -195,7 +196,7 @@ class Participant:
         round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
         round_.comparison, round_.planned_at, round_.phases = Comparison(), clock.now(), RoundPhases()
         if plan.has_mean:
-            self.outcomes.check.keep(plan, round_.posted, round_.leaves)
+            self.outcomes.check.own.keep(plan, round_.posted, round_.leaves)
             seconds, patience = self.settings.stall_seconds, self.transfers.patience(plan, self.settings.lost_seconds)
             round_.transfer = Transfer(
                 plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience

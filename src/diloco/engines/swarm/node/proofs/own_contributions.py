@@ -1,0 +1,73 @@
+"""This worker's last contributions: while others check a mean, they may ask for a part of each contribution to it.
+
+A contribution is copied when its worker follows a plan, since the trainer writes the next one into the same memory. How
+many are kept follows from their size, which is the same for all workers of a round: so every member knows which rounds
+a worker must still show a part of, and takes no honest one for a liar (mean_check.py).
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from diloco.codecs.encoded import blank
+from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.trainer import PostedRound
+
+_MOST_KEPT, _MOST_BYTES = 64, 1 << 28
+_MOST_PLANS = 64
+
+
+def num_kept(num_bytes: int) -> int:
+    """So many contributions of this size are kept: 256 MiB, and the last one in any case."""
+    return max(1, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
+
+
+@dataclass(eq=False)
+class OwnContribution:
+    posted: PostedRound
+    leaves: list[bytes]
+    data: memoryview
+    """A copy of the posted parts, once `copying` is done."""
+    copying: "asyncio.Future[None]"
+    since: float = field(default_factory=clock.now)
+    """When this worker began to follow a plan with it."""
+    plans: deque[bytes] = field(default_factory=lambda: deque(maxlen=_MOST_PLANS))
+    """The digests of all attempts at its round."""
+
+
+class OwnContributions:
+    def __init__(self) -> None:
+        self._kept: list[OwnContribution] = []
+
+    def keep(self, plan: Plan, posted: PostedRound, leaves: list[bytes]) -> OwnContribution:
+        """The posted memory must not change before `copied`."""
+        own = next((one for one in self._kept if one.posted is posted), None)
+        if own is None:
+            num_bytes = posted.contribution.num_bytes
+            del self._kept[: max(0, len(self._kept) + 1 - num_kept(num_bytes))]
+            data = blank(num_bytes)
+            copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, posted.contribution.view)
+            own = OwnContribution(posted, leaves, data, copying)
+            self._kept.append(own)
+        if plan.digest not in own.plans:
+            own.plans.append(plan.digest)
+        return own
+
+    async def find(self, plan: bytes) -> OwnContribution | None:
+        own = next((one for one in self._kept if plan in one.plans), None)
+        if own is not None:
+            await asyncio.shield(own.copying)
+        return own
+
+    async def copied(self) -> None:
+        """The trainer may write into the memory of all rounds."""
+        await asyncio.gather(*(asyncio.shield(own.copying) for own in self._kept if not own.copying.done()))
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    """By torch, which lets other threads go on."""
+    if data:
+        torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
