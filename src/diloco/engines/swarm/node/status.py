@@ -43,6 +43,10 @@ class Status(Struct, forbid_unknown_fields=True):
         """It has posted this round, which has not ended for it."""
         return -1 < self.waiting_round <= sequence <= self.next_round
 
+    def has_posted(self, sequence: int) -> bool:
+        """It is in this round, or past it."""
+        return self.next_round > sequence or self.is_in(sequence)
+
     def gave_up(self, sequence: int) -> bool:
         """The round failed for this worker, which is in a later one or posts a later one next."""
         return self.ended_round < sequence < self.next_round and not self.is_in(sequence)

@@ -132,11 +132,6 @@ class Members:
         ] or holders
         return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
 
-    def most_posted(self, sequence: int) -> bool:
-        """Whether at least half of the members with the state say that they are in this round, or past it."""
-        holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
-        return len(holders) <= 2 * sum(s.next_round > sequence or s.is_in(sequence) for s in holders)
-
     def may_go_on(self) -> bool:
         """False for a while after most members have fallen silent: this machine's own network may be cut.
 

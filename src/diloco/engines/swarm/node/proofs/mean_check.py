@@ -263,9 +263,10 @@ class MeanCheck:
         return None
 
     def _is_old(self, round_: _Counted) -> bool:
-        """Whether honest workers may no longer keep their contributions to this round."""
-        kept = num_kept(round_.posted.contribution.num_bytes)
-        return self._members.most_posted(round_.posted.key.sequence + kept)
+        """Whether honest workers may no longer keep their contributions to this round: half are far past it."""
+        later = round_.posted.key.sequence + num_kept(round_.posted.contribution.num_bytes)
+        there = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return len(there) <= 2 * sum(status.has_posted(later) for status in there)
 
     def _process_of(self, peer: str) -> str:
         known = self._members.peers.get(peer)
