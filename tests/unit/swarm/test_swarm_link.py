@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import pickle
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import KeptMappings, SharedMemory
 from diloco.engines.swarm.sidecar import link as linking
 from diloco.engines.swarm.sidecar import messages, snapshots
+from diloco.engines.swarm.sidecar.child_process import SidecarProcess
 from diloco.engines.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
 from diloco.errors import EngineError
 
@@ -323,3 +325,18 @@ def test_requests_for_the_same_state_share_a_snapshot_and_a_changed_state_has_it
     maker.invalidate()
     third = maker._snapshot()
     assert third is not None and third.numbers == {"sequence": 2} and third.data is not first.data
+
+
+def test_the_exit_of_a_sidecar_is_seen_in_a_trainer_with_many_open_files(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        sidecar = SidecarProcess(["true"], tmp_path / "log")
+        assert sidecar.exits_within(60.0)
+        sidecar.end()
+        sidecar.link.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

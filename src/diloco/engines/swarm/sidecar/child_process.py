@@ -46,9 +46,10 @@ class SidecarProcess:
 
     def exits_within(self, seconds: float) -> bool:
         """Waits for its exit without reaping it; after reaping, its id could belong to another process."""
-        fd = os.pidfd_open(self.pid)
+        fd, poll = os.pidfd_open(self.pid), select.poll()  # select.select takes no descriptor above 1023
         try:
-            return bool(select.select([fd], [], [], seconds)[0])
+            poll.register(fd, select.POLLIN)
+            return bool(poll.poll(1000 * seconds))
         finally:
             os.close(fd)
 

@@ -27,8 +27,8 @@ def num_kept(num_bytes: int) -> int:
 
 @dataclass(eq=False)
 class OwnContribution:
-    posted: PostedRound
     leaves: list[bytes]
+    """The digests of the posted parts (merkle.py), of which each post has a list of its own."""
     data: memoryview
     """A copy of the posted parts, once `copying` is done."""
     copying: "asyncio.Future[None]"
@@ -44,13 +44,13 @@ class OwnContributions:
 
     def keep(self, plan: Plan, posted: PostedRound, leaves: list[bytes]) -> OwnContribution:
         """The posted memory must not change before `copied`."""
-        own = next((one for one in self._kept if one.posted is posted), None)
+        own = next((one for one in self._kept if one.leaves is leaves), None)
         if own is None:
             num_bytes = posted.contribution.num_bytes
             del self._kept[: max(0, len(self._kept) + 1 - num_kept(num_bytes))]
             data = blank(num_bytes)
             copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, posted.contribution.view)
-            own = OwnContribution(posted, leaves, data, copying)
+            own = OwnContribution(leaves, data, copying)
             self._kept.append(own)
         if plan.digest not in own.plans:
             own.plans.append(plan.digest)
