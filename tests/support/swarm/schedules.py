@@ -8,6 +8,7 @@ pairs that are cut off from each other, splits, crashes with and without a retur
     no end      after the last fault a round with the work of every worker ends within `SETTLING_SECONDS`, and after it
                 all have the same state
     no liar     no honest worker is held to have lied by another (`Ended.offences`)
+    no fault    no worker's program fails (`Ended.faults_found`)
 
 With `lie`, the last worker lies from its start on, in one of the ways of lies.py. The rest then holds for the others;
 but a schedule that leaves it and one other alone in a round is outside what the protocol assumes, and need not settle.
@@ -17,8 +18,10 @@ import asyncio
 import hashlib
 import random
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +61,8 @@ class Ended:
     """Round -> mean -> the lives that have counted it."""
     offences: list[str] = field(default_factory=list)
     """Of honest workers against each other."""
+    faults_found: list[str] = field(default_factory=list)
+    """Of a worker's own program."""
     problem: str = ""
     outside: bool = False
     """A liar was half of a round's members: which of two states is right, a third one cannot tell (protocol.md)."""
@@ -70,7 +75,9 @@ class Ended:
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
                    if len(found) > 1]  # fmt: skip
-        return several + self.offences + ([self.problem] if self.problem and not self.outside else [])
+        return (
+            several + self.offences + self.faults_found + ([self.problem] if self.problem and not self.outside else [])
+        )
 
 
 def draw(seed: int) -> tuple[int, list[Fault]]:
@@ -129,6 +136,14 @@ class Schedule:
         worker = await self._swarm.start(name=name, folder=folder)
         self._lives[index] = worker
         outcomes, life = worker.node.outcomes, f"{index}.{len(self._swarm.workers)}"
+        emit = worker.trainer.emit
+
+        def tell(type_: str, fields: Mapping[str, Any]) -> None:
+            if type_ in ("internal_error", "check_failed"):
+                self.ended.faults_found.append(f"{life}: {type_} {fields}")
+            emit(type_, fields)
+
+        worker.trainer.emit = tell  # type: ignore[method-assign]
         record_offence = worker.node.permissions.record_offence
 
         def note(peer: str, reason: str) -> bool:

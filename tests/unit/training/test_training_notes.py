@@ -132,6 +132,10 @@ def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None
             "could not check the mean of round 7: ValueError: no",
         ),
         (
+            event("internal_error", what="leading a round", reason="KeyError: 7"),
+            "has a fault in its program, in leading a round: KeyError: 7",
+        ),
+        (
             event("reducer_passed_over", member=3, peer="p", label="box", round=7),
             "worker 3 (box) did not send its means in round 7",
         ),

@@ -249,6 +249,13 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
         "warning",
         lambda e: f"worker {e['worker']} could not check the mean of round {e['round']}: {reason_of(e)}",
     ),
+    "internal_error": (
+        "bad",
+        lambda e: (
+            f"worker {e['worker']} has a fault in its program, in {e['what']}: {reason_of(e)}. Its log has the "
+            "traceback; please report it"
+        ),
+    ),
     "state_refused": ("bad", lambda e: f"the state of {_name(e)} is not taken over: {reason_of(e)}"),
     "excluded": ("bad", lambda e: f"worker {e['worker']} is excluded from the swarm: {reason_of(e)}"),
     "renumbered": (

@@ -68,8 +68,7 @@ CALLS_AT_ONCE, CALLS_PER_SECOND = 256.0, 64.0
 """Of one peer. An honest one makes a few in a second, and some more when rounds are short or many are lost."""
 _CHECK_SECONDS = 1.0
 _MAX_HELLO_BYTES = 8192
-_GOODBYE_SECONDS = 2.0
-_SAVE_SECONDS = 1.0
+_GOODBYE_SECONDS, _SAVE_SECONDS = 2.0, 1.0
 
 
 class Node:
@@ -102,7 +101,8 @@ class Node:
 
     async def start(self) -> None:
         """Found the swarm, or join it; raises EngineError with what to do."""
-        await self.transport.serve(self._on_call, self._on_stream)
+        faults = self.members.faults
+        await self.transport.serve(faults.answering(self._on_call), faults.serving(self._on_stream))
         self.members.addresses = tuple(await self.transport.addresses())
         self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE))
         self.permissions.reserve_seats(read_peers(self.settings.path(PEERS_FILE)))
@@ -147,7 +147,7 @@ class Node:
     # Tasks
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = self.members.faults.start(work, "a task of its node")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -56,8 +56,6 @@ class IncomingRequests:
             await self.on_stream(stream)
         except (Unreachable, CallRefused) as error:
             log.debug("a stream of %s: %s", peer, error)
-        except Exception:
-            log.exception("a stream of %s failed", peer)
         finally:
             stream.close()
 

@@ -38,7 +38,6 @@ class Heartbeats:
     def __init__(self, members: Members) -> None:
         self.members, self.transport, self.settings = members, members.transport, members.settings
         self._asking: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # Hello: from then on both peers know each other
 
@@ -135,9 +134,7 @@ class Heartbeats:
         self._start(self._beat(self.members.peers[name]))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.members.faults.start(work, "keeping up with the members")
 
     def suspect(self, name: str, problem: Unreachable) -> None:
         """A call or stream to the peer broke: ask at once whether it is still live."""

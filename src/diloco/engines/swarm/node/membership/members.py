@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import Transport
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.faults import Faults
 from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.status import Status
@@ -76,6 +77,7 @@ class Members:
         self.counted_tokens = 0
         """This worker's, when a round had its contribution for the last time."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
+        self.faults = Faults(lambda *event: self.on_event(*event))
         self._waiters: dict[asyncio.Event, None] = {}
         """In their order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)

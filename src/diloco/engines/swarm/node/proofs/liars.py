@@ -4,7 +4,6 @@ A proof can be checked by every member, so a worker that is told of one need not
 proof on once; so all that are connected have it within some calls.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -28,7 +27,6 @@ class Liars:
     def __init__(self, members: Members, calls: Calls, notary: Notary) -> None:
         self._members, self._calls, self._notary = members, calls, notary
         self.on_ban: Callable[[], None] = lambda: None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def compare(self, plan: Plan, some: Sequence[Vote | Certificate]) -> None:
         """Of several means of one plan: which worker has signed two."""
@@ -48,9 +46,7 @@ class Liars:
         reason = f"it gave workers different means in round {proof.key.sequence}, and has signed both"
         if self.ban(proof.peer, reason):
             for peer in self._members.live():
-                task = asyncio.create_task(self._tell(peer.name, Proof(proof)))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._members.faults.start(self._tell(peer.name, Proof(proof)), "telling a proof")
 
     def count_offences(self, agreed: Agreed) -> None:
         """Every member counts offences from the same plans, and so bans the same peers.

@@ -4,7 +4,6 @@ The first Ready of a round makes the leader start a LedRound (led_round.py). The
 usually take, led here or elsewhere: that is how long it waits for slow workers.
 """
 
-import asyncio
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +38,6 @@ class Leader:
         """Of a round, led here or elsewhere."""
         self._too_few: dict[str, int] = {}
         """Workers that are to be told so, and their round: no plan could be made, as too few were left in it."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # Messages of workers
 
@@ -57,9 +55,7 @@ class Leader:
             raise CallRefused("too few workers are left in this round", "few")
         if led is None:
             led = self._rounds[key.sequence] = LedRound(self, key)
-            task = asyncio.create_task(led.run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.members.faults.start(led.run(), "leading a round")
         led.add(entry, ready.max_norm_ratio, ready.merge)
         return Waiting()
 

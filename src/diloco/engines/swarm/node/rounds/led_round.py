@@ -103,8 +103,6 @@ class LedRound:
             logger.info("round %d: %s", self.key.sequence, why)
         except TimeoutError:
             logger.warning("round %d did not end within %g s", self.key.sequence, self._settings.timeout_seconds)
-        except Exception:
-            logger.exception("leading round %d", self.key.sequence)
         finally:
             self._leader.record_end(self)
 

@@ -201,7 +201,7 @@ class Participant:
             round_.transfer = Transfer(
                 plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience
             )
-        round_.task = asyncio.create_task(self._follow(round_, plan))
+        round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
         round_.planned.set()
         return Done()
 
@@ -212,8 +212,7 @@ class Participant:
         round_ = self.rounds[commit.sequence]
         if not self.outcomes.commit(round_, commit.plan, commit.certificate):
             # A new leader has found that another worker has ended the round, or this worker has another mean.
-            task = asyncio.create_task(self.outcomes.resolve(round_, sender))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self.members.faults.start(self.outcomes.resolve(round_, sender), "fetching the end of a round")
         return Done()
 
     def answer_inquiry(self, sender: str, inquire: Inquire) -> PeerMessage:

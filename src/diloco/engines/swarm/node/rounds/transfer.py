@@ -48,6 +48,7 @@ _CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means trave
 _ALIVE_SECONDS = 1.0
 _LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
+_EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
@@ -147,8 +148,10 @@ class Transfer:
             if (fault := self._norms.fault_of_mean(fetched.result())) is not None:
                 raise TransferFailed(reducer.peer, fault, lie=True)
         except (Unreachable, Malformed, ExceptionGroup) as problem:
-            quiet = isinstance(cause := _first(problem), Quiet)
-            raise TransferFailed(reducer.peer, str(cause), withheld="mean" if quiet else None) from None
+            if not isinstance(cause := _first(problem), _EXPECTED):
+                raise cause from None
+            withheld: Withheld | None = "mean" if isinstance(cause, Quiet) else None
+            raise TransferFailed(reducer.peer, str(cause), withheld=withheld) from None
 
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
@@ -197,8 +200,11 @@ class Transfer:
                 both.create_task(self._send_mean(stream))
         except ExceptionGroup as problem:
             incomplete = self._arrived.get(stream.peer, math.inf) < len(self._mine)
+            expected = isinstance(cause := _first(problem), _EXPECTED)
             if incomplete and not self._trouble.done():
-                self._trouble.set_exception(TransferFailed(stream.peer, str(_first(problem))))
+                self._trouble.set_exception(TransferFailed(stream.peer, str(cause)) if expected else cause)
+            if not expected:
+                raise cause from None
         finally:
             self._close_stream(stream)
 

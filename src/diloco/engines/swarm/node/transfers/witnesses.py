@@ -59,7 +59,7 @@ class Witnesses:
         may_come = request.sequence == status.ended_round + 1 or self._takes < _MOST_TAKES
         if self._task is None and may_come and clock.now() - self._taken_at > _PAUSE_SECONDS:
             self._takes += 1
-            self._task = asyncio.create_task(self._take())
+            self._task = self._members.faults.start(self._take(), "taking the digest of the state")
         return StateDigest(pending=may_come or self._task is not None)
 
     async def _take(self) -> None:

@@ -1,0 +1,86 @@
+"""A fault of a worker's own program is told by an event, blames no other worker, and stops no more than it must."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diloco.engines.swarm.network.transport import CallRefused
+from diloco.engines.swarm.node.messages import AskOutcome, OpenMean
+from diloco.engines.swarm.node.rounds.led_round import LedRound
+from diloco.engines.swarm.node.rounds.outcomes import Outcomes
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.wire import encode, write_frame
+from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.stories import founded, rounds, told
+
+
+def faults(worker: MemoryWorker) -> list[Any]:
+    return [fields for type_, fields in worker.trainer.events if type_ == "internal_error"]
+
+
+def test_a_leader_whose_program_fails_says_so_and_the_next_one_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = LedRound._gather
+
+    async def story(swarm: MemorySwarm) -> list[list[Any]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+
+        async def fail(led: LedRound) -> None:
+            if led._members.me == workers[0].name:
+                raise KeyError("seven")
+            await gather(led)
+
+        monkeypatch.setattr(LedRound, "_gather", fail)
+        await rounds(workers, 1)
+        return [faults(worker) for worker in workers]
+
+    assert told(story) == [[{"what": "leading a round", "reason": "KeyError: 'seven'"}], [], []]
+
+
+def test_a_fault_in_a_transfer_blames_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 2 cannot add up the norm of the means that it gets."""
+    squared_norm = Transfer._squared_norm
+
+    async def story(swarm: MemorySwarm) -> tuple[list[Any], list[list[Any]]]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+
+        def fail(transfer: Transfer, *given: Any) -> float:
+            if transfer._transport.peer == workers[2].name:
+                raise ZeroDivisionError("no norm")
+            return squared_norm(transfer, *given)
+
+        monkeypatch.setattr(Transfer, "_squared_norm", fail)
+        posts = [worker.post(values(i, 1, 20_000), sequence=1) for i, worker in enumerate(workers)]
+        ended = await asyncio.gather(*posts)
+        return [outcome.contributors for outcome, _ in ended], [faults(worker) for worker in workers]
+
+    contributors, found = told(story)
+    assert contributors == [(0, 1, 2, 3)] * 4, "three have voted, and the fourth fetches the mean"
+    assert found == [[], [], [{"what": "following a plan", "reason": "ZeroDivisionError: no norm"}], []]
+
+
+def test_a_fault_in_an_answer_is_told_once_a_minute_and_the_caller_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise IndexError("seats: none")
+
+    async def story(swarm: MemorySwarm) -> tuple[list[Any], list[str]]:
+        asked, caller = await founded(swarm, 2)
+        monkeypatch.setattr(Outcomes, "answer", fail)
+        monkeypatch.setattr(Outcomes, "serve_mean", fail)
+        codes = []
+        for _ in range(3):
+            with pytest.raises(CallRefused, match="failed at it") as refused:
+                await caller.node.outcomes.calls.ask(asked.name, AskOutcome(0))
+            codes.append(refused.value.code)
+            stream = await caller.node.transport.open_stream(asked.name, 1.0)
+            await write_frame(stream, encode(OpenMean(0)), 1.0)
+            await asyncio.sleep(1.0)
+            stream.close()
+        return faults(asked), codes
+
+    found, codes = told(story)
+    assert [one["what"] for one in found] == ["answering a call", "serving a stream"] and codes == ["", "", ""]
