@@ -119,7 +119,8 @@ def return_free_memory() -> None:
 
 def blank(num_bytes: int) -> memoryview:
     """Memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
-    view: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    memory = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes < LARGE_BYTES else mapped(num_bytes)
+    view: memoryview = memory.numpy().data
     return view
 
 

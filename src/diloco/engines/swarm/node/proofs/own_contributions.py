@@ -8,21 +8,33 @@ a worker must still show a part of, and takes no honest one for a liar (mean_che
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 import torch
 
 from diloco.codecs.encoded import blank
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.trainer import PostedRound
 
 _MOST_KEPT, _MOST_BYTES = 64, 1 << 28
 _MOST_PLANS = 64
+_THREADS = 2
 
 
 def num_kept(num_bytes: int) -> int:
     """So many contributions of this size are kept: 256 MiB, and the last one in any case."""
     return max(1, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
+
+
+async def hash_parts(posted: PostedRound) -> list[bytes]:
+    """The digests of all parts (merkle.py). A round begins with them, so that more than one thread takes them."""
+    loop, contribution, parts = asyncio.get_running_loop(), posted.contribution, posted.num_parts
+    width = contribution.num_bytes // max(1, parts)
+    pieces = pairwise(parts * index // _THREADS * width for index in range(_THREADS + 1))
+    hashing = [loop.run_in_executor(None, merkle.leaves, contribution.view[a:b], width) for a, b in pieces]
+    return list(chain.from_iterable(await asyncio.gather(*hashing)))
 
 
 @dataclass(eq=False)

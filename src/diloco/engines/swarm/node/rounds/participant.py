@@ -32,8 +32,8 @@ from diloco.engines.swarm.node.messages import (
     Waiting,
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
-from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import Vote
+from diloco.engines.swarm.node.proofs.own_contributions import hash_parts
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.giving_up import check_majority, look_back, record_too_few
 from diloco.engines.swarm.node.rounds.leader_watch import LeaderWatch, check_term
@@ -75,7 +75,7 @@ class Participant:
     async def post(self, posted: PostedRound) -> RoundOutcome:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
-        status, leaves = self.members.status, await _leaves(posted)
+        status, leaves = self.members.status, await hash_parts(posted)
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
@@ -341,9 +341,3 @@ class Participant:
                     await round_.planned.wait()
             except TimeoutError:
                 continue
-
-
-async def _leaves(posted: PostedRound) -> list[bytes]:
-    """The digests of all parts, taken in a thread."""
-    width = posted.contribution.num_bytes // max(1, posted.num_parts)
-    return await asyncio.get_running_loop().run_in_executor(None, merkle.leaves, posted.contribution.view, width)
