@@ -19,6 +19,7 @@ from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 
 _FEWEST = 3
+_MOST_VOTES = 1024
 
 
 class Quorum:
@@ -26,6 +27,8 @@ class Quorum:
         self._members, self._settings = members, members.settings
         self.agreed: Agreed | None = None
         """Of the last round that has ended here, or at the worker that gave this one its state."""
+        self._votes: dict[int, int] = {}
+        """The last round that this worker has voted in, by the last one that had ended for it then."""
 
     @property
     def last(self) -> Plan | None:
@@ -66,6 +69,21 @@ class Quorum:
         """The round of this plan has ended."""
         if self.last is None or agreed.plan.key.sequence >= self.last.key.sequence:
             self.agreed = agreed
+
+    @property
+    def voted(self) -> int:
+        """The last round in which this worker has voted for a plan of a majority: it votes in none twice."""
+        return max(self._votes.values(), default=-1)
+
+    def record_vote(self, plan: Plan) -> None:
+        if plan.majority:
+            self._votes[self.last_ended] = max(plan.key.sequence, self._votes.get(self.last_ended, -1))
+            for base in sorted(self._votes)[:-_MOST_VOTES]:
+                del self._votes[base]
+
+    def take_over(self, last_ended: int) -> None:
+        """This worker has the state after that round. Votes after a later one were given in a run that it leaves."""
+        self._votes = {base: voted for base, voted in self._votes.items() if base <= last_ended}
 
     def has_decided(self, agreed: Agreed) -> bool:
         """Whether most of the members that count here have voted for it: no other plan of its round can count."""

@@ -62,8 +62,6 @@ class Participant:
         self.transfers = TransferTimes()
         self._promised: dict[int, Authority] = {}
         """The highest authority that has inquired about a round which this worker has not posted."""
-        self._voted = -1
-        """The last round in which this worker has voted for a plan of a majority: it votes in none twice."""
         self.leaders = LeaderWatch(self.members, self.transfers)
         self.layout: str | None = None
         """Of what this worker trains, once it has posted."""
@@ -81,7 +79,7 @@ class Participant:
         self.layout = own_terms(posted).layout
         status.next_round = max(status.next_round, round_.sequence)
         status.waiting_round = min(self.rounds)
-        if round_.sequence <= self._voted:
+        if round_.sequence <= self.outcomes.quorum.voted:
             round_.fail("this worker has voted in it before, and given it up")
         try:
             async with asyncio.timeout(posted.deadline_seconds):
@@ -266,7 +264,7 @@ class Participant:
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
             vote = self._vote(round_, plan)
-            self._voted = max(self._voted, round_.sequence if plan.majority else -1)
+            self.outcomes.quorum.record_vote(plan)
             round_.transferred(vote)
             message = Complete(round_.sequence, plan.authority, vote)
         except TransferFailed as problem:

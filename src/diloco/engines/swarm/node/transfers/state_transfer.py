@@ -19,6 +19,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
+from diloco.engines.swarm.node.rounds.recent_rounds import MAX_ROUNDS
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
 from diloco.engines.swarm.node.transfers.slow_sources import Attempt, fetch_first
 from diloco.engines.swarm.node.transfers.witnesses import Witnesses, most_have, none_has_more
@@ -137,11 +138,18 @@ class StateTransfer:
 
     def _sources(self) -> list[Peer]:
         """Members with the state: those that have failed last, of the others the furthest first, equal ones in random
-        order. One that says that it is ahead of all others is not asked before these: any member can say so."""
-        sources = self.members.with_state()
+        order. One that says that it is ahead of all others is not asked before these: any member can say so. Nor are
+        some that are far ahead of most: they are a run of their own, if this worker has only missed a few rounds."""
+        sources, first = self.members.with_state(), self.recent.next_to_merge
         self._random.shuffle(sources)
         furthest = sorted(peer.status.ended_round for peer in sources)[-2:]
-        return sorted(sources, key=lambda peer: (peer.name in self._failed, -min(peer.status.ended_round, furthest[0])))
+        far = {peer.name for peer in sources if first is not None and peer.status.ended_round >= first + MAX_ROUNDS}
+        far = far if 2 * len(far) < len(sources) else set()
+
+        def order(peer: Peer) -> tuple[bool, bool, int]:
+            return peer.name in self._failed, peer.name in far, -min(peer.status.ended_round, furthest[0])
+
+        return sorted(sources, key=order)
 
     async def _fetch_from(self, attempt: Attempt) -> FetchedState | None:
         source = attempt.source
@@ -262,6 +270,7 @@ class StateTransfer:
         status.ended_round, status.next_round, status.has_state = fetched.sequence - 1, fetched.sequence, True
         status.position = max(status.position, fetched.position)
         self.recent.next_to_merge, self._refused_since = fetched.sequence, None
+        self.outcomes.quorum.take_over(status.ended_round)
         self._without_means.clear()
         self._failed.clear()
         self.witnesses.forget()
