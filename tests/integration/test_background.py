@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from diloco.core.digest import digest
 from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov
 from diloco.engines.local import alone
+from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.outer import background
 from diloco.outer import loop as outer_loop
 from diloco.outer.background import BackgroundReplica
 from diloco.outer.replica import Lane, Replica
 from support.in_turn import InTurn
 from support.problem import build
+from support.processes import in_processes
 
 SYNCS = {
     "streaming": SyncConfig(6, "int4", fragments=2, overlap_steps=2, mixing=0.3),
@@ -92,6 +95,20 @@ def test_threads_of_rounds_do_not_interrupt_the_trainers_thread_when_they_wake(m
     InTurn(1, SYNCS["streaming"]).step(14)
     assert policies == {"diloco-waiting": os.SCHED_BATCH, "diloco-posting": os.SCHED_BATCH}
     assert os.sched_getscheduler(0) != os.SCHED_BATCH
+
+
+def thread_policies(engine: TorchDistributedEngine) -> tuple[int, list[int]]:
+    """Of the trainer's thread, and of gloo's threads."""
+    gloo = [task.name for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("gloo")]
+    return os.sched_getscheduler(0), [os.sched_getscheduler(int(thread)) for thread in gloo]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+def test_gloos_threads_of_rounds_do_not_interrupt_other_threads_when_they_wake() -> None:
+    [(trainer, gloo)] = in_processes(1, thread_policies)
+    assert trainer == os.SCHED_OTHER
+    assert gloo.count(os.SCHED_BATCH) >= 1
 
 
 def test_an_anchor_that_changed_after_the_mean_came_takes_the_step_anew() -> None:

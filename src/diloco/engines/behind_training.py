@@ -1,6 +1,8 @@
-"""A thread of rounds that does not interrupt the trainer's thread when it wakes up."""
+"""Threads of rounds that do not interrupt the trainer's thread when they wake up."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 def stay_behind_training() -> None:
@@ -8,7 +10,22 @@ def stay_behind_training() -> None:
     as before. Without it a post or a merge ends with the trainer waiting for the thread that it has just woken. Linux
     only; elsewhere nothing changes but the time."""
     if hasattr(os, "SCHED_BATCH"):
-        try:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        except OSError:  # a sandbox may forbid it
-            return
+        _set_policy(os.SCHED_BATCH)
+
+
+@contextmanager
+def threads_behind_training() -> Iterator[None]:
+    """Threads that the calling thread starts meanwhile stay behind training; it is itself as before at the end."""
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    stay_behind_training()
+    try:
+        yield
+    finally:
+        _set_policy(os.SCHED_OTHER)
+
+
+def _set_policy(policy: int) -> None:
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, policy, os.sched_param(0))

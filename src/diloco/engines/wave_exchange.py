@@ -20,6 +20,7 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.memory import mapped
+from diloco.engines.behind_training import threads_behind_training
 from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, compare_nothing, reduce_parts, waves
 from diloco.engines.rounds import Comparison
@@ -42,9 +43,11 @@ class LaneGroups:
         """Collective over the whole world, in the same order everywhere; None where this rank is not among `ranks`.
 
         A gloo group has one thread and one connection to each peer, so a second group doubles what travels at a time.
+        If its thread woke up in place of one that holds a connection's lock, it would spin until that one goes on.
         """
-        control = new_group(ranks, "gloo", timeout_seconds)
-        other = new_group(ranks, backend, timeout_seconds) if len(ranks) > 1 else control
+        with threads_behind_training():
+            control = new_group(ranks, "gloo", timeout_seconds)
+            other = new_group(ranks, backend, timeout_seconds) if len(ranks) > 1 else control
         if control is None or other is None:
             return None
         return LaneGroups(tuple(ranks), control, control if backend == "gloo" else other, other)
