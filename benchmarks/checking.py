@@ -1,25 +1,61 @@
-"""What it costs a worker of a swarm to check the others, beside what a round costs it anyway. CPU seconds, one thread.
+"""What it costs a worker of a swarm to check the others: CPU time, bytes, and the share of a round's time.
 
-python benchmarks/checking.py --elements 16777216 --workers 5
+    python benchmarks/checking.py                       everything, in some minutes; lines need root
+    python benchmarks/checking.py --only cpu            one of cpu, loopback, 1000, 100 (a line's Mbit/s)
 
-in the round     SHA-256 over the own contribution, over the parts that arrive, and over the mean
-beside training  the numbers of the own contribution and of the mean, and how far they may differ
-bytes            the numbers, to and from every other worker, as a share of the round's bytes
+cpu: CPU seconds of one thread, beside what a round costs anyway.
+
+    in the round     SHA-256 over the own contribution, over the parts that arrive, and over the mean
+    beside training  the numbers of the own contribution and of the mean, and how far they may differ
+    bytes            the numbers, to and from every other worker, as a share of the round's bytes
+
+The others: rounds of real workers, which are trainers, sidecars and p2pds, without a model, from an outer gradient in
+fp32 to the decoded mean. Every second round is one without checks (benchmarks/attacks/unchecked.py): no hash, signature
+or norm, no copy of the contribution for others that check, and no check after the round. The difference of the medians
+is by what checks delay a round; its share is told of the sync alone, and of a round with a minute of inner steps.
+On the loopback device nothing waits for a line, and all workers share this machine's cores: the largest share there is.
+CPU seconds are those of all processes of a worker, until the mean is checked.
+
+Target: at most 5 % of a round's time and 1 % of its bytes.
 """
 
 import argparse
 import hashlib
+import json
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from checking_rounds import Checked, checked_rounds
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.node.proofs import merkle, projections
 from diloco.engines.swarm.node.proofs.certificate import RangeDigest
+from measuring import results_path, write_results
+
+LOOPBACK, LINES = "loopback", ("1000", "100")
+INNER_SECONDS = 60.0
+MOST_TIME, MOST_BYTES = 0.05, 0.01
+
+
+@dataclass(frozen=True)
+class Work:
+    """CPU seconds of one thread, for a vector of so many bytes."""
+
+    codec: str
+    num_bytes: int
+    encode: float
+    reduce: float
+    in_round: float
+    beside: float
+    share_of_bytes: float
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -29,20 +65,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--elements", type=int, default=1 << 24)
-    parser.add_argument("--workers", type=int, default=5)
-    parser.add_argument("--codecs", default="fp32,fp16,int8,int4,e3m0")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{given.elements / 1e6:.1f} million elements, {given.workers} workers")
-    print(f"{'codec':6} {'MB':>6} {'encode':>8} {'reduce':>8} {'in round':>9} {'beside':>8} {'bytes':>8}")
-    for name in given.codecs.split(","):
-        print(*measure(name, given.elements, given.workers))
-
-
-def measure(name: str, elements: int, workers: int) -> list[str]:
+def measure_work(name: str, elements: int, workers: int) -> Work:
     used = codec(name)
     means = used.for_means
     vector = EncodedVector(used, PartLayout(elements))
@@ -69,13 +92,73 @@ def measure(name: str, elements: int, workers: int) -> list[str]:
     others = workers - 1
     traffic = 2 * others * own * (width + len(got) // parts)  # parts and means, there and back
     numbers = 2 * 4 * parts * others
-    figures = [encode, reduce, in_round, beside]
-    return [
-        f"{name:6} {len(sent) / 1e6:6.1f}",
-        *(f"{figure:{8 + (index == 2)}.3f}" for index, figure in enumerate(figures)),
-        f"{numbers / traffic:8.3%}",
+    return Work(name, len(sent), encode, reduce, in_round, beside, numbers / traffic)
+
+
+def show_work(rows: list[Work], elements: int, workers: int) -> None:
+    print(f"{elements / 1e6:.1f} million elements, {workers} workers")
+    print(f"{'codec':6} {'MB':>6} {'encode':>8} {'reduce':>8} {'in round':>9} {'beside':>8} {'bytes':>8}")
+    for row in rows:
+        print(
+            f"{row.codec:6} {row.num_bytes / 1e6:6.1f} {row.encode:8.3f} {row.reduce:8.3f} {row.in_round:9.3f} "
+            f"{row.beside:8.3f} {row.share_of_bytes:8.3%}"
+        )
+
+
+def show_rounds(rows: list[Checked], line: str) -> None:
+    where = "the loopback device" if line == LOOPBACK else f"lines of {line} Mbit/s"
+    print(f"rounds of {rows[0].workers} workers on {where}, {rows[0].elements / 1e6:g} million elements")
+    print(f"{'codec':6} {'MB':>6} {'s':>6} {'without':>8} {'of sync':>8} {'of round':>9} {'CPU s':>6} {'without':>8}")
+    for row in rows:
+        print(
+            f"{row.codec:6} {row.bytes_sent / 1e6:6.1f} {row.seconds.median:6.3f} {row.seconds_without.median:8.3f} "
+            f"{row.share():8.1%} {row.share(INNER_SECONDS):9.2%} {row.cpu_seconds.median:6.3f} "
+            f"{row.cpu_seconds_without.median:8.3f}"
+        )
+
+
+def above_target(results: dict[str, Any], rounds: dict[str, list[Checked]]) -> list[str]:
+    told = [
+        f"{row['codec']}: checking takes {row['share_of_bytes']:.2%} of the bytes"
+        for row in results.get("cpu", ())
+        if row["share_of_bytes"] > MOST_BYTES
+    ]
+    return told + [
+        f"{line}, {row.codec}: checking takes {row.share(INNER_SECONDS):.1%} of a round"
+        for line, rows in rounds.items()
+        for row in rows
+        if row.share(INNER_SECONDS) > MOST_TIME
     ]
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=("cpu", LOOPBACK, *LINES), nargs="+", default=["cpu", LOOPBACK, *LINES])
+    parser.add_argument("--elements", type=int, default=1 << 24, help="of cpu")
+    parser.add_argument("--workers", type=int, default=5, help="of cpu")
+    parser.add_argument("--codecs", default="fp32,fp16,int8,int4,e3m0", help="of cpu")
+    parser.add_argument("--peers", type=int, default=2, help="workers of the rounds")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds of each kind")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    path, rounds = results_path("checking"), dict[str, list[Checked]]()
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    if "cpu" in given.only:
+        work = [measure_work(name, given.elements, given.workers) for name in given.codecs.split(",")]
+        show_work(work, given.elements, given.workers)
+        results["cpu"] = [asdict(row) for row in work]
+    for line in (one for one in given.only if one != "cpu"):
+        mbits = None if line == LOOPBACK else int(line)
+        with tempfile.TemporaryDirectory() as folder:
+            rounds[line] = checked_rounds(Path(folder), 50_000_000, given.peers, ["fp16", "int4"], given.repeats, mbits)
+        show_rounds(rounds[line], line)
+        shares = [{"of_sync": row.share(), "of_round": row.share(INNER_SECONDS)} for row in rounds[line]]
+        results[line] = [asdict(row) | share for row, share in zip(rounds[line], shares, strict=True)]
+    print(f"written: {write_results('checking', results).name}")
+    missed = above_target(results, rounds)
+    print("\n".join(missed) or "within the target")
+    return 1 if missed else 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -68,7 +68,7 @@ def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) ->
         before = {case: _memory(workers) for case, (workers, _) in sides.items()}
         for repeat in range(-_WARM_UP, repeats):
             for case, (workers, command) in sides.items():
-                _measure(rows[case] if repeat >= 0 else Rounds(case, parameters), workers, command)
+                measure_round(rows[case] if repeat >= 0 else Rounds(case, parameters), workers, command)
         extra = {case: _memory(workers) - before[case] for case, (workers, _) in sides.items()}
         for worker in [*pair, first, second, *streams]:
             worker.ask(None, 30.0)
@@ -84,7 +84,7 @@ def _start_streams(workers: Workers, num_bytes: int) -> list[Worker]:
     return [first, second]
 
 
-def _measure(row: Rounds, workers: list[Worker], command: str) -> None:
+def measure_round(row: Rounds, workers: list[Worker], command: str) -> None:
     for worker in workers:
         worker.say(command)
     for worker in workers:

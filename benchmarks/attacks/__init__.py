@@ -15,7 +15,7 @@ from diloco.engines.swarm.node.node import Node
 
 FIRST = int(os.environ.get("ATTACK_FROM", "3"))
 """The first round in which the member attacks."""
-_MODULES = ("contributions", "means", "rounds", "members", "states")
+_MODULES = ("contributions", "means", "rounds", "members", "states", "unchecked")
 _nodes: list[Node] = []
 
 
@@ -42,7 +42,7 @@ def has_begun(sequence: int | None = None) -> bool:
     return (node().own.ended_round + 1 if sequence is None else sequence) >= FIRST
 
 
-def instead_of(owner: type, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def instead_of(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Puts a function in the place of a method; its first argument is the honest method."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
