@@ -31,10 +31,11 @@ from diloco.core.merging import (
 from diloco.engines.rounds import Comparison, Member
 from diloco.engines.row_threads import for_each
 
-_WAVES_WANTED = 32  # few enough that a link's latency does not add up, enough that a wave is small beside the model
-_MIN_WAVE_BYTES_PER_WORKER = 1 << 18
-WAVES_AHEAD = 8
-"""So many travel at a time (wave_exchange.py): at 200 Mbit/s and 50 ms each way, two take twice as long."""
+_WAVES_WANTED = 16  # few, as each one's messages cost time of their own, but so many that one is small beside the model
+_MIN_WAVE_BYTES_PER_WORKER = 1 << 19
+WAVES_AHEAD = 4
+"""So many travel at a time (wave_exchange.py), a quarter of a large vector: with a sixteenth, a round takes twice as
+long at 200 Mbit/s and 50 ms each way."""
 _PRODUCTS_OF_FOUR = 10
 _LEAST_ELEMENTS = 1 << 17  # for one of several threads
 
