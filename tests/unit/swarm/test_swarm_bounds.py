@@ -13,7 +13,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node import clock, messages
 from diloco.engines.swarm.node.membership.attendance import Attendance
 from diloco.engines.swarm.node.membership.processes import addressed
-from diloco.engines.swarm.node.node import CALLS_AT_ONCE
+from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
 from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.rounds.transfer import Transfer
@@ -260,22 +260,37 @@ def test_a_byte_now_and_then_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> 
     virtual_clock.run(story())
 
 
+async def call_without_end(workers: list[MemoryWorker], calls: int) -> int:
+    """Worker 2 calls worker 0 again at every answer; how many are refused."""
+    request = addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
+    refused = 0
+    for _ in range(calls):
+        try:
+            await workers[0].node._on_call(workers[2].name, request)
+        except CallRefused as reason:
+            refused += reason.code == "busy"
+    return refused
+
+
 def test_a_flood_of_calls_is_refused_and_the_others_are_answered() -> None:
     async def story(swarm: MemorySwarm) -> tuple[int, RoundOutcome]:
         workers = await founded(swarm, 3)
-        refused = 0
-        for _ in range(int(2 * CALLS_AT_ONCE)):
-            try:
-                await workers[0].node._on_call(
-                    workers[2].name, addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
-                )
-            except CallRefused as reason:
-                refused += reason.code == "busy"
+        refused = sum(await asyncio.gather(*[call_without_end(workers, 1) for _ in range(int(2 * CALLS_AT_ONCE))]))
         ended = await all_post(workers[:2], 0)
         return refused, ended[0]
 
     refused, ended = told(story, patience=0.1)
     assert refused >= CALLS_AT_ONCE / 2 and ended.failure is None
+
+
+def test_a_peer_that_calls_at_every_answer_waits_for_the_refusals() -> None:
+    async def story(swarm: MemorySwarm) -> float:
+        workers = await founded(swarm, 3)
+        began = clock.now()
+        await asyncio.gather(*[call_without_end(workers, 200) for _ in range(20)])
+        return clock.now() - began
+
+    assert told(story, patience=0.1) >= (20 * 200 - CALLS_AT_ONCE) / (CALLS_PER_SECOND + 20)
 
 
 def test_a_member_with_a_number_cannot_take_that_of_another() -> None:
