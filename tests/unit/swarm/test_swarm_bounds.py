@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from diloco.engines.swarm.network.p2pd import streams
+from diloco.engines.swarm.network.p2pd.incoming import IncomingRequests
 from diloco.engines.swarm.network.p2pd.streams import SocketStream
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock, messages
@@ -260,22 +261,31 @@ def test_a_byte_now_and_then_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> 
     virtual_clock.run(story())
 
 
-async def call_without_end(workers: list[MemoryWorker], calls: int) -> int:
-    """Worker 2 calls worker 0 again at every answer; how many are refused."""
-    request = addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
+async def call_without_end(incoming: IncomingRequests, peer: str, request: bytes, calls: int) -> int:
+    """The peer calls again at every answer; how many calls are refused."""
     refused = 0
     for _ in range(calls):
         try:
-            await workers[0].node._on_call(workers[2].name, request)
+            await incoming._answer(peer, request)
         except CallRefused as reason:
             refused += reason.code == "busy"
     return refused
 
 
+def receiving(worker: MemoryWorker) -> IncomingRequests:
+    """A worker's calls, with the limits of a network."""
+    incoming = IncomingRequests()
+    incoming.on_call = worker.node._on_call
+    return incoming
+
+
 def test_a_flood_of_calls_is_refused_and_the_others_are_answered() -> None:
     async def story(swarm: MemorySwarm) -> tuple[int, RoundOutcome]:
         workers = await founded(swarm, 3)
-        refused = sum(await asyncio.gather(*[call_without_end(workers, 1) for _ in range(int(2 * CALLS_AT_ONCE))]))
+        request = addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
+        incoming, count = receiving(workers[0]), int(2 * CALLS_AT_ONCE)
+        calls = [call_without_end(incoming, workers[2].name, request, 1) for _ in range(count)]
+        refused = sum(await asyncio.gather(*calls))
         ended = await all_post(workers[:2], 0)
         return refused, ended[0]
 
@@ -286,11 +296,27 @@ def test_a_flood_of_calls_is_refused_and_the_others_are_answered() -> None:
 def test_a_peer_that_calls_at_every_answer_waits_for_the_refusals() -> None:
     async def story(swarm: MemorySwarm) -> float:
         workers = await founded(swarm, 3)
-        began = clock.now()
-        await asyncio.gather(*[call_without_end(workers, 200) for _ in range(20)])
+        request = addressed(workers[2].node.members, workers[0].name, messages.AskOutcome(0))
+        incoming, began = receiving(workers[0]), clock.now()
+        await asyncio.gather(*[call_without_end(incoming, workers[2].name, request, 200) for _ in range(20)])
         return clock.now() - began
 
     assert told(story, patience=0.1) >= (20 * 200 - CALLS_AT_ONCE) / (CALLS_PER_SECOND + 20)
+
+
+def test_strangers_that_wait_for_their_refusals_leave_the_members_their_places() -> None:
+    async def story(swarm: MemorySwarm) -> int:
+        workers = await founded(swarm, 2)
+        request = addressed(workers[1].node.members, workers[0].name, messages.AskOutcome(0))
+        incoming, strangers = receiving(workers[0]), [f"stranger {index}" for index in range(16)]
+        floods = [call_without_end(incoming, name, b"x", 50) for name in strangers for _ in range(40)]
+        flooding = asyncio.gather(*floods)
+        await asyncio.sleep(0.5)
+        refused = await call_without_end(incoming, workers[1].name, request, 20)
+        await flooding
+        return refused
+
+    assert told(story, patience=0.1) == 0
 
 
 def test_a_member_with_a_number_cannot_take_that_of_another() -> None:

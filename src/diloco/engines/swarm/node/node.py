@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE, CALLS_PER_SECOND = 256.0, 64.0
 """Of one peer. An honest one makes a few in a second, and some more when rounds are short or many are lost."""
-_BUSY_SECONDS, _CHECK_SECONDS, _GOODBYE_SECONDS, _SAVE_SECONDS = 1.0, 1.0, 2.0, 1.0
+_CHECK_SECONDS, _GOODBYE_SECONDS, _SAVE_SECONDS = 1.0, 2.0, 1.0
 _MAX_HELLO_BYTES = 8192
 
 
@@ -254,7 +254,6 @@ class Node:
         if refusal is not None and (refusal.kind != "unknown" or len(data) > _MAX_HELLO_BYTES):
             raise CallRefused.read(str(refusal))
         if not self._calls_of.take(peer, clock.now()):
-            await asyncio.sleep(_BUSY_SECONDS)  # a peer that calls again at every answer gets few of them
             raise CallRefused("too many calls in a short time: some are left unanswered", "busy")
         try:
             version = messages.hello_version(data)

@@ -1,5 +1,6 @@
 """Calls and streams that other peers open, handed to the node within limits; and all streams that are open now."""
 
+import asyncio
 import logging
 import socket
 
@@ -13,6 +14,7 @@ log = logging.getLogger(__name__)
 
 CALLS_PER_PEER, CALLS_IN_ALL = 32, 512
 STREAMS_PER_PEER, STREAMS_IN_ALL = 64, 512
+_BUSY_SECONDS = 1.0
 
 
 class IncomingRequests:
@@ -32,6 +34,14 @@ class IncomingRequests:
         await control.answer_calls(f"{protocol}/call", self._answer)
 
     async def _answer(self, peer: str, request: bytes) -> bytes:
+        try:
+            return await self._answer_now(peer, request)
+        except CallRefused as refused:
+            if refused.code == "busy":  # so that a peer that calls again at every answer gets few; it holds no place
+                await asyncio.sleep(_BUSY_SECONDS)
+            raise
+
+    async def _answer_now(self, peer: str, request: bytes) -> bytes:
         assert self.on_call is not None
         if len(request) > MAX_CALL_BYTES:
             raise CallRefused(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
