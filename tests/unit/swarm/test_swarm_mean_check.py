@@ -21,7 +21,7 @@ from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 from support.swarm.lies import reduces_wrongly
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from support.swarm.memory import MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, told
 
 NUMEL = 20_000
@@ -326,6 +326,23 @@ def test_not_to_show_a_part_is_an_offence_as_long_as_a_contribution_must_be_kept
 
     offences, shown = told(story)
     assert shown == offence and bool(offences) == offence
+
+
+def test_a_large_contribution_does_not_take_the_place_of_small_ones_that_are_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(swarm: MemorySwarm) -> list[bool]:
+        [worker] = await founded(swarm, 1)
+        kept = own_contributions.OwnContributions()
+        small, large = (worker.posting(values(0, 0, numel)).contribution.num_bytes for numel in (NUMEL, 8 * NUMEL))
+        monkeypatch.setattr(own_contributions, "_MOST_BYTES", 4 * small)
+        assert large > 4 * small
+        for sequence, numel in enumerate((NUMEL, NUMEL, NUMEL, 8 * NUMEL, NUMEL)):
+            posted = worker.posting(values(0, sequence, numel), sequence=sequence)
+            kept.keep(plan([0], sequence), posted, await own_contributions.hash_parts(posted))
+        return [await kept.find(plan([0], n).digest) is not None for n in range(5)]
+
+    assert told(story) == [False, True, True, True, True]
 
 
 def test_a_worker_that_is_bound_to_a_part_of_another_size_is_named_and_the_check_does_not_fail() -> None:

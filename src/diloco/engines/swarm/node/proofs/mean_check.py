@@ -143,7 +143,10 @@ class MeanCheck:
             await copied()
             await asyncio.sleep(delay)
             if linear:
-                suspects = await self._compare(round_, own)
+                await self._tell_numbers(round_, own)
+            del own  # for the others it is kept in `self.own`
+            if linear:
+                suspects = await self._compare(round_)
             else:
                 chance = _OPENED_SHARE * round_.posted.num_parts / len(plan.entries)
                 suspects = [self._part_of(round_, None)] if self._random.random() < chance else []
@@ -156,17 +159,23 @@ class MeanCheck:
             self._members.on_event("check_failed", {"round": plan.key.sequence, "reason": reason})
         round_.mean = b""
 
-    async def _compare(self, round_: _Counted, own: OwnContribution) -> list[int | None]:
+    async def _tell_numbers(self, round_: _Counted, own: OwnContribution) -> None:
+        """Those of this worker's own parts."""
+        posted = round_.posted
+        if any(entry.peer == self._me for entry in round_.agreed.plan.contributors):
+            await asyncio.shield(own.copying)
+            sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
+            loop, used, parts = asyncio.get_running_loop(), codec(posted.codec), posted.num_parts
+            mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, sign)
+            round_.numbers[self._me] = mine
+            await self._tell(round_, mine)
+
+    async def _compare(self, round_: _Counted) -> list[int | None]:
         """The parts to open."""
         plan, posted = round_.agreed.plan, round_.posted
         loop = asyncio.get_running_loop()
         sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
         used, parts, mean = codec(posted.codec), posted.num_parts, memoryview(round_.mean)
-        if any(entry.peer == self._me for entry in plan.contributors):
-            await asyncio.shield(own.copying)
-            mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, sign)
-            round_.numbers[self._me] = mine
-            await self._tell(round_, mine)
         numbers, error = await loop.run_in_executor(None, projections.project_mean, used.for_means, mean, parts, sign)
         absent = await self._wait_for_numbers(round_)
         if absent:

@@ -24,8 +24,8 @@ _THREADS = 2
 
 
 def num_kept(num_bytes: int) -> int:
-    """So many contributions of this size are kept: 256 MiB, and the last one in any case."""
-    return max(1, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
+    """A contribution of this size is kept for so many rounds: 256 MiB of equal ones, and two in any case."""
+    return max(2, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
 
 
 async def hash_parts(posted: PostedRound) -> list[bytes]:
@@ -39,6 +39,8 @@ async def hash_parts(posted: PostedRound) -> list[bytes]:
 
 @dataclass(eq=False)
 class OwnContribution:
+    sequence: int
+    """Of its round."""
     leaves: list[bytes]
     """The digests of the posted parts (merkle.py), of which each post has a list of its own."""
     data: memoryview
@@ -58,11 +60,11 @@ class OwnContributions:
         """The posted memory must not change before `copied`."""
         own = next((one for one in self._kept if one.leaves is leaves), None)
         if own is None:
-            num_bytes = posted.contribution.num_bytes
-            del self._kept[: max(0, len(self._kept) + 1 - num_kept(num_bytes))]
-            data = blank(num_bytes)
+            sequence = posted.key.sequence
+            self._kept = [one for one in self._kept if abs(sequence - one.sequence) < num_kept(len(one.data))]
+            data = blank(posted.contribution.num_bytes)
             copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, posted.contribution.view)
-            own = OwnContribution(leaves, data, copying)
+            own = OwnContribution(sequence, leaves, data, copying)
             self._kept.append(own)
         if plan.digest not in own.plans:
             own.plans.append(plan.digest)
