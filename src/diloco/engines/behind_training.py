@@ -16,7 +16,7 @@ def stay_behind_training() -> None:
 @contextmanager
 def threads_behind_training() -> Iterator[None]:
     """Threads that the calling thread starts meanwhile stay behind training; it is itself as before at the end."""
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if not hasattr(os, "SCHED_BATCH") or not _has_usual_policy():
         yield
         return
     stay_behind_training()
@@ -24,6 +24,12 @@ def threads_behind_training() -> Iterator[None]:
         yield
     finally:
         _set_policy(os.SCHED_OTHER)
+
+
+def _has_usual_policy() -> bool:
+    with suppress(OSError):
+        return os.sched_getscheduler(0) == os.SCHED_OTHER
+    return False
 
 
 def _set_policy(policy: int) -> None:

@@ -121,6 +121,8 @@ class _Means:
 
     def _replacements(self, sequence: int, shares: dict[int, float]) -> Iterator[str]:
         """Told once of a worker, and again only after its share has been below half of what is told."""
+        if not shares:  # a plain mean, or one that the telling worker got after the round
+            return
         least = {worker: _TOLD_SHARE / 2 if worker in self._replaced else _TOLD_SHARE for worker in shares}
         replaced = {worker for worker, share in shares.items() if share >= least[worker]}
         for worker in sorted(replaced - self._replaced):

@@ -15,7 +15,7 @@ from diloco.engines.swarm.node import clock
 logger = logging.getLogger(__name__)
 
 _TOLD_EVERY = 60.0
-"""Seconds between two events of the same fault: a peer may know how to cause it. The log has all of them."""
+"""Seconds between two events of the same fault: a peer may know how to cause it. The log has a line of each."""
 
 
 class Faults:
@@ -26,9 +26,10 @@ class Faults:
 
     def record(self, what: str, problem: BaseException) -> None:
         """`what`: what the worker was about, in a few words that are the same each time."""
-        logger.error("a fault of this worker's program, in %s", what, exc_info=problem)
         now, told = clock.now(), f"{what} {type(problem).__name__}"
-        if now - self._told_at.get(told, -_TOLD_EVERY) >= _TOLD_EVERY:
+        is_new = now - self._told_at.get(told, -_TOLD_EVERY) >= _TOLD_EVERY
+        logger.error("a fault of this worker's program, in %s: %r", what, problem, exc_info=problem if is_new else None)
+        if is_new:
             self._told_at[told] = now
             reason = f"{type(problem).__name__}: {problem}"[:200]
             self._on_event("internal_error", {"what": what, "reason": reason})

@@ -125,6 +125,7 @@ class Outcomes:
                     async with round_.fetching:
                         if not round_.ended:
                             await self._fetch_own_mean(round_, agreed, peer)
+                        if not round_.ended:  # its deadline may have passed meanwhile
                             round_.certificate = agreed.certificate
                             self.succeed(round_, agreed.plan)
                     return
@@ -149,8 +150,9 @@ class Outcomes:
         data = await self.fetch_mean(agreed, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")
-        posted.mean.view[:] = data
-        round_.bytes_received += len(data)
+        if not round_.ended:
+            posted.mean.view[:] = data
+            round_.bytes_received += len(data)
 
     # Asking others
 
