@@ -1,5 +1,7 @@
 """What the benchmarks measure with: this process's memory and sent bytes, the machine in words, results as JSON.
 
+A result file has `code` (version of the package, commit), `date`, `machine` and `results`.
+
 Linux only: memory is VmHWM of /proc/self/status, the kernel's own high-water mark, reset through
 /proc/self/clear_refs; bytes are `tcpi_bytes_sent` less `tcpi_bytes_retrans` of TCP_INFO, summed over the process's own
 TCP sockets, so that framing, coordination and payload count alike for every sender. A machine is named by its
@@ -14,8 +16,10 @@ import platform
 import socket
 import statistics
 import struct
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -108,10 +112,30 @@ def results_path(benchmark: str, device: str | None = None) -> Path:
     return RESULTS / f"{benchmark}-{'-'.join(kept)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
 
 
+def code_version() -> dict[str, object]:
+    """The package's version and the commit that is measured; `changed`: with files that are not committed."""
+    from diloco.version import __version__
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(RESULTS.parent), *command], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        changed = bool(git("status", "--porcelain", "--", "../src", "*.py"))
+        return {"version": __version__, "commit": git("rev-parse", "--short=12", "HEAD"), "changed": changed}
+    except (OSError, subprocess.CalledProcessError):
+        raise SystemExit(
+            "error: a result file names the commit that was measured, and git does not know it here: run benchmarks in "
+            "a clone"
+        ) from None
+
+
 def write_results(benchmark: str, results: object, *, device: str | None = None) -> Path:
     """Overwritten by each run."""
     path = results_path(benchmark, device)
     path.parent.mkdir(exist_ok=True)
     where = machine() | ({} if device is None else {"device": device})
-    path.write_text(json.dumps({"machine": where, "results": results}, indent=2) + "\n")
+    told = {"code": code_version(), "date": date.today().isoformat(), "machine": where, "results": results}
+    path.write_text(json.dumps(told, indent=2) + "\n")
     return path

@@ -17,11 +17,17 @@ from typing import Any
 
 from measuring import write_results
 
+COMMON = [
+    *("--model", "tiny", "--workers", "2", "--steps", "800", "--data.source", "stdlib"),
+    *("--inner.lr", "3e-3", "--inner.warmup_steps", "100"),
+    *("--training.batch_size", "8", "--data.sequence_length", "128"),
+]
 CASES: dict[str, list[str]] = {
-    "data-parallel": ["--mode", "data-parallel"],
-    "default": [],
-    "classic": ["--H", "30", "--outer.momentum", "0.5", "--codec", "fp16"],
+    "data-parallel": ["--mode", "data-parallel", "--codec", "fp32"],
+    "default": ["--H", "15", "--codec", "int4", "--sync.warm_start", "200", "--outer.momentum", "0.8"],
+    "classic": ["--H", "30", "--codec", "fp16", "--sync.warm_start", "0", "--outer.momentum", "0.5"],
 }
+"""Each option is given, so that a changed default does not change what is compared."""
 
 
 def run(folder: Path, options: list[str]) -> dict[str, Any]:
@@ -33,14 +39,16 @@ def run(folder: Path, options: list[str]) -> dict[str, Any]:
 
 
 def case(name: str, seeds: int, runs: Path) -> dict[str, Any]:
-    told = [run(runs / f"{name}-{seed}", [*CASES[name], "--seed", str(seed)]) for seed in range(seeds)]
+    told = [run(runs / f"{name}-{seed}", [*COMMON, *CASES[name], "--seed", str(seed)]) for seed in range(seeds)]
     losses = [one["validation_loss"] for one in told]
     return {
-        "options": CASES[name],
+        "options": [*COMMON, *CASES[name]],
         "validation_losses": losses,
         "validation_loss": statistics.fmean(losses),
         "perplexity": math.exp(statistics.fmean(losses)),
+        "unigram_perplexity": told[0]["unigram_perplexity"],
         "bytes_sent_by_a_worker": statistics.fmean(one["bytes_sent_per_worker"] for one in told),
+        "data_parallel_bytes_by_parameters": told[0]["data_parallel_bytes_per_worker"],
     }
 
 
@@ -53,6 +61,8 @@ def main() -> None:
     cases = {name: case(name, given.seeds, given.runs) for name in CASES}
     base = cases["data-parallel"]
     for name, one in cases.items():
+        pairs = zip(one["validation_losses"], base["validation_losses"], strict=True)
+        one["losses_above_data_parallel"] = [own / other - 1 for own, other in pairs]
         one["loss_above_data_parallel"] = one["validation_loss"] / base["validation_loss"] - 1
         one["times_fewer_bytes"] = base["bytes_sent_by_a_worker"] / one["bytes_sent_by_a_worker"]
         print(
