@@ -70,12 +70,24 @@ def test_every_option_is_on_a_page() -> None:
     assert not [key for key in known_keys() if key.rpartition(".")[2] not in named]
 
 
-def test_every_test_that_the_invariants_name_exists() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/invariants.md").read_text(encoding="utf-8")))
-    defined = {
-        name for path in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
-    }
-    assert named and not named - defined
+@pytest.mark.parametrize("page", ["invariants.md", "swarm.md"])
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
+    assert named and not named - _defined_tests()
+
+
+def test_every_claim_about_members_names_its_colluders_and_a_test() -> None:
+    text = (ROOT / "docs/swarm.md").read_text(encoding="utf-8").partition("## What members can and cannot do")[2]
+    rows = [line.split("|")[1:-1] for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for claim, colluders, tests in rows:
+        assert colluders.strip() in ("1", "2", "f < n/2", "f < n/3"), claim
+        assert re.search(r"`test_\w+`", tests), claim
+
+
+def _defined_tests() -> set[str]:
+    files = ROOT.glob("tests/**/test_*.py")
+    return {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))}
 
 
 NODE = ROOT / "src/diloco/engines/swarm/node"
