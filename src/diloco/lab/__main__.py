@@ -40,9 +40,11 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("experiments", nargs="*")
         one.add_argument("--all", action="store_true")
         for option in fields(RunOptions):
-            one.add_argument(
-                f"--{option.name.replace('_', '-')}", type=_TYPES.get(option.name, str), default=option.default
-            )
+            flag = f"--{option.name.replace('_', '-')}"
+            if isinstance(option.default, bool):
+                one.add_argument(flag, action="store_true")
+            else:
+                one.add_argument(flag, type=_TYPES.get(option.name, str), default=option.default)
     verbs.add_parser("new").add_argument("name")
     report = verbs.add_parser("report")
     report.add_argument("folder", type=Path)

@@ -1,6 +1,6 @@
 """What `diloco lab` and `python -m diloco.lab` do: list, run, tune, report, new."""
 
-import importlib.util
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +10,15 @@ import torch
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.lab.claims import FEWEST_SEEDS
-from diloco.lab.experiment import Experiment
+from diloco.lab.experiment import Experiment, load
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder, key_of
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, setting_of, tasks_of
+from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
 from diloco.lab.template import TEMPLATE
+from diloco.own_command import command
 
 
 def list_experiments(scale_name: str, say: Say) -> None:
@@ -40,19 +41,7 @@ def chosen(names: Sequence[str], everything: bool) -> list[Experiment]:
 
 
 def _find(name: str) -> Experiment:
-    if not name.endswith(".py"):
-        return experiment_of(name)
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}: write one with diloco lab new {path.stem}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = getattr(module, "EXPERIMENT", None)
-    if not isinstance(made, Experiment):
-        raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
-    return made
+    return load(Path(name)) if name.endswith(".py") else experiment_of(name)
 
 
 def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int:
@@ -60,9 +49,14 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
     texts = _texts(options)
     setting = setting_of(texts, {experiment.text for experiment in experiments})
     seeds = check_seeds(FEWEST_SEEDS if options.seeds is None else options.seeds)
-    tasks = tasks_of(experiments, texts.scale, seeds, setting.texts)
+    tasks = tasks_of(experiments, texts.scale, seeds, setting.texts, options.how)
     ResultFolder(options.folder).begin(setting)
-    return _run(tasks, texts, options)(say)
+    remaining = _run(tasks, texts, options, experiments)(say)
+    if not remaining:
+        words = ["lab", "report", str(options.folder)]
+        words += [str(one.file) if one.file is not None else one.name for one in experiments]
+        say(f"next: {command(*map(shlex.quote, words))}")
+    return remaining
 
 
 def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
@@ -74,14 +68,14 @@ def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
     setting = setting_of(texts, {experiment.text})
     digest, groups = setting.texts[experiment.text], experiment.tuning(texts.scale)
     tasks = {
-        key: Task(key, f"{group}, {name}", arm, seed, experiment.text)
+        key: Task(key, code_of(experiment, options.how), f"{group}, {name}", arm, seed, experiment.text)
         for group, arms in groups.items()
         for name, arm in arms.items()
         for seed in seeds
         if (key := key_of(arm, seed, digest))
     }
     ResultFolder(options.folder).begin(setting)
-    _run(list(tasks.values()), texts, options)(say)
+    _run(list(tasks.values()), texts, options, [experiment])(say)
     show_tuning(experiment, texts.scale, options.folder, len(seeds), digest, say)
 
 
@@ -89,10 +83,19 @@ def _texts(options: RunOptions) -> Texts:
     return Texts(options.text, options.domains, scale_of(options.scale))
 
 
-def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions) -> Run:
-    device = device_of(options.device)
-    more = (options.seconds, options.processes, options.how, options.save_seconds)
-    return Run(tuple(tasks), texts, options.folder, device, *more)
+def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions, experiments: Sequence[Experiment]) -> Run:
+    return Run(
+        tuple(tasks),
+        texts,
+        options.folder,
+        device_of(options.device),
+        seconds=options.seconds,
+        processes=options.processes,
+        how=options.how,
+        save_seconds=options.save_seconds,
+        any_code=options.any_code,
+        files=tuple(one.file for one in experiments if one.file is not None),
+    )
 
 
 def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: int, digest: str, say: Say) -> None:

@@ -4,12 +4,17 @@ To add one: a file in `experiments/` that makes an `Experiment`, and a line in `
 package, `diloco lab new NAME` writes such a file, and `diloco lab run NAME.py` runs it.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, final
 
+from diloco.errors import ConfigError
 from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
+from diloco.lab.code import code_of_file
 from diloco.lab.scales import Scale
 
 Arms = dict[str, Arm]
@@ -82,3 +87,25 @@ class Experiment:
     """domains: the text whose shards differ, for arms whose workers read different things."""
     note: str = ""
     """How it differs from the paper's, where the scale alone does not say it."""
+    file: Path | None = None
+    """The file of an experiment of one's own; None for those of the package."""
+    code: str = ""
+    """Of that file: what it adds to the package (code.py)."""
+
+
+def load(path: Path) -> Experiment:
+    """Import an experiment of one's own, with the optimizers, codecs and merges that its file adds."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}: write one with diloco lab new {path.stem}")
+    name = f"diloco_lab_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    made = getattr(module, "EXPERIMENT", None)
+    if not isinstance(made, Experiment):
+        raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
+    named = (made.arms, made.claims, made.figures, made.fit, made.tuning)
+    namers = {one.__name__ for one in named if one is not None}
+    return replace(made, file=path.resolve(), code=code_of_file(path, namers))

@@ -1,27 +1,26 @@
 """Finished arms on disk: one JSON file for each arm and seed, with its configuration, code and machine.
 
     lab.json          the scale and the texts of this folder
-    results/KEY.json  a finished arm; KEY is made of the arm, the text and the seed
+    results/KEY-CODE.json   a finished arm; KEY is made of the arm, the text and the seed, CODE of the code (code.py)
     beginnings/       shared pre-training, kept for the next process (pretraining.py)
     checkpoints/      arms in progress (simulation/checkpoint.py)
 
-The key says nothing of the experiment: an arm that two experiments share is run once. Nor of the code: an arm that is
-finished stays finished, and the report names all versions of the code that it finds.
+The key says nothing of the experiment: an arm that two experiments share is run once. An arm that other code has
+finished is run again, unless `--any-code` says that it counts. The report takes the newest result of each arm and seed,
+and names all versions of the code that it finds.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-import diloco
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult
-from diloco.version import __version__
+from diloco.lab.code import code_version
 
 SETTING = "lab.json"
 RESULTS = "results"
@@ -45,14 +44,16 @@ class Setting:
 @final
 @dataclass(frozen=True)
 class Finished:
-    """The result of an arm with one seed, and the code that gave it."""
+    """The result of an arm with one seed, the code that gave it, and when."""
 
     code: str
+    date: str
+    """ISO 8601, UTC; empty for results from before dates were kept."""
     result: ArmResult
 
 
 def key_of(arm: Arm, seed: int, text_digest: str) -> str:
-    """The name of a result: equal for equal configurations, whatever experiment asks."""
+    """The name of a result but for its code: equal for equal configurations, whatever experiment asks."""
     return f"{arm.key()}-{text_digest[:6]}-{seed}"
 
 
@@ -90,31 +91,43 @@ class ResultFolder:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.folder} is no folder of `diloco lab run`: {error}") from error
 
-    def has(self, key: str) -> bool:
-        return self._path(key).is_file()
+    def has(self, key: str, code: str | None) -> bool:
+        """Whether an arm is finished: with that code, or, if it is None, with any."""
+        return bool(self._paths(key)) if code is None else self._path(key, code).is_file()
 
-    def write(self, key: str, result: ArmResult) -> None:
+    def write(self, key: str, code: str, result: ArmResult) -> None:
         thinned = replace(result, statistics=tuple(_thinned(result.statistics)))
-        record = {"code": code_version(), "result": _rounded(thinned.as_json())}
-        write_file(self._path(key), (json.dumps(record, separators=(",", ":")) + "\n").encode())
+        record = {
+            "code": code_version(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "result": _rounded(thinned.as_json()),
+        }
+        write_file(self._path(key, code), (json.dumps(record, separators=(",", ":")) + "\n").encode())
 
     def read(self, key: str) -> Finished | None:
-        """A finished arm; None if it is not finished."""
-        path = self._path(key)
+        """The newest result of an arm, whatever code gave it; None if it is not finished."""
+        found = [self._read(path) for path in self._paths(key)]
+        return max(found, key=lambda one: one.date, default=None)
+
+    def _read(self, path: Path) -> Finished:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            return Finished(record["code"], ArmResult.from_json(record["result"]))
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
+            return Finished(record["code"], record.get("date", ""), ArmResult.from_json(record["result"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}): delete it to run the arm again") from error
 
     def seeds(self) -> list[int]:
         """All seeds of which there is a result."""
-        return sorted({int(path.stem.rsplit("-", 1)[1]) for path in (self.folder / RESULTS).glob("*-*-*.json")})
+        return sorted({int(path.stem.split("-")[2]) for path in (self.folder / RESULTS).glob("*-*-*.json")})
 
-    def _path(self, key: str) -> Path:
-        return self.folder / RESULTS / f"{key}.json"
+    def _path(self, key: str, code: str) -> Path:
+        return self.folder / RESULTS / f"{key}-{code}.json"
+
+    def _paths(self, key: str) -> list[Path]:
+        """Results of all codes; those from before codes were in the name have none."""
+        without_code = self.folder / RESULTS / f"{key}.json"
+        older = [without_code] if without_code.is_file() else []
+        return older + sorted((self.folder / RESULTS).glob(f"{key}-*.json"))
 
 
 def _thinned(items: Sequence[Item]) -> list[Item]:
@@ -131,13 +144,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(one) for one in value]
     return {key: _rounded(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-@cache
-def code_version() -> str:
-    """The version and a hash of the package's source files: known also where there is no git."""
-    hasher = hashlib.sha256()
-    root = Path(diloco.__path__[0])
-    for path in sorted(root.rglob("*.py")):
-        hasher.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return f"{__version__}+{hasher.hexdigest()[:10]}"

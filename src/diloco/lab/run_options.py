@@ -34,9 +34,11 @@ class RunOptions:
     processes
         Arms at a time.
     how
-        How replicas are computed: sequential, stacked, "stacked N", or auto: what is faster.
+        How replicas are computed: sequential, stacked, "stacked N", or auto: by the size of the model.
     save_seconds
         Save an arm in progress this often, and on Ctrl-C; inf: on Ctrl-C only.
+    any_code
+        Arms that other versions of the code have finished count as finished.
     """
 
     scale: ScaleName = "smoke"
@@ -49,6 +51,7 @@ class RunOptions:
     processes: int = 1
     how: str = "auto"
     save_seconds: float = SAVE_SECONDS
+    any_code: bool = False
 
     @property
     def folder(self) -> Path:

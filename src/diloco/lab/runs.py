@@ -26,7 +26,8 @@ from diloco.data.corpus import META, Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm
-from diloco.lab.experiment import Experiment
+from diloco.lab.code import simulation_code
+from diloco.lab.experiment import Experiment, load
 from diloco.lab.results import ResultFolder, Setting, key_of
 from diloco.lab.run_options import SAVE_SECONDS, STDLIB
 from diloco.lab.scales import Scale
@@ -48,6 +49,9 @@ class Task:
     """One arm with one seed."""
 
     key: str
+    """Of the result, but for the code."""
+    code: str
+    """The code that the result depends on (code.py)."""
     name: str
     arm: Arm
     seed: int
@@ -89,16 +93,24 @@ def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:
     return Setting(texts.scale.name, {role: corpus.digest for role, corpus in found.items()}, described)
 
 
+def code_of(experiment: Experiment, how: str) -> str:
+    """The last part of a result's name: the simulation's code, the experiment's own, and a way that was asked for."""
+    own = [part for part in (experiment.code, "" if how == "auto" else how.replace(" ", "")) if part]
+    return ".".join([simulation_code(), *own])
+
+
 def tasks_of(
-    experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str]
+    experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str], how: str = "auto"
 ) -> list[Task]:
     """All arms of the experiments, each once, the most important first; those that cost most after all others."""
     found: dict[str, Task] = {}
     for experiment in experiments:
+        code = code_of(experiment, how)
         for name, arm in experiment.arms(scale).items():
             for seed in seeds:
                 key = key_of(arm, seed, digests[experiment.text])
-                found.setdefault(key, Task(key, f"{experiment.name}: {name}", arm, seed, experiment.text))
+                task = Task(key, code, f"{experiment.name}: {name}", arm, seed, experiment.text)
+                found.setdefault(f"{key}-{code}", task)
     limit = _LARGE * cost(scale.diloco(), scale.vocab_size)
     return sorted(found.values(), key=lambda task: cost(task.arm, scale.vocab_size) > limit)
 
@@ -125,19 +137,28 @@ class Run:
     """How replicas are computed (ways.py)."""
     save_seconds: float = SAVE_SECONDS
     """How often an arm in progress is saved."""
+    any_code: bool = False
+    """Arms that other code has finished count as finished."""
+    files: tuple[Path, ...] = ()
+    """Experiment files of one's own, which every process imports: they may add optimizers, codecs and merges."""
 
     def __call__(self, say: Say) -> int:
         """Run what is not finished; the number of tasks that remain."""
-        results = ResultFolder(self.folder)
-        todo = [task for task in self.tasks if not results.has(task.key)]
+        todo = [task for task in self.tasks if not self.is_finished(task)]
         for task in self.tasks:
-            if results.has(task.key):  # and a run may have ended before its checkpoint was removed
+            if self.is_finished(task):  # and a run may have ended before its checkpoint was removed
                 self.checkpoint(task).unlink(missing_ok=True)
         if self.processes < 1:
             raise ConfigError(f"--processes {self.processes} must be at least 1")
         if not self.save_seconds >= 0:
             raise ConfigError(f"--save-seconds {self.save_seconds} must be at least 0 (inf: on Ctrl-C only)")
+        results = ResultFolder(self.folder)
         say(f"{len(self.tasks)} arms and seeds, {len(self.tasks) - len(todo)} of them finished already")
+        if others := sum(results.has(task.key, None) for task in todo):
+            say(
+                f"{others} of the others were finished by other code, and are run again: the code that a result "
+                "depends on has changed (--any-code counts them as finished)"
+            )
         account = _Account([cost(task.arm, self.texts.scale.vocab_size) for task in todo], say)
         ends = time.time() + self.seconds
         with stop_on_signals() as stop:
@@ -148,7 +169,7 @@ class Run:
             else:
                 self._spread(todo, ends, account, stop)
             stopped = stop()
-        remaining = sum(not results.has(task.key) for task in self.tasks)
+        remaining = sum(not self.is_finished(task) for task in self.tasks)
         if stopped and remaining:
             say(f"{remaining} remain; what was in progress is saved: run the same command again to continue")
             raise KeyboardInterrupt
@@ -157,9 +178,12 @@ class Run:
         say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
         return remaining
 
+    def is_finished(self, task: Task) -> bool:
+        return ResultFolder(self.folder).has(task.key, None if self.any_code else task.code)
+
     def checkpoint(self, task: Task) -> Path:
         """Where the task is saved while it is in progress."""
-        return self.folder / "checkpoints" / f"{task.key}.safetensors"
+        return self.folder / "checkpoints" / f"{task.key}-{task.code}.safetensors"
 
     def _spread(self, todo: list[Task], ends: float, account: "_Account", stop: Callable[[], bool]) -> None:
         """Each process takes the next task when it has finished one."""
@@ -222,6 +246,8 @@ def _work(
 ) -> None:
     """One process: tasks in their order, as long as there is time."""
     stop = stop_with_parent(stopping)
+    for path in run.files:
+        load(path)
     while not stop():
         try:
             item = waiting.get(timeout=1.0)
@@ -246,7 +272,7 @@ def _attempt(run: Run, task: Task, stop: Callable[[], bool]) -> _Outcome | None:
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
         logger.exception("%s failed", name)
         return _Outcome(f"{name}: failed: {str(error)[:300]}", failed=True)
-    ResultFolder(run.folder).write(task.key, result)
+    ResultFolder(run.folder).write(task.key, task.code, result)
     saving.remove()
     resumed = f", continued from step {saving.resumed_at}" if saving.resumed_at else ""
     return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}{resumed}")

@@ -135,7 +135,7 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "open_text", lambda *_: corpus)
-    tasks = tuple(Task(f"{lr}-0", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7))
+    tasks = tuple(Task(f"{lr}-0", "code", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7))
     given, said = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()  # ignored in the background
 
     def press(told: Progress) -> None:
@@ -166,8 +166,8 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
 def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Path) -> None:
     results = ResultFolder(tmp_path)
     (tmp_path / "results").mkdir()
-    results.write("a-0", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
-    run = Run((Task("a-0", "", arm(), 0, "text"),), Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
+    results.write("a-0", "code", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
+    run = Run((Task("a-0", "code", "", arm(), 0, "text"),), Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
     left = run.checkpoint(run.tasks[0])
     left.parent.mkdir()
     left.write_text("")

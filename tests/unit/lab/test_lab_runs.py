@@ -1,6 +1,7 @@
 """Running many arms: each once, in order, resumable, within a budget; and the report of what they gave."""
 
 import json
+import shlex
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -9,14 +10,20 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import app
+from diloco.codecs.registry import CODECS
+from diloco.core.config import OUTER_NUMBERS
+from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands, runs, scales
 from diloco.lab.__main__ import main
 from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.code import code_of_file
+from diloco.lab.experiment import load
 from diloco.lab.experiments import EXPERIMENTS
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder
 from diloco.lab.run_options import RunOptions
+from diloco.lab.template import TEMPLATE
 
 T2, F8 = EXPERIMENTS["t2"], EXPERIMENTS["f8"]
 
@@ -61,15 +68,88 @@ def test_an_arm_that_two_experiments_share_runs_once_and_never_again(simulated: 
     _run(T2, F8)
     assert len(simulated) == len(set(simulated)) == 3 * (4 + 4 - 1)
     before = list(simulated)
-    assert "all finished" in _run(T2, F8)[-1]
+    assert "all finished" in _run(T2, F8)[-2]
     assert simulated == before
     assert [seed for _, seed in simulated[:6]] == [0, 1, 2, 0, 1, 2]  # the first arm has all its seeds first
+
+
+def test_arms_of_other_code_are_told_and_run_again_unless_any_code_counts(
+    simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(F8)
+    monkeypatch.setattr(runs, "simulation_code", lambda: "changed")
+    said = _run(F8, any_code=True)
+    assert said[0] == "12 arms and seeds, 12 of them finished already" and len(simulated) == 12
+    said = _run(F8)
+    assert said[0] == "12 arms and seeds, 0 of them finished already" and "12 of the others" in said[1]
+    assert len(simulated) == 24
+    finished = ResultFolder(Path("out")).read(next((Path("out") / "results").glob("*-changed.json")).stem[:-8])
+    assert finished is not None and finished.date
+
+
+def test_a_run_names_the_command_that_reports_it(simulated: list[tuple[str, int]]) -> None:
+    assert _run(F8)[-1].endswith("lab report out f8")
+    Path("my idea.py").write_text(TEMPLATE.replace("NAME", "idea"))
+    assert _run(load(Path("my idea.py")))[-1].endswith(
+        "lab report out " + shlex.quote(str(Path("my idea.py").resolve()))
+    )
+
+
+OWN = """
+from dataclasses import dataclass
+from diloco.codecs.floats import Float32
+from diloco.codecs.registry import CODECS
+from diloco.core.config import OUTER_NUMBERS
+from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, SGD
+from diloco.lab.experiment import Experiment
+
+FACTOR = 1.0
+
+@dataclass(frozen=True)
+class Mine(SGD):
+    name = "mine"
+    def update(self, theta, delta, state, round_number):
+        super().update(theta, delta * FACTOR, state, round_number)
+
+class Plain(Float32):
+    name = "plain"
+
+OUTER_OPTIMIZERS["mine"] = Mine
+OUTER_NUMBERS["mine"] = {"lr": 1.0}
+CODECS["plain"] = Plain
+
+def arms(scale):
+    return {f"lr {lr}": scale.diloco(outer={"optimizer": "mine", "lr": lr}, sync={"codec": "plain"}) for lr in (0.5, 1)}
+
+EXPERIMENT = Experiment("own", "own", "own", arms, lambda scale: ())
+"""
+
+
+@pytest.mark.slow
+def test_an_experiments_own_optimizer_and_codec_work_in_every_process() -> None:
+    Path("own.py").write_text(OWN)
+    try:
+        assert _run(load(Path("own.py")), seeds=1, processes=2)[-2] == "all finished"
+    finally:
+        del OUTER_OPTIMIZERS["mine"], OUTER_NUMBERS["mine"], CODECS["plain"]
+
+
+def test_what_an_experiment_file_adds_counts_as_code_and_its_arms_and_docstrings_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+
+    def code(text: str) -> str:
+        path.write_text(text)
+        return code_of_file(path, {"arms", "claims", "figures"})
+
+    assert code(OWN) != "" and code(OWN) == code('"""Words."""\n' + OWN.replace("(0.5, 1)", "(0.5, 1, 2)"))
+    assert code(OWN) != code(OWN.replace("FACTOR = 1.0", "FACTOR = 100.0"))
+    assert code(TEMPLATE) == ""
 
 
 def test_no_arm_begins_after_the_seconds_and_the_next_run_continues(simulated: list[tuple[str, int]]) -> None:
     assert "12 remain" in _run(T2, seconds=0.0)[-1]
     assert simulated == []
-    assert "all finished" in _run(T2)[-1]
+    assert "all finished" in _run(T2)[-2]
 
 
 def test_an_arm_that_fails_is_named_and_the_others_finish(
@@ -97,7 +177,7 @@ def test_a_folder_of_another_text_is_refused(simulated: list[tuple[str, int]]) -
 
 def test_a_folder_takes_experiments_on_another_text_one_after_the_other(simulated: list[tuple[str, int]]) -> None:
     _run(T2, EXPERIMENTS["f5"], seeds=1)
-    assert "all finished" in _run(T2, seeds=1)[-1]
+    assert "all finished" in _run(T2, seeds=1)[-2]
     assert set(ResultFolder(Path("out")).setting().texts) == {"text", "domains"}
 
 

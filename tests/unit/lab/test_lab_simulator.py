@@ -116,20 +116,25 @@ def test_a_shared_beginning_is_trained_once(corpus: Corpus, tmp_path: Path) -> N
     assert curves[0][0] == curves[1][0] and curves[0][-1] != curves[1][-1]
 
 
-def test_the_faster_way_is_measured_once_and_kept(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ways, "_KEPT", {})
-    timed = []
+@pytest.mark.parametrize(
+    ("device", "parameters", "expected"),
+    [
+        ("cpu", 10_000, "stacked"),
+        ("cpu", 1_300_000, "sequential"),
+        ("cuda", 14_000_000, "stacked"),
+        ("cuda", 150_000_000, "sequential"),
+    ],
+)
+def test_the_way_to_compute_follows_from_the_size_and_the_kind_of_device(
+    device: str, parameters: int, expected: str
+) -> None:
+    assert ways.choose(parameters, torch.device(device)) == expected
 
-    def seconds(replicas: Any, task: Any) -> float:
-        timed.append(replicas.how)
-        return 1.0 if replicas.how == "sequential" else 2.0
 
-    monkeypatch.setattr(ways, "seconds", seconds)
-    first = simulate(arm(), 0, corpus, "cpu", folder=tmp_path)
-    ways._KEPT.clear()
-    second = simulate(arm(), 0, corpus, "cpu", folder=tmp_path)
-    assert first.how == second.how == "sequential"
-    assert timed == ["sequential", "stacked 3"]
+def test_two_folders_compute_one_seed_in_one_way_and_give_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
+    found = [simulate(arm(), 0, corpus, "cpu", folder=tmp_path / name) for name in ("a", "b")]
+    assert [one.how for one in found] == ["stacked 3", "stacked 3"]
+    assert found[0].curve == found[1].curve
 
 
 # Faults

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco.atomic_files import replace_file
 from diloco.lab.arm import Arm
-from diloco.lab.results import code_version
+from diloco.lab.code import code_version
 from diloco.lab.run_options import SAVE_SECONDS
 from diloco.safetensors_files import file_chunks
 

@@ -1,7 +1,8 @@
 """The shared beginning: a phase of ordinary training on one worker, from which all arms of an experiment go on.
 
-It depends on the seed, the model, the inner optimizer and the length of the whole schedule, and on nothing else of an
-arm. It is kept in memory for the next arm, and in the lab folder (`beginnings/KEY.safetensors`) for the next process.
+It depends on the seed, the model, the inner optimizer, the length of the whole schedule and the code, and on nothing
+else of an arm. It is kept in memory for the next arm, and in the lab folder (`beginnings/KEY.safetensors`) for the next
+process.
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from diloco.atomic_files import replace_file
 from diloco.lab.arm import Arm
+from diloco.lab.code import simulation_code
 from diloco.lab.simulation.batches import PRETRAINING, Text
 from diloco.lab.simulation.replicas import Beginning, Replicas, Task, fresh, learning_rates
 from diloco.models.native.config import ModelConfig
@@ -29,15 +31,15 @@ _MOST_KEPT = 4
 
 def beginning(
     arm: Arm, config: ModelConfig, seed: int, text: Text, corpus_digest: str, build: Build, folder: Path | None,
-    on_step: Callable[[int], None],
+    how: str, on_step: Callable[[int], None],
 ) -> Beginning:  # fmt: skip
-    """Where the replicas of this arm and seed begin."""
+    """Where the replicas of this arm and seed begin; `how` says in which way `build` computes them."""
     if not arm.pretraining_steps:
         return fresh(config, seed, text.device)
     size = arm.pretraining_batch_size or arm.batch_size
     total = arm.pretraining_steps + arm.steps
     settings = (repr(config), repr(arm.pretraining_config), arm.pretraining_steps, size, total, corpus_digest, seed)
-    key = hashlib.sha256(json.dumps([*settings, text.device.type]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([*settings, text.device.type, how, simulation_code()]).encode()).hexdigest()[:16]
     if key in _KEPT:
         return _KEPT[key]
     path = None if folder is None else folder / "beginnings" / f"{key}.safetensors"

@@ -89,7 +89,15 @@ class _Run:
 
     def begin(self) -> None:
         start = beginning(
-            self.arm, self.config, self.seed, self.text, self.corpus.digest, self._build, self.folder, self._pretrained
+            self.arm,
+            self.config,
+            self.seed,
+            self.text,
+            self.corpus.digest,
+            self._build,
+            self.folder,
+            self.how,
+            self._pretrained,
         )
         self.started = time.monotonic()
         if self.device.type == "cuda":
@@ -104,7 +112,7 @@ class _Run:
                 self.saving.resumed_at = self.first_step
 
     def _build(self, task: Task, start: Beginning) -> Replicas:
-        return build(task, start, self.how, self.folder)
+        return build(task, start, self.how)
 
     def _pretrained(self, step: int) -> None:
         self._tell("pretraining", step, self.arm.pretraining_steps)

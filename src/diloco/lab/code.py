@@ -1,0 +1,111 @@
+"""The code that a laboratory result depends on, as one short hash: part of a result's key.
+
+It covers every module of the package that the simulator imports, directly or through others, and what an experiment
+file of one's own adds to them (an optimizer, a codec, a merge). Comments and docstrings do not count, and neither do
+the functions with which an experiment names its arms, claims and figures: arms have keys of their own.
+"""
+
+import ast
+import hashlib
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+import diloco
+from diloco.version import __version__
+
+_ROOT = Path(diloco.__path__[0])
+_SIMULATOR = "diloco.lab.simulation.simulator"
+_NOT_SIMULATED = "diloco.engines.swarm"
+"""Simulated workers meet over the local engine: what a swarm's network does changes no result."""
+
+
+@cache
+def simulation_code() -> str:
+    """Hash the code of the simulator and of all that it imports from this package."""
+    hasher = hashlib.sha256()
+    for module, path in sorted(_imported_modules(_SIMULATOR).items()):
+        hasher.update(f"{module}\n{_essence(_parse(path))}\n".encode())
+    return hasher.hexdigest()[:10]
+
+
+def code_version() -> str:
+    """The package's version and the hash of the simulation's code: known also where there is no git."""
+    return f"{__version__}+{simulation_code()}"
+
+
+def code_of_file(path: Path, namers: Collection[str]) -> str:
+    """Hash what an experiment file adds to the package; empty if it only names arms, claims and figures.
+
+    `namers` are the functions that name them (`arms`, `claims`, …), which are left out.
+    """
+    tree = _parse(path)
+    tree.body = [node for node in tree.body if not _only_describes(node, namers)]
+    if all(isinstance(node, ast.Assign) and _is_literal(node.value) for node in tree.body):
+        return ""
+    return hashlib.sha256(_essence(tree).encode()).hexdigest()[:10]
+
+
+def _only_describes(node: ast.stmt, namers: Collection[str]) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return node.name in namers
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == "EXPERIMENT" for target in node.targets)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # the docstring
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
+
+
+def _imported_modules(first: str) -> dict[str, Path]:
+    """All modules of the package that `first` needs, by name: imports inside functions count too."""
+    found: dict[str, Path] = {}
+    waiting = [first]
+    while waiting:
+        module = waiting.pop()
+        path = _path_of(module)
+        if module in found or path is None or module.startswith(_NOT_SIMULATED):
+            continue
+        found[module] = path
+        waiting += _imports(_parse(path))
+    return found
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _path_of(module: str) -> Path | None:
+    """The module's file; None for what is no module of this package."""
+    first, *rest = module.split(".")
+    if first != "diloco":
+        return None
+    base = _ROOT.joinpath(*rest)
+    candidates = (base / "__init__.py", base.with_suffix(".py")) if rest else (base / "__init__.py",)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _essence(tree: ast.AST) -> str:
+    """The syntax tree without docstrings, as text."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree)
