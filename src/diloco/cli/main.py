@@ -51,8 +51,14 @@ app.command(
 app.command(
     "diloco.cli.runs.generate:generate",
     name="generate",
-    help="Continue a prompt.",
+    help="Continue a prompt; a chat model answers it.",
     help_epilogue='Example:  diloco generate runs/mine "Once upon a time" --max-tokens 100 --seed 1',
+)
+app.command(
+    "diloco.cli.runs.generate:chat",
+    name="chat",
+    help="Talk with a model that has a chat template.",
+    help_epilogue='Example:  diloco chat runs/mine --system "You are brief."',
 )
 app.command(
     "diloco.cli.runs.export:export",

@@ -1,5 +1,6 @@
 """Samples during training: when they are written, and that training does not notice them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,19 @@ import torch
 
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
+from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
+from diloco.models.registry import build_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import InnerConfig, TrainingConfig
 from diloco.training.loop import Training
+from diloco.training.records import outputs
 from diloco.training.records.events import EventLog, read_events
+from diloco.training.records.outputs import sample_prompt
 
 
 def _train(folder: Path, cache: Path, interval: int | None) -> Training:
@@ -62,3 +68,43 @@ def test_an_interval_that_cannot_be_is_refused() -> None:
         TrainingConfig(sample_interval=0)
     with pytest.raises(ConfigError, match=r"sample_interval = 5 is for workers of one rank"):
         RunConfig(ranks="2", training=TrainingConfig(sample_interval=5))
+
+
+def _chat_corpus(folder: Path, **more: object) -> tuple[Corpus, DataConfig]:
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"it is {i}"}]}
+        for i in range(40)
+    ]
+    source = folder / "chats.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(
+        source=str(source), format="chat", chat_template="chatml", vocab_size=300, sequence_length=64, shards=1,
+        validation_fraction=0.2, cache_dir=str(folder), **more,
+    )  # fmt: skip
+    return prepare(data), data
+
+
+def test_the_sample_of_a_run_on_conversations_is_an_answer(tmp_path: Path) -> None:
+    corpus, data = _chat_corpus(tmp_path)
+    tokenizer = Tokenizer.load(corpus.tokenizer_path)
+    asked = sample_prompt(corpus, RunConfig(data=data), tokenizer)
+    assert asked.text.startswith("<|im_start|>user\nwhat is ") and asked.text.endswith("<|im_start|>assistant\n")
+    assert asked.tokens == tokenizer.encode(asked.text) and asked.end == "<|im_end|>"
+    given = RunConfig(data=data, training=TrainingConfig(sample_prompt="who?"))
+    assert sample_prompt(corpus, given, tokenizer).text == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_run_that_learns_whole_conversations_samples_an_answer_to_a_greeting(tmp_path: Path) -> None:
+    corpus, data = _chat_corpus(tmp_path, loss_on="all")
+    asked = sample_prompt(corpus, RunConfig(data=data), Tokenizer.load(corpus.tokenizer_path))
+    assert asked.text == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_event_has_the_answer_without_the_end_of_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, data = _chat_corpus(tmp_path)
+    written = Tokenizer.load(corpus.tokenizer_path).encode("it is 7<|im_end|>\n<|im_start|>user")
+    monkeypatch.setattr(outputs, "generate", lambda *_, **__: written)
+    events: list[dict[str, object]] = []
+    model = build_model("tiny", vocab_size=corpus.vocab_size, sequence_length=64)
+    outputs.sample(model, corpus, RunConfig(data=data), lambda type_, **more: events.append(more | {"type": type_}), 3)
+    assert [(event["type"], event["text"]) for event in events] == [("sample", "it is 7")]

@@ -22,6 +22,10 @@ NAMED = {"chatml": CHATML}
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode reserves these two for such use inside a program
 
+_CONTENT = "\ufdd2"
+"""A message whose place in a written conversation is looked for."""
+_NEXT = "\ufdd3"
+
 Message = Mapping[str, Any]
 
 
@@ -58,6 +62,28 @@ class ChatTemplate:
             if message["role"] == "assistant"
         )
 
+    def ask(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to where the assistant's next message begins."""
+        asked = self._text(messages, None, prompt=True)
+        if not messages or asked != self._text(messages, None):
+            return _unmarked(asked)[0] if self._marks else asked
+        # A template that does not know add_generation_prompt: all before the answer in a conversation that has one.
+        return self.write([*messages, {"role": "assistant", "content": _CONTENT}]).partition(_CONTENT)[0]
+
+    def answer_end(self) -> str:
+        """What follows an answer, without spaces: the end of the turn or, if there is no mark of it, the beginning of
+        the user's next message. Empty if the template does not show it."""
+        question = {"role": "user", "content": "x"}
+        answer = {"role": "assistant", "content": _CONTENT}
+        for conversation in ([question, answer], [question, answer, {"role": "user", "content": _NEXT}]):
+            try:
+                after = self.write(conversation).partition(_CONTENT)[2].partition(_NEXT)[0].strip()
+            except DataError:  # such as a template that wants a system message
+                after = ""
+            if after:
+                return after
+        return ""
+
     def _start(self, text: str, before: Sequence[Message], tools: object) -> int:
         """Where an answer begins: after what the template writes to ask for one."""
         for prompt in (True, False):
@@ -86,6 +112,14 @@ class ChatTemplate:
             return str(self._template.render(**values, **self.special_tokens))
         except Exception as error:  # a template is a program, which may fail in any way: 1 / 0, endless recursion
             raise DataError(f"{self.name} refuses the conversation: {str(error) or type(error).__name__}") from error
+
+
+def folder_template(folder: Path) -> ChatTemplate | None:
+    """The template of a model folder, with its tokenizer's special tokens; None if the model has none."""
+    found = find_tokenizer(folder)
+    if found.chat_template is None:
+        return None
+    return ChatTemplate(found.chat_template, found.special_tokens, f"the chat template of {folder}")
 
 
 def load_template(config: DataConfig) -> ChatTemplate:

@@ -1,7 +1,8 @@
 """A model folder's tokenizer: encodes prompts, and decodes generated text token by token.
 
-A prompt gets the tokenizer's start token, if it has one, but never an end token. Text is yielded as soon as it is
-certain: a token may be part of a character, or its leading space may depend on the token before.
+A prompt gets the tokenizer's start token, if it has one, but never an end token; a conversation that a chat template
+has written has its special tokens as letters already. Text is yielded as soon as it is certain: a token may be part of a
+character, its leading space may depend on the token before, and the end of an answer may be several tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,20 @@ class PromptTokenizer:
             tokens.pop()
         return tokens
 
+    def encode_conversation(self, text: str) -> list[int]:
+        """The tokens of a conversation as its chat template wrote it: the letters of a special token are that token."""
+        tokens: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        if not tokens:
+            raise ConfigError("the chat template wrote an empty text: give some text, or another template")
+        return tokens
+
+    def end_tokens(self, answer_end: str) -> frozenset[int]:
+        """The stop tokens of a conversation: the model's own, and the token that `answer_end` begins with, if it is a
+        special one, which would not show in the text."""
+        tokens = self._inner.encode(answer_end, add_special_tokens=False).ids[:1]
+        special = self._inner.get_added_tokens_decoder()
+        return self.stop_tokens | {token for token in tokens if token in special}
+
     def pieces(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """The text of `tokens`, which follow `prompt`, in pieces of whole characters."""
         recent = list(prompt[-_CONTEXT:])
@@ -53,6 +68,22 @@ class PromptTokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens, skip_special_tokens=True))
+
+
+def until(pieces: Iterable[str], end: str) -> Iterator[str]:
+    """The text before `end`, in pieces; what may be the beginning of `end` is held back until it is certain."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        before, found, _ = held.partition(end)
+        if found:
+            yield before
+            return
+        most = min(len(end) - 1, len(held))
+        kept = next((count for count in range(most, 0, -1) if end.startswith(held[-count:])), 0)
+        yield held[: len(held) - kept]
+        held = held[len(held) - kept :]
+    yield held
 
 
 def _stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:

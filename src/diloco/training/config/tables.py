@@ -66,7 +66,8 @@ class TrainingConfig:
     log_interval: int = option(10, may_change=True, may_differ="in a swarm")
     """Inner steps between two loss lines in events.jsonl."""
     sample_prompt: str = option("", may_change=True, may_differ="in a swarm", unused_with=("training.sample_tokens", 0))
-    """What the sample at the end starts with; empty: the start of a text (default: `def ` if the text is Python)."""
+    """What the sample at the end starts with, in a run on conversations the user's message; empty: the start of a text,
+    or a question of the validation text (default: `def ` if the text is Python)."""
     sample_tokens: int = option(80, may_change=True, may_differ="in a swarm")
     """Length of that sample in tokens; 0: none."""
     sample_interval: int | None = option(

@@ -2,18 +2,26 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from diloco.atomic_files import write_file
 from diloco.data.corpus import Corpus
+from diloco.data.sources.chat_template import ChatTemplate
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES
+from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES, find_tokenizer
+from diloco.errors import DataError
 from diloco.models.base import LanguageModel
 from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import RunConfig
 from diloco.training.records.run_folder import MODEL_FOLDER
+
+_GREETING = "Hello!"
+_QUESTION_TOKENS = 1 << 16  # of the validation text that are looked through
 
 
 def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
@@ -32,14 +40,73 @@ def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callab
     if not wanted.sample_tokens:
         return
     tokenizer = Tokenizer.load(corpus.tokenizer_path)
-    prompt = tokenizer.encode(wanted.sample_prompt) or [corpus.meta.end_of_text]
     sampling = Sampling(generator=torch.Generator().manual_seed(config.seed))
     try:
-        tokens = generate(model, prompt, max_new_tokens=wanted.sample_tokens, sampling=sampling)
+        prompt = sample_prompt(corpus, config, tokenizer)
+        tokens = generate(
+            model, prompt.tokens, max_new_tokens=wanted.sample_tokens, sampling=sampling, stop_tokens=prompt.stop_tokens
+        )
+        text = tokenizer.decode(tokens)
     except Exception as error:  # noqa: BLE001 - the model is saved
         tell("sample_skipped", reason=str(error), step=step)
     else:
-        tell("sample", step=step, prompt=wanted.sample_prompt, text=tokenizer.decode(tokens))
+        tell("sample", step=step, prompt=prompt.text, text=text.partition(prompt.end)[0] if prompt.end else text)
+
+
+class SamplePrompt(NamedTuple):
+    """The beginning of a sample; in a run on conversations up to where the assistant's message begins."""
+
+    tokens: list[int]
+    text: str
+    """As it is shown."""
+    stop_tokens: frozenset[int] = frozenset()
+    end: str = ""
+    """The sample ends before this text."""
+
+
+def sample_prompt(corpus: Corpus, config: RunConfig, tokenizer: Tokenizer) -> SamplePrompt:
+    """`training.sample_prompt`, in a run on conversations as the user's message. If it is empty: the start of a text;
+    if only answers are learnt, the first question of the validation text; else a greeting."""
+    given, end_of_text = config.training.sample_prompt, corpus.meta.end_of_text
+    template = _template(corpus, config)
+    end = "" if template is None else template.answer_end()
+    first = tokenizer.encode_chats([end], special=True)[0][0][:1] if end else []
+    stops = frozenset([end_of_text]) if corpus.meta.masked or template is not None else frozenset()
+    if end and tokenizer.decode(first) == end:  # one token that stands for it
+        stops |= set(first)
+    if not given and corpus.meta.masked:
+        tokens = first_question(corpus, config.data.sequence_length)
+        if tokens:
+            return SamplePrompt(tokens, tokenizer.decode(tokens), stops, end)
+    if template is not None:
+        text = template.ask([{"role": "user", "content": given or _GREETING}])
+        return SamplePrompt(tokenizer.encode_chats([text], special=True)[0][0], text, stops, end)
+    return SamplePrompt(tokenizer.encode(given) or [end_of_text], given, stops, end)
+
+
+def _template(corpus: Corpus, config: RunConfig) -> ChatTemplate | None:
+    """The template of the conversations that the corpus was made from; None if it was made from texts."""
+    source = corpus.meta.chat_template
+    if source is None or config.data.format == "completion":
+        return None
+    files = [config.data.tokenizer, corpus.tokenizer_path]  # the latter may not name all special tokens
+    special: dict[str, str] = {}
+    for file in reversed(files):
+        if file is not None:
+            with suppress(DataError):  # the tokenizer that prepared the text was at another place
+                special |= find_tokenizer(file).special_tokens
+    return ChatTemplate(source, special, "the chat template of the corpus")
+
+
+def first_question(corpus: Corpus, longest: int) -> list[int]:
+    """The tokens of the validation text's first conversation up to its first answer; their end, if they are more than
+    half of the `longest` sequence. Empty if the text begins with an answer."""
+    bit = corpus.mask_bit
+    assert bit is not None, "a corpus in which only some tokens are learnt"
+    beginning = np.asarray(corpus.validation()[:_QUESTION_TOKENS], np.int64)
+    learnt = np.flatnonzero(beginning & bit == 0)
+    question = beginning[: learnt[0]] if len(learnt) else beginning[:0]
+    return [int(token) for token in (question & ~bit)[-max(1, longest // 2) :]]
 
 
 class Samples:
