@@ -279,7 +279,8 @@ def _check(max_tokens: int, threads: int | None, seed: int | None) -> None:
 
 def _show(console: PipeSafeConsole, prompt: str, pieces: Iterator[str]) -> None:
     """Written past rich, which would turn tabs into spaces; to a reader that may go away."""
-    bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.no_color else ("", "")
+    shown_bold = prompt and console.is_terminal and not console.no_color
+    bold, plain = ("\x1b[1m", "\x1b[0m") if shown_bold else ("", "")
     try:
         console.file.write(f"{bold}{printable(prompt)}{plain}")
         console.file.flush()

@@ -100,13 +100,13 @@ def _template(corpus: Corpus, config: RunConfig) -> ChatTemplate | None:
 
 def first_question(corpus: Corpus, longest: int) -> list[int]:
     """The tokens of the validation text's first conversation up to its first answer; their end, if they are more than
-    half of the `longest` sequence. Empty if the text begins with an answer."""
+    three quarters of the `longest` sequence. Empty if the text begins with an answer."""
     bit = corpus.mask_bit
     assert bit is not None, "a corpus in which only some tokens are learnt"
     beginning = np.asarray(corpus.validation()[:_QUESTION_TOKENS], np.int64)
     learnt = np.flatnonzero(beginning & bit == 0)
     question = beginning[: learnt[0]] if len(learnt) else beginning[:0]
-    return [int(token) for token in (question & ~bit)[-max(1, longest // 2) :]]
+    return [int(token) for token in (question & ~bit)[-max(1, 3 * longest // 4) :]]
 
 
 class Samples:
