@@ -1,8 +1,8 @@
 """A model folder's tokenizer: encodes prompts, and decodes generated text token by token.
 
 A prompt gets the tokenizer's start token, if it has one, but never an end token; a conversation that a chat template
-has written has its special tokens as letters already. Text is yielded as soon as it is certain: a token may be part of a
-character, its leading space may depend on the token before, and the end of an answer may be several tokens.
+has written has its special tokens as letters already. Text is yielded as soon as it is certain: a token may be part of
+a character, its leading space may depend on the token before, and the end of an answer may be several tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
