@@ -26,11 +26,13 @@ def started(worker: int, workers: int, after: float = 0.0) -> Event:
 
 
 def step(worker: int, number: int, loss: float | None = None, interval: int = 10) -> Event:
+    """As training writes it: before the round that is due at this step."""
     loss = 7.0 * math.exp(-number / 400) + 0.01 * worker if loss is None else loss
+    before = (number - 1) // interval
     return event(
         "step", 1.0 * number + 0.01 * worker, worker, step=number, loss=loss, learning_rate=1e-3, gradient_norm=1.0,
         loss_scale=None, tokens=number * TOKENS_PER_STEP, elapsed_seconds=1.0 * number,
-        sync_seconds=0.1 * number, bytes_sent=1000 * (number // interval), rounds=number // interval,
+        sync_seconds=0.1 * number, bytes_sent=1000 * before, rounds=before,
     )  # fmt: skip
 
 

@@ -101,7 +101,9 @@ def mean_by_step(steps: Numbers, values: Numbers, points: int) -> dict[str, Numb
     """Of the rows of all workers together: mean, smallest and largest value at each step, or in each of `points`
     ranges of steps if there are more. Values that are nan are left out; a range of nothing else is nan."""
     distinct = np.unique(steps)
-    edges = distinct if len(distinct) <= points else distinct[np.linspace(0, len(distinct) - 1, points).astype(int)]
+    edges = distinct
+    if len(distinct) > points:  # the last one is always there
+        edges = distinct[np.linspace(len(distinct) - 1, 0, points).astype(int)[::-1]]
     which = np.searchsorted(edges, steps)  # the first edge that is not below the step
     finite = ~np.isnan(values)
     counts = np.bincount(which[finite], minlength=len(edges))[: len(edges)]

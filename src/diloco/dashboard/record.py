@@ -12,13 +12,14 @@ from diloco.dashboard.columns import Columns, count, finite
 from diloco.dashboard.members import Members
 from diloco.dashboard.rounds import Rounds
 from diloco.training.records.events import Event
+from diloco.training.records.history import RunClock
 from diloco.training.records.notes import RunNotes
+from diloco.training.records.progress import WorkerProgress
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 200
 _OF_ANOTHER_VERSION = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What an event of another version raises, or one that is made up."""
-_COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 
 
 class Worker:
@@ -28,11 +29,37 @@ class Worker:
         self.local = False
         self.started: dict[str, Any] = {}
         self.ended: Event | None = None
+        self.progress = WorkerProgress()
         self.columns = Columns(
-            "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "learning_rate",
-            "gradient_norm", "rounds",
+            "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds",
+            "tokens_per_second", "position_seconds", "learning_rate", "gradient_norm", "logged", "start",
         )  # fmt: skip
+        """A row whenever its counters changed; `logged` is 1 where a step or a report told the loss."""
+        self.starts = 0
+        """How often it began to count: its rows of one `start` are without a pause."""
         self.states: list[tuple[float, str]] = []
+
+    def count(self, time: float, *, logged: bool = False, event: Event | None = None) -> None:
+        """Add a row with the counters as they are now."""
+        now, told = self.progress, event or {}
+        self.columns.append(
+            {
+                "time": time,
+                "step": now.step,
+                "loss": now.loss,
+                "tokens": now.tokens,
+                "elapsed_seconds": now.elapsed_seconds,
+                "sync_seconds": now.sync_seconds,
+                "bytes_sent": now.bytes_sent,
+                "rounds": now.rounds,
+                "tokens_per_second": now.tokens_per_second,
+                "position_seconds": now.seconds_until(now.step + 1),
+                "learning_rate": told.get("learning_rate"),
+                "gradient_norm": told.get("gradient_norm"),
+                "logged": int(logged),
+                "start": self.starts,
+            }
+        )
 
 
 class RunRecord:
@@ -40,16 +67,14 @@ class RunRecord:
 
     def __init__(self) -> None:
         self.events = 0
-        self.first_time: float | None = None
-        self.last_time: float | None = None
+        self.clock = RunClock()
         self.workers: dict[int, Worker] = {}
-        self.validations = Columns("time", "step", "loss", "perplexity")
+        self.validations = Columns("time", "step", "loss", "perplexity", "measured")
+        """`time`: when it was told; `measured`: when a worker measured its share."""
+        self._measured: dict[int, float] = {}
         self.rounds = Rounds()
         self.members = Members()
         self.notes = RunNotes()
-        self.pauses: list[tuple[float, float]] = []
-        """When the run was started again, and for how many seconds nothing had run."""
-        self._starting: set[tuple[int, str]] = set()
         self._here: set[int] = set()
         self.samples: list[dict[str, Any]] = []
         self.resolved: dict[str, Any] = {}
@@ -61,11 +86,7 @@ class RunRecord:
 
     def update(self, event: Event) -> None:
         self.events += 1
-        time = event["time"]
-        if event["type"] in ("swarm", "worker_started"):
-            self._started((event["worker"], event["type"]), time)
-        self.first_time = time if self.first_time is None else min(self.first_time, time)
-        self.last_time = time if self.last_time is None else max(self.last_time, time)
+        self.clock.update(event)
         try:
             handler = getattr(self, f"_on_{event['type']}", None)
             if handler is not None:
@@ -75,20 +96,6 @@ class RunRecord:
         except _OF_ANOTHER_VERSION:
             self.refused_events += 1
             logger.debug("an event was left out: %.200r", event, exc_info=True)
-
-    def _started(self, what: tuple[int, str], time: float) -> None:
-        """A worker that starts a second time begins another start of the run, as in training/records/history.py."""
-        if what in self._starting and self.last_time is not None:
-            self.pauses.append((time, max(0.0, time - self.last_time)))
-            self._starting.clear()
-        self._starting.add(what)
-
-    def seconds(self, until: float | None) -> float | None:
-        """From the first event on, without the pauses in which nothing ran."""
-        end = self.last_time if until is None else until
-        if end is None or self.first_time is None:
-            return None
-        return max(0.0, end - self.first_time - sum(taken for at, taken in self.pauses if at <= end))
 
     def worker(self, event: Event) -> Worker:
         """The worker that wrote the event: one of this machine."""
@@ -113,6 +120,8 @@ class RunRecord:
     def _on_worker_started(self, event: Event) -> None:
         worker = self.worker(event)
         worker.ended = None
+        worker.starts += 1
+        worker.progress.update(event)
         worker.started = {key: event.get(key) for key in ("device", "precision", "threads", "ranks")}
         worker.started |= {"workers": count(event.get("workers") or 0)}
         worker.states.append((event["time"], "starting"))
@@ -127,30 +136,46 @@ class RunRecord:
         self.rounds.began(event["worker"], event["time"])
 
     def _on_first_step(self, event: Event) -> None:
-        self.worker(event).states.append((event["time"], "training"))
+        worker = self.worker(event)
+        worker.progress.update(event)
+        worker.states.append((event["time"], "training"))
 
     def _on_step(self, event: Event) -> None:
         worker = self.worker(event)
-        worker.columns.append(event)
+        worker.progress.update(event)
+        worker.count(event["time"], logged=True, event=event)
         _set_state(worker, event["time"], "training")
 
     def _on_round_posted(self, event: Event) -> None:
         self.rounds.posted(event)
-        _set_state(self.worker(event), event["time"], "in a round")
+        worker = self.worker(event)
+        worker.progress.update(event)
+        worker.count(event["time"])
+        _set_state(worker, event["time"], "in a round")
 
     def _on_round(self, event: Event) -> None:
         first = self.rounds.ended(event)
-        _set_state(self.worker(event), event["time"], "training")
+        own = self.worker(event)
+        own.progress.update(event)
         for member in (event.get("members") or ()) if first else ():
             worker = self._numbered(count(member["worker"]))
             report = member.get("report") or {}
-            if not worker.local and (report.get("inner_steps") or 0) > (worker.columns.last("step") or -1):
-                worker.columns.append(report | {"time": event["time"], "step": report.get("inner_steps")})
+            before = worker.progress.step
+            worker.progress.report(report, elsewhere=not worker.local, time=event["time"])
+            if not worker.local and worker.progress.step > before:
+                worker.count(event["time"], logged=True)
+        own.count(event["time"])
+        _set_state(own, event["time"], "training")
+
+    def _on_evaluation(self, event: Event) -> None:
+        """A validation is told with the next round: its place on the curve is where the first worker measured it."""
+        self._measured.setdefault(count(event["step"]), event["time"])
 
     def _on_validation(self, event: Event) -> None:
         if (self.validations.last("step") or -1.0) >= count(event["step"]):
             self.validations.drop("step", event["step"] - 1)
-        self.validations.append(event)
+        measured = self._measured.get(event["step"], event["time"])
+        self.validations.append(event | {"measured": measured})
 
     def _on_sample(self, event: Event) -> None:
         self.samples.append({name: event.get(name) for name in ("time", "worker", "step", "prompt", "text")})
@@ -167,14 +192,8 @@ class RunRecord:
         worker.ended = {key: value for key, value in event.items() if key not in ("members", "confirmed")}
         worker.states.append((event["time"], state))
         self.members.agreed(event)
-        columns = worker.columns
-        counted = {name: event.get(name) for name in _COUNTED}
-        if (columns.last("step") or -1) < (event.get("inner_steps") or 0):
-            columns.append(
-                counted | {"time": event["time"], "step": event["inner_steps"], "loss": columns.last("loss")}
-            )
-        elif len(columns):
-            columns.amend(counted)  # the last step is logged already, without the rounds after it
+        worker.progress.update(event)
+        worker.count(event["time"])
 
     def _on_swarm(self, event: Event) -> None:
         worker = self.worker(event)
@@ -187,7 +206,15 @@ class RunRecord:
     def _on_joined(self, event: Event) -> None:
         worker = self.worker(event)
         worker.ended = None
+        worker.starts += 1
+        worker.progress.update(event)
+        worker.count(event["time"])
         worker.states.append((event["time"], "joined"))
+
+    def _on_resync(self, event: Event) -> None:
+        worker = self.worker(event)
+        worker.progress.update(event)
+        worker.count(event["time"])
 
     def _on_resumed(self, event: Event) -> None:
         """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
@@ -197,10 +224,15 @@ class RunRecord:
         for number, worker in self.workers.items():
             if number == event["worker"] or number >= event["workers"]:
                 worker.columns.drop("step", step)
+                worker.progress.restore({name: worker.columns.last(name) for name in worker.columns.names})
                 worker.ended = None
         if event["worker"] == min(self.workers, default=0) or not event["workers"]:
             self.validations.drop("step", step)
+            self._measured = {at: time for at, time in self._measured.items() if at <= step}
             self.rounds.forget(step)
+        if event["worker"] in self.workers:
+            self.worker(event).progress.update(event)
+            self.worker(event).count(event["time"])
         self.rounds.began(event["worker"], event["time"])
 
 

@@ -3,10 +3,13 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diloco.dashboard.columns import Columns, Numbers, as_json, exact_json, mean_by_step, thin_out
+from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord
 from diloco.dashboard.rounds import Round
+from diloco.training.records.history import RunClock
 from diloco.training.records.summary import data_parallel_bytes
 
 Json = dict[str, Any]
@@ -19,32 +22,55 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
     """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
     rows = {number: worker.columns.until(until) for number, worker in sorted(record.workers.items())}
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
-    axes = _Axes(rows, record.first_time or 0.0, sorted(record.pauses))
+    axes = _Axes(rows, record.clock)
+    logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
     return {
-        "loss": _mean_curve(rows, "loss", points, axes),
-        "gradient_norm": _mean_curve(rows, "gradient_norm", min(points, 400), axes),
-        "learning_rate": _mean_curve(rows, "learning_rate", min(points, 200), axes),
-        "start": record.first_time,
-        "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in rows.items() if n in chosen},
+        "loss": _mean_curve(logged, "loss", points, axes),
+        "gradient_norm": _mean_curve(logged, "gradient_norm", min(points, 400), axes),
+        "learning_rate": _mean_curve(logged, "learning_rate", min(points, 200), axes),
+        "start": record.clock.first,
+        "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
         "validation": _validation(record.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen),
+        "rates": _rates(rows, axes, chosen, _gone(record), until or record.clock.last or 0.0),
         "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),
         "communication": _communication(record, rows, axes, record.rounds.until(until)),
         "workers_in_means": len(rows),
     }
 
 
+def _gone(record: RunRecord) -> dict[int, float]:
+    """When a worker of this machine ended, or a member left, was lost or excluded; without those that are there."""
+    ended = {number: one.ended["time"] for number, one in record.workers.items() if one.ended is not None}
+    return ended | {one["member"]: one["since"] for one in record.members.until(None) if one["state"] in GONE}
+
+
+def _rows_of(columns: dict[str, Numbers], kept: NDArray[np.bool_]) -> dict[str, Numbers]:
+    return {name: column[kept] for name, column in columns.items()}
+
+
 class _Axes:
     """The x values that belong to a moment: the tokens of all workers, the bytes of the one that sent most, and the
     seconds that the run has taken, without pauses."""
 
-    def __init__(self, rows: dict[int, dict[str, Numbers]], start: float, pauses: list[tuple[float, float]]) -> None:
-        self._rows, self._start = list(rows.values()), start
+    def __init__(self, rows: dict[int, dict[str, Numbers]], clock: RunClock) -> None:
+        self._rows, self._start = list(rows.values()), clock.first or 0.0
+        pauses = sorted(clock.pauses)
         self._resumed = np.array([at for at, _ in pauses])
         self._paused = np.concatenate([[0.0], np.cumsum([taken for _, taken in pauses])])
+
+    def seconds(self, times: Numbers) -> Numbers:
+        """Of the run at each time, without the pauses before."""
+        paused: Numbers = self._paused[np.searchsorted(self._resumed, times, side="right")]
+        return times - self._start - paused
+
+    def times(self, seconds: Numbers) -> Numbers:
+        """The opposite of `seconds`: the times at which the run had taken so long."""
+        resumed = self.seconds(self._resumed)
+        paused: Numbers = self._paused[np.searchsorted(resumed, seconds, side="right")]
+        return seconds + self._start + paused
 
     def at(self, times: Numbers, steps: Numbers | None = None) -> Json:
         tokens = sum((_held(row, "tokens", times) for row in self._rows), np.zeros(len(times)))
@@ -55,8 +81,7 @@ class _Axes:
             steps = np.zeros(len(times))
             for row in self._rows:
                 steps = np.maximum(steps, _held(row, "step", times))
-        paused = self._paused[np.searchsorted(self._resumed, times, side="right")]
-        seconds = exact_json(times - self._start - paused)
+        seconds = exact_json(self.seconds(times))
         return {"step": exact_json(steps), "tokens": exact_json(tokens), "bytes": exact_json(sent), "seconds": seconds}
 
 
@@ -87,35 +112,40 @@ def _own_curve(row: dict[str, Numbers], points: int, axes: _Axes) -> Json:
 def _validation(columns: Columns, until: float | None, points: int, axes: _Axes) -> Json:
     values = columns.until(until)
     kept = thin_out(values["loss"], points)
-    x = axes.at(values["time"][kept], values["step"][kept])
+    x = axes.at(values["measured"][kept], values["step"][kept])
     return x | {"loss": as_json(values["loss"][kept]), "perplexity": as_json(values["perplexity"][kept])}
 
 
-def _rates(rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int]) -> Json:
-    """Tokens a second and the share of time spent on training, between consecutive moments."""
-    if not rows:
+def _rates(
+    rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int], gone: dict[int, float], now: float
+) -> Json:
+    """Tokens a second of training, and the share of it that was no round, between consecutive moments.
+
+    `gone`: when a worker ended, left or was lost. A worker's own curve begins with the first step that it logged and
+    ends with the last; until it is gone it counts in the sum with its last rate, since reports come late.
+    """
+    pieces = {number: _pieces(row, axes) for number, row in rows.items()}
+    pieces = {number: found for number, found in pieces.items() if found}
+    if not pieces:
         empty: Json = {"tokens_per_second": [], "utilization": [], "utilization_low": [], "utilization_high": []}
         return axes.at(np.zeros(0)) | empty | {"workers": {}}
-    first = min(row["time"][0] for row in rows.values())
-    last = max(row["time"][-1] for row in rows.values())
-    logged = max(len(row["time"]) for row in rows.values())
+    first = min(found[0]["seconds"][0] for found in pieces.values())
+    last = max(found[-1]["seconds"][-1] for found in pieces.values())
+    logged = max(sum(len(one["seconds"]) for one in found) for found in pieces.values())
     grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
-    between = np.diff(grid)
-    total, shares, own = np.zeros(len(between)), [], {}
-    for number, row in rows.items():
-        gained = np.maximum(np.diff(_smooth(row, "tokens", grid)), 0.0)
-        rate = np.divide(gained, between, out=np.zeros_like(between), where=between > 0)
-        total += rate
-        ran = np.maximum(np.diff(_smooth(row, "elapsed_seconds", grid)), 0.0)
-        synced = np.maximum(np.diff(_smooth(row, "sync_seconds", grid)), 0.0)
-        share = np.divide(ran - synced, ran, out=np.full(len(ran), np.nan), where=ran > 0)
-        shares.append(np.clip(share, 0.0, 1.0))
+    total, shares, own = np.full(len(grid) - 1, np.nan), [], {}
+    for number, found in pieces.items():
+        rate, share = _rate_and_share(found, grid)
+        shares.append(share)
         if number in chosen:
-            own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(shares[-1])}
+            own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
+        end = axes.seconds(np.array([gone.get(number, now)]))[0]
+        rate = _held_until(rate, grid[1:], end)
+        total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
     known = np.array(shares)
     counts = (~np.isnan(known)).sum(axis=0)
     mean = np.where(counts > 0, np.nansum(known, axis=0) / np.maximum(counts, 1), np.nan)
-    return axes.at(grid[1:]) | {
+    return axes.at(axes.times(grid[1:])) | {
         "tokens_per_second": as_json(total),
         "utilization": as_json(mean),
         "utilization_low": as_json(_extreme(known, np.fmin)),
@@ -124,14 +154,43 @@ def _rates(rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int]) -
     }
 
 
+def _pieces(row: dict[str, Numbers], axes: _Axes) -> list[dict[str, Numbers]]:
+    """The moments at which a worker's seconds of training had grown, for each of its starts with two or more."""
+    row = row | {"seconds": axes.seconds(row["time"])}
+    pieces = []
+    for start in np.unique(row["start"]):
+        piece = _rows_of(row, (row["start"] == start) & ~np.isnan(row["elapsed_seconds"]) & ~np.isnan(row["tokens"]))
+        trained = piece["elapsed_seconds"]
+        grown = np.concatenate([[True], trained[1:] > np.maximum.accumulate(trained)[:-1]])[: len(trained)]
+        if grown.sum() > 1:
+            pieces.append(_rows_of(piece, grown))
+    return pieces
+
+
+def _rate_and_share(pieces: list[dict[str, Numbers]], grid: Numbers) -> tuple[Numbers, Numbers]:
+    """Between the moments of the grid; nan where the worker was not there, or had not logged a step yet."""
+    rate, share = np.full(len(grid) - 1, np.nan), np.full(len(grid) - 1, np.nan)
+    for piece in pieces:
+        seconds = piece["seconds"]
+        ran = np.diff(np.interp(grid, seconds, piece["elapsed_seconds"]))
+        gained = np.maximum(np.diff(np.interp(grid, seconds, piece["tokens"])), 0.0)
+        synced = np.maximum(np.diff(np.interp(grid, seconds, np.nan_to_num(piece["sync_seconds"]))), 0.0)
+        here = ran > 0
+        rate[here] = gained[here] / ran[here]
+        share[here] = np.clip((ran[here] - synced[here]) / ran[here], 0.0, 1.0)
+    return rate, share
+
+
+def _held_until(rate: Numbers, moments: Numbers, end: float) -> Numbers:
+    """The rate with its last known value after it, up to `end`; before its first value it stays unknown."""
+    known = np.maximum.accumulate(np.where(np.isnan(rate), -1, np.arange(len(rate))))
+    held = np.where(known >= 0, rate[np.maximum(known, 0)], np.nan)
+    return np.where(np.isnan(rate) & (moments > end), np.nan, held)
+
+
 def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
     """The smallest or largest share of a worker at each moment; nan if none was running."""
     return np.asarray(of.reduce(shares, axis=0))
-
-
-def _smooth(row: dict[str, Numbers], name: str, grid: Numbers) -> Numbers:
-    """A counter between the moments at which it was logged."""
-    return np.interp(grid, row["time"], np.nan_to_num(row[name]))
 
 
 def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:

@@ -29,22 +29,25 @@ def snapshot(
     _agree(workers, members)
     local = [one for one in workers if one["local"]] or workers
     steps = finite(options.get("steps"))
-    step = _step(local, swarm=options.get("engine") == "swarm")
+    swarm = options.get("engine") == "swarm"
+    step = _step(local, swarm=swarm)
     running = [one for one in workers if one["active"]] or workers
     rate = sum(one["tokens_per_second"] or 0.0 for one in running)
     shares = [one["utilization"] for one in local if one["utilization"] is not None]
-    end = until if until is not None else record.last_time
+    end = until if until is not None else record.clock.last
     return {
         "status": _status(record, workers, summary, until, now),
         "error": summary.get("error") if live and summary else None,
         "events": record.events,
-        "first_time": record.first_time,
-        "last_time": record.last_time,
+        "first_time": record.clock.first,
+        "last_time": record.clock.last,
         "time": end,
-        "seconds": record.seconds(until),
+        "now": now,
+        "pauses": record.clock.pauses,
+        "seconds": record.clock.seconds(until),
         "step": step,
         "steps": steps,
-        "seconds_left": _seconds_left(local, step, steps, record.tokens_per_step),
+        "seconds_left": _seconds_left(local, steps, swarm=swarm),
         "loss": _mean([one["loss"] for one in local]),
         "validation": _validation(record, until),
         "tokens": int(sum(one["tokens"] or 0 for one in workers)),
@@ -85,7 +88,6 @@ def _worker(number: int, worker: Worker, until: float | None) -> Json:
         "local": worker.local,
         "state": state,
         "active": state not in ("done", "failed", ""),
-        "tokens_per_second": last["tokens"] / elapsed if elapsed and last["tokens"] is not None else None,
         "utilization": 1 - (last["sync_seconds"] or 0.0) / elapsed if elapsed else None,
         "error": worker.ended.get("error") if worker.ended and until is None else None,
         **dict(worker.started),
@@ -112,13 +114,12 @@ def _step(workers: list[Json], *, swarm: bool) -> int:
     return (max if swarm else min)(steps, default=0)
 
 
-def _seconds_left(workers: list[Json], step: int, steps: float | None, tokens_per_step: int) -> float | None:
-    """From the worker that has trained longest, and its own steps: in a swarm the position may have jumped."""
-    first = max(workers, key=lambda one: one["elapsed_seconds"] or 0.0, default=None)
-    if first is None or steps is None or not tokens_per_step or not first["tokens"] or not first["elapsed_seconds"]:
+def _seconds_left(workers: list[Json], steps: float | None, *, swarm: bool) -> float | None:
+    """As in the terminal (`records.progress.seconds_left`), at the speed of that moment."""
+    if steps is None:
         return None
-    taken = first["tokens"] / tokens_per_step
-    return float(max(0.0, first["elapsed_seconds"] / taken * (steps - step)))
+    known = [(steps - (one["step"] or 0)) * one["position_seconds"] for one in workers if one["position_seconds"]]
+    return max(0.0, (min if swarm else max)(known)) if known else None
 
 
 def _validation(record: RunRecord, until: float | None) -> Json | None:
@@ -209,13 +210,13 @@ def _status(record: RunRecord, workers: list[Json], summary: Json | None, until:
     if not record.events:
         return "empty"
     local = [one for one in workers if one["local"]]
-    if until is not None and record.last_time is not None and until < record.last_time:
+    if until is not None and record.clock.last is not None and until < record.clock.last:
         return "training" if any(one["step"] for one in local) else "starting"
     if summary is not None and isinstance(summary.get("status"), str):
         return str(summary["status"])
     if local and not any(one["active"] for one in local):
         return "failed" if all(one["state"] == "failed" for one in local) else "complete"
-    if record.last_time is not None and now - record.last_time > SILENT_SECONDS:
+    if record.clock.last is not None and now - record.clock.last > SILENT_SECONDS:
         return "silent"
     return "training" if any(one["step"] for one in local) else "starting"
 

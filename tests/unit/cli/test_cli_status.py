@@ -45,10 +45,10 @@ def test_who_was_never_heard_is_shown_as_such() -> None:
 def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
     assert headlines(TOLD, 400) == [
         "run abcd · step 80 of 400 · 2 workers · 8 rounds",
-        "round 9 in progress (gathering) · 2.00 steps/s in all · led by worker 0",
+        "round 8 in progress (gathering) · 2.00 steps/s in all · led by worker 0",
     ]
     first, lost, joining = rows(TOLD)
-    assert first[2:8] == ("80", "0", "2.00", "3.500", "5,000", "round 7") and first[-1] == "training"
+    assert first[2:8] == ("80", "0", "2.00", "3.500", "5,000", "round 6") and first[-1] == "training"
     assert lost[3] == "-" and lost[-1] == "lost"
     assert joining[3] == "4" and joining[7] == "none yet" and joining[-1] == "joining"
     assert lines(TOLD)[0].startswith("worker 0  where host-0 000000  step 80  behind 0")

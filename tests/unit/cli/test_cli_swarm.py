@@ -69,7 +69,7 @@ def test_the_display_has_the_members_elsewhere_with_place_step_lag_and_last_cont
         {"member": 6, "where": "gone", "step": 40, "loss": 3.3, "contributed": None, "state": "lost"},
     ]
     picture_ = shown(view_of(event("joined", step=80, rounds=8), event("members", present=listed)))
-    assert "a swarm of 2" in picture_ and "far away" in picture_ and "round 7" in picture_ and "lost" in picture_
+    assert "a swarm of 2" in picture_ and "far away" in picture_ and "round 6" in picture_ and "lost" in picture_
     assert [word for word in picture_.split() if word == "here"].__len__() == 1  # only in the title: it has a row above
     far = next(line for line in picture_.splitlines() if "far away" in line)
     assert far.split()[-5:] == ["8", "-", "round", "7", "training"]

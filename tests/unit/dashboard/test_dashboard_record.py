@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from support.dashboard_runs import (
     PARAMETERS,
     START,
     TOKENS_PER_STEP,
+    Event,
     append,
     calm_events,
     event,
@@ -280,7 +282,7 @@ def test_a_data_parallel_run_without_rounds_is_compared_as_in_the_summary(tmp_pa
     state = Run(write_run(tmp_path, events), "run").state()
     summary = summarize(RunConfig(workers=3, mode="data-parallel"), events)
     assert state["communication"]["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"] > 0
-    assert state["rounds"]["merged"] == summary["rounds"] == 2
+    assert state["rounds"]["merged"] == summary["rounds"] == 1
 
 
 def test_workers_that_a_resume_has_left_out_no_longer_hold_the_step_back(tmp_path: Path) -> None:
@@ -331,3 +333,56 @@ def test_a_worker_elsewhere_that_is_lost_has_no_speed_and_one_here_that_has_ende
     assert state["tokens_per_second"] == state["workers"][0]["tokens_per_second"]
     append(run, event("worker_finished", 40.0, inner_steps=20, tokens=20 * TOKENS_PER_STEP))
     assert [one["state"] for one in Run(run, "run").state()["members"]] == ["done", "lost"]
+
+
+def _again(events: list[Event], seconds: float) -> list[Event]:
+    return [one | {"time": one["time"] + seconds} for one in events]
+
+
+def test_tokens_per_second_of_a_resumed_run_have_neither_walls_nor_holes(tmp_path: Path) -> None:
+    """A second a step, before and after a pause of an hour."""
+    resumed = event("resumed", 50.5, step=40, rounds=2, workers=1, new=False, notes=[])
+    late = [started(0, 1, 50.0), resumed, *(step(0, number) for number in range(50, 101, 10))]
+    events = [*calm_events(workers=1, steps=40), *_again(late, 3600)]
+    rates = Run(write_run(tmp_path, events), "run").series(None, 100, None)["rates"]
+    seconds, known = rates["seconds"], [value for value in rates["tokens_per_second"] if value is not None]
+    assert known == pytest.approx([TOKENS_PER_STEP] * len(known)) and len(known) > 5
+    assert min(b - a for a, b in pairwise(seconds)) > 0.5 and seconds[-1] < 120
+
+
+def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: Path) -> None:
+    """Worker 1, of another machine, is in the rounds 2 to 4 of ten; the curve of all sums those that are there."""
+    own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
+    events = sorted((one for one in own if one["worker"] == 0), key=lambda one: one["time"])
+    for one in events:
+        if one["type"] == "round" and not 2 <= one["sequence"] <= 4:
+            one["members"] = one["members"][:1]
+    lost = event("member_lost", 110.0, member=1, peer="p1", label="", reason="silent for 5 s")
+    run = Run(write_run(tmp_path, [started(0, 1), *events, lost], engine="swarm"), "run")
+    rates = run.series(None, 100, None)["rates"]
+    rows = list(zip(rates["seconds"], rates["tokens_per_second"], rates["workers"]["1"]["tokens_per_second"],
+                    strict=True))  # fmt: skip
+    assert all(other is None for at, _, other in rows if at < 63 or at > 125)
+    assert all(other == pytest.approx(TOKENS_PER_STEP) for at, _, other in rows if 70 < at < 100)
+    assert all(total == pytest.approx(TOKENS_PER_STEP) for at, total, _ in rows if 30 < at < 60 or at > 125)
+    assert all(total == pytest.approx(2 * TOKENS_PER_STEP) for at, total, _ in rows if 70 < at < 100)
+
+
+def test_a_validation_is_drawn_where_it_was_measured_though_it_is_told_with_the_next_round(tmp_path: Path) -> None:
+    told = event("validation", 43.5, step=20, loss=3.0, perplexity=20.0, tokens=1000)
+    events = [
+        *(started(0, 1), step(0, 20, interval=20), *round_events(0, 1, 20)),
+        *(event("evaluation", 24.0, step=20, loss=3.0, tokens=1000), step(0, 40, interval=20)),
+        *(*round_events(1, 1, 20), told),
+    ]
+    run = Run(write_run(tmp_path, events), "run")
+    validation = run.series(None, 100, None)["validation"]
+    assert validation["step"] == [20] and validation["seconds"] == [24.0]
+    assert validation["tokens"] == [20 * TOKENS_PER_STEP] and validation["bytes"] == [1000]
+    assert run.state(until=START + 30)["validation"] is None, "nobody knew it yet"
+
+
+@pytest.mark.parametrize("points", [1, 2, 3])
+def test_a_curve_of_one_point_is_no_error(tmp_path: Path, points: int) -> None:
+    series = Run(write_run(tmp_path, calm_events()), "run").series(None, points, None)
+    assert 1 <= len(series["loss"]["step"]) <= points and series["loss"]["step"][-1] == 100

@@ -142,3 +142,16 @@ def test_a_killed_process_leaves_no_lock_and_its_workers_are_waited_for(
     monkeypatch.setattr("diloco.training.processes.run_lock._LEFTOVER_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="workers of an earlier start still run"), run_lock(tmp_path):
         pass
+
+
+def test_an_event_before_worker_started_ends_the_pause_before_a_resume() -> None:
+    """`sizes` is what a resumed run writes first: until then nothing ran."""
+    first = [{"type": type_, "time": time, "worker": 0} for type_, time in (("sizes", 0.0), ("worker_started", 1.0))]
+    log = [*first, {"type": "step", "time": 40.0, "worker": 0, "step": 10}]
+    log += [one | {"time": one["time"] + 1000} for one in log]
+    assert history.seconds(log) == 80.0
+    assert [len(start) for start in history.starts(log)] == [3, 3]
+    clock = history.RunClock()
+    for one in log:
+        clock.update(one)
+    assert clock.pauses == [(1000.0, 960.0)] and clock.seconds(1020.0) == 60.0

@@ -225,7 +225,7 @@ def _member_cells(member: MemberView, first: int) -> list[str]:
         str(member.step),
         str(max(0, first - member.step)),
         "-" if member.loss is None else f"{member.loss:.3f}",
-        "none yet" if member.contributed is None else f"round {member.contributed + 1}",
+        "none yet" if member.contributed is None else f"round {member.contributed}",
         member.state,
     ]
 
@@ -250,7 +250,7 @@ def _round(view: RunView) -> Text:
         doing = "one worker trains alone, others wait," if alone else "averaging gradients"
         return Text(f"warm start: {doing} up to step {warm} · first round after step {warm + H}", "dim")
     if view.round_in_progress is not None:
-        state = f"round {view.round_in_progress + 1} in progress"
+        state = f"round {view.round_in_progress} in progress"
     elif view.config.sync.fragments > 1 or view.config.sync.fragments_by_hand:
         state = f"every fragment once in {H} steps{' or more' if view.config.sync.growth else ''}"
     else:

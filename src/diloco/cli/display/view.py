@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from diloco.training.config.run import RunConfig
-from diloco.training.records.counts import RunCounts, WorkerView
+from diloco.training.records.counts import RunCounts
 from diloco.training.records.events import Event
 from diloco.training.records.notes import RunNotes
+from diloco.training.records.progress import seconds_left
 
 _DOING = {  # by a worker's state before its first step is over
     "validation": "measuring the validation loss before the first step",
@@ -43,7 +44,7 @@ class RunView(RunCounts):
     @property
     def doing(self) -> str | None:
         """What the workers do before the first step is logged; None from then on."""
-        if any(worker.tokens for worker in self.workers.values()):
+        if any(worker.has_logged for worker in self.workers.values()):
             return None
         if len(self.workers) < self.expected_workers:
             return "starting the workers"
@@ -56,13 +57,7 @@ class RunView(RunCounts):
 
     @property
     def seconds_left(self) -> float | None:
-        first = max(self.workers.values(), key=lambda worker: worker.elapsed_seconds, default=WorkerView())
-        taken = self.step
-        if (
-            self.config.engine == "swarm" or self.config.sync.dynamic_steps
-        ):  # the position may have jumped: count only its own steps
-            taken = first.tokens // self.config.tokens_per_step
-        return first.elapsed_seconds / taken * (self.config.steps - self.step) if taken else None
+        return seconds_left(self.workers.values(), self.config.steps, elastic=self.elastic)
 
 
 def duration(seconds: float | None) -> str:

@@ -178,7 +178,7 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     live = live_workers(swarm)
     leader = next((str(one.number) for one in live if one.peer == swarm.leader), "none")
     rounds = sorted(map(int, swarm.leading))
-    now = f"round {rounds[0] + 1} in progress ({swarm.leading[str(rounds[0])]})" if rounds else "between rounds"
+    now = f"round {rounds[0]} in progress ({swarm.leading[str(rounds[0])]})" if rounds else "between rounds"
     ended = max((one.ended_round + 1 for one in live), default=0)
     counted = "1 round" if ended == 1 else f"{ended} rounds"
     speed = sum(1 / one.step_seconds for one in live if one.step_seconds > 0)
@@ -209,7 +209,7 @@ def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
             f"{1 / one.step_seconds:.2f}" if one.step_seconds > 0 else "-",
             f"{one.loss:.3f}" if one.loss >= 0 else "-",
             f"{one.tokens:,}",
-            f"round {one.contributed_round + 1}" if one.contributed_round >= 0 else "none yet",
+            f"round {one.contributed_round}" if one.contributed_round >= 0 else "none yet",
             _ago(one.silent_seconds) if _was_heard(one) else "never",
             f"{1000 * one.latency_seconds:.0f} ms" if one.latency_seconds else "-",
             _state(one, steps),

@@ -13,6 +13,7 @@ tests/unit/training/test_training_counts.py holds them against each other.
 from dataclasses import dataclass, fields
 
 from diloco.training.records.events import Event
+from diloco.training.records.progress import WorkerProgress
 
 
 @dataclass
@@ -28,25 +29,13 @@ class MemberView:
 
 
 @dataclass
-class WorkerView:
+class WorkerView(WorkerProgress):
     """A local worker, from its last events."""
 
-    step: int = 0
-    loss: float | None = None
-    tokens: int = 0
-    elapsed_seconds: float = 0.0
-    sync_seconds: float = 0.0
-    bytes_sent: int = 0
     state: str = ""
     first_step_seconds: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.elapsed_seconds if self.elapsed_seconds else 0.0
-
-    @property
-    def sync_share(self) -> float:
-        return self.sync_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
+    has_logged: bool = False
+    """A step was logged in this start of the run."""
 
 
 class RunCounts:
@@ -76,6 +65,7 @@ class RunCounts:
 
     def update(self, event: Event) -> None:
         worker = self.workers.setdefault(event["worker"], WorkerView())
+        worker.update(event)
         handler = getattr(self, f"_on_{event['type']}", None)
         if handler is not None:
             handler(event, worker)
@@ -83,7 +73,7 @@ class RunCounts:
             worker.state = event["type"]
 
     def _on_worker_started(self, event: Event, worker: WorkerView) -> None:
-        worker.state, worker.tokens, worker.elapsed_seconds, worker.first_step_seconds = "started", 0, 0.0, None
+        worker.state, worker.first_step_seconds, worker.has_logged = "started", None, False
         self.members = event["workers"]
         options = event.get("resolved") or {}
         self.elastic |= options.get("engine") == "swarm"
@@ -98,18 +88,15 @@ class RunCounts:
         worker.state, worker.first_step_seconds = "training", event["seconds"]
 
     def _on_step(self, event: Event, worker: WorkerView) -> None:
-        worker.step, worker.loss, worker.tokens = event["step"], event["loss"], event["tokens"]
-        worker.elapsed_seconds, worker.sync_seconds = event["elapsed_seconds"], event["sync_seconds"]
-        worker.bytes_sent, worker.state = event["bytes_sent"], "training"
+        worker.state, worker.has_logged = "training", True
         self._tell(event["rounds"], 0)
 
     def _on_round_posted(self, event: Event, worker: WorkerView) -> None:
-        worker.step, worker.state = event["step"], "in a round"
+        worker.state = "in a round"
         self.round_in_progress = event["sequence"]
 
     def _on_round(self, event: Event, worker: WorkerView) -> None:
         worker.state = "training"
-        worker.bytes_sent += event["bytes_sent"]
         if self.round_in_progress == event["sequence"]:
             self.round_in_progress = None
         if event["failure"] is not None:
@@ -119,6 +106,9 @@ class RunCounts:
             self._merged.add(event["sequence"])
         self.members = len(event["members"])
         self.refused += len(event["refused"]) if event["worker"] == min(self.workers) else 0
+        for member in event["members"]:
+            if (told := self.workers.get(member.get("worker", -1))) is not None:
+                told.report(member["report"], elsewhere=False, time=event["time"])
         for member in event["members"] if self.elastic else ():
             seen = self.swarm.setdefault(member["worker"], MemberView())
             seen.step = max(seen.step, member["report"]["inner_steps"])
@@ -143,7 +133,7 @@ class RunCounts:
 
     def _on_resumed(self, event: Event, worker: WorkerView) -> None:
         """Forget everything after this step, and workers that are no longer part of the run."""
-        worker.step = event["step"]
+        del worker
         if not self.elastic:
             self.workers = {number: view for number, view in self.workers.items() if number < event["workers"]}
         self._forget_validations(event["step"])
@@ -163,20 +153,16 @@ class RunCounts:
         self.members = sum(one.state not in ("left", "lost") for one in self.swarm.values())
 
     def _on_joined(self, event: Event, worker: WorkerView) -> None:
-        worker.step, worker.state = event["step"], "joined"
+        del event
+        worker.state = "joined"
 
     def _on_renumbered(self, event: Event, worker: WorkerView) -> None:
         """The same worker, under the number of this event; the earlier one is another member's."""
         self.workers[event["worker"]] = self.workers.pop(event["before"], worker)
         self.swarm.pop(event["before"], None)
 
-    def _on_resync(self, event: Event, worker: WorkerView) -> None:
-        worker.step = event["step"]
-
     def _on_worker_finished(self, event: Event, worker: WorkerView) -> None:
-        worker.step, worker.state = event["inner_steps"], "done"
-        for name in ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent"):
-            setattr(worker, name, event.get(name, getattr(worker, name)))
+        worker.state = "done"
         self._tell(event.get("rounds", 0), event.get("rounds_failed", 0))
 
     def _on_worker_failed(self, event: Event, worker: WorkerView) -> None:

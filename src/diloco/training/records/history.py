@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from diloco.training.records.events import Event
 
 _ENDS = ("worker_finished", "worker_failed", "sample", "sample_skipped")
+_FIRST = ("sizes", "swarm", "worker_started")
+"""What a worker writes first: in a swarm `swarm`; elsewhere `sizes`, which one worker writes, or `worker_started`."""
 
 
 def current(events: Sequence[Event]) -> list[Event]:
@@ -30,20 +32,45 @@ def _taken_back(event: Event, resumed: Event) -> bool:
     return event["type"] in _ENDS or event.get("step", 0) > resumed["step"]
 
 
-def starts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each start of the run: a worker that starts a second time begins another.
+class RunClock:
+    """The time that a run has taken: from its first event to its last, without the pauses in which nothing ran."""
 
-    In a swarm a worker's first event is `swarm`.
-    """
-    here: list[Event] = []
-    started: set[tuple[int, str]] = set()
-    for event in events:
-        if event["type"] in ("swarm", "worker_started"):
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self.pauses: list[tuple[float, float]] = []
+        """When the run was started again, and for how many seconds nothing had run."""
+        self._begun: set[tuple[int, str]] = set()
+
+    def update(self, event: Event) -> bool:
+        """Whether the event begins another start of the run: one of _FIRST that its worker has written before."""
+        again, time = False, event["time"]
+        if event["type"] in _FIRST:
             first = (event["worker"], event["type"])
-            if first in started:
-                yield here
-                here, started = [], set()
-            started.add(first)
+            again = first in self._begun
+            if again and self.last is not None:
+                self.pauses.append((time, max(0.0, time - self.last)))
+                self._begun.clear()
+            self._begun.add(first)
+        self.first = time if self.first is None else min(self.first, time)
+        self.last = time if self.last is None else max(self.last, time)
+        return again
+
+    def seconds(self, until: float | None = None) -> float | None:
+        end = self.last if until is None else until
+        if end is None or self.first is None:
+            return None
+        return max(0.0, end - self.first - sum(taken for at, taken in self.pauses if at <= end))
+
+
+def starts(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """The events of each start of the run: a worker that starts a second time begins another."""
+    here: list[Event] = []
+    clock = RunClock()
+    for event in events:
+        if clock.update(event):
+            yield here
+            here = []
         here.append(event)
     if here:
         yield here
@@ -51,7 +78,10 @@ def starts(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 def seconds(events: Sequence[Event]) -> float:
     """From the first event to the last, without the pauses in which nothing ran."""
-    return sum((start[-1]["time"] - start[0]["time"] for start in starts(events)), 0.0)
+    clock = RunClock()
+    for event in events:
+        clock.update(event)
+    return clock.seconds() or 0.0
 
 
 def steps_not_taken(events: Sequence[Event]) -> dict[int, int]:

@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
 from diloco.training.records import history
 from diloco.training.records.events import Event, read_events
+from diloco.training.records.progress import WorkerProgress
 from diloco.training.records.run_folder import RUN_FILE, how_to_end
 from diloco.training.records.swarm_summary import swarm_numbers, usual_workers
 from diloco.version import __version__
@@ -118,9 +119,12 @@ def _own_tokens(events: list[Event], members: list[dict[str, Any]]) -> int:
 
 
 def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
-    """Of the worker that sent most."""
-    logged = [event["bytes_sent"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
-    return max([member["report"]["bytes_sent"] for member in members] + logged, default=0)
+    """Of the worker that sent most, with the rounds since its last step, as the terminal and the page count them."""
+    workers: dict[int, WorkerProgress] = {}
+    for event in events:
+        workers.setdefault(event["worker"], WorkerProgress()).update(event)
+    told = [member["report"]["bytes_sent"] for member in members]
+    return max([*told, *(worker.bytes_sent for worker in workers.values())], default=0)
 
 
 def _rounds(events: list[Event], ended: list[Event]) -> Summary:
