@@ -40,7 +40,7 @@ def forged_end() -> None:
             for entry in last.plan.entries
         )
         key = replace(last.plan.key, sequence=sequence)
-        plan = structs.replace(last.plan, key=key, entries=entries, shares=(), excluded=())
+        plan = structs.replace(last.plan, key=key, entries=entries, shares=())
         parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
         notary = own.outcomes.notary
         ranges = tuple(notary.sign_range(plan, digest) for digest in range_digests(plan, parts, data))

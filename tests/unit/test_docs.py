@@ -9,7 +9,6 @@ import diloco
 from diloco.engines.swarm.network.transport import LEAST_RATE
 from diloco.engines.swarm.node.membership import attendance, quorum
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.engines.swarm.node.proofs import liars
 from diloco.engines.swarm.node.rounds import leader_watch, shares
 from diloco.engines.swarm.node.transfers import witnesses
 from diloco.engines.swarm.settings import Settings
@@ -123,7 +122,6 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
         ("reduces nothing for ten minutes", shares._WITHHELD_SECONDS, 600.0),
         ("as long as three or more members count", quorum._FEWEST, 3),
         ("asks two other members for the digest", witnesses._WITNESSES, 2),
-        ("two accusers sign", liars.ACCUSERS, 2),
         ("from what it has seen itself three times", Settings("", "").refusals_to_ban, 3),
         ("else `4 × lost_seconds`", Settings("", "", lost_seconds=1.0).stall_seconds, 4.0),
         ("one of five ways", len(schedules.LIES), 5),

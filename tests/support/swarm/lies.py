@@ -34,7 +34,7 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
             return messages.Outcome()
         entries = sorted((Entry(name, one.contribution) for name, one in rounds.items()), key=lambda one: one.number)
         one = next(iter(rounds.values())).posted
-        made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=(), excluded=())
+        made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=())
         data, own = NAN * (one.mean.num_bytes // 4), node.outcomes.notary
         ranges = tuple(own.sign_range(made, digest) for digest in range_digests(made, one.num_parts, data))
         vote = own.vote(made, one.num_parts, ranges)
@@ -98,14 +98,21 @@ def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], pa
     patch.setattr(Transfer, "_reduce_rows", reduce)
 
 
-def accuses(liar: MemoryWorker, victims: list[MemoryWorker], patch: pytest.MonkeyPatch) -> None:
-    """In every plan it says that the parts of the first victim there are not what was claimed."""
+def accuses(
+    liar: MemoryWorker,
+    victims: list[MemoryWorker],
+    patch: pytest.MonkeyPatch,
+    *,
+    lie: bool = True,
+    withheld: messages.Withheld | None = None,
+) -> None:
+    """In every plan it says that the first victim there lies, or cannot be reached, or withholds something."""
     honest = Transfer.run
 
     async def run(transfer: Transfer) -> None:
         there = [victim.name for victim in victims if transfer.plan.entry(victim.name) is not None]
         if transfer._transport.peer == liar.name and there:
-            raise TransferFailed(there[0], "its parts have the norm 900, it claimed 1", lie=True)
+            raise TransferFailed(there[0], "its parts have the norm 900, it claimed 1", lie=lie, withheld=withheld)
         await honest(transfer)
 
     patch.setattr(Transfer, "run", run)

@@ -132,7 +132,7 @@ def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
     vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
     header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))
     entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"note")) for worker in workers)
-    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, (), tuple(workers), False, 1000.0)
+    return Plan(key, Authority(1, 0, 1), NAMES[0], entries, tuple(workers), False, 1000.0)
 
 
 class MemorySwarm:

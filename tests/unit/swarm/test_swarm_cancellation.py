@@ -53,7 +53,7 @@ def test_a_reducers_wait_for_parts(ticks: int) -> None:
         worker = await swarm.start()
         posting = worker.posting(values(0))
         entry = Entry(worker.name, PresentWorker(0, posting.header, b""))
-        plan = Plan(posting.key, Authority(1, 0, 1), worker.name, (entry,), (), (0,), False, posting.max_norm_ratio)
+        plan = Plan(posting.key, Authority(1, 0, 1), worker.name, (entry,), (0,), False, posting.max_norm_ratio)
         transfer = Transfer(plan, posting, worker.node.transport, 10.0, worker.node.outcomes.notary, [], 10.0)
         return await is_cancelled(lambda: transfer._wait_until(lambda: False, 10.0), transfer._notify, ticks)
 

@@ -104,7 +104,7 @@ def test_the_parts_are_divided_by_the_shares_of_those_that_contribute() -> None:
 
     def shared(*shares: int) -> Plan:
         made = plan([0, 1, 2])
-        return Plan(made.key, made.authority, made.leader, made.entries, (), made.roster, False, 1000.0, shares=shares)
+        return Plan(made.key, made.authority, made.leader, made.entries, made.roster, False, 1000.0, shares=shares)
 
     assert divided(shared()) == [4, 4, 4] == divided(shared(4, 4, 4))
     assert divided(shared(4, 0, 2)) == [8, 0, 4]

@@ -18,7 +18,6 @@ from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, Vo
 from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
-from diloco.engines.swarm.trust.signatures import Signature
 
 T = TypeVar("T", bound=PeerMessage)
 
@@ -142,13 +141,13 @@ Withheld = Literal["parts", "mean"]
 
 
 class Trouble(PeerMessage, frozen=True):
-    """The worker cannot exchange parts with `peer`; or accuses it of other parts than it claimed, and signs that."""
+    """The worker cannot exchange parts with `peer`; or accuses it of a lie, which its word does not prove."""
 
     sequence: Sequence
     authority: Authority
     peer: PeerName
     reason: Text
-    signature: Signature | None = None
+    lie: bool = False
     withheld: Withheld | None = None
 
 

@@ -2,17 +2,16 @@
 
 The leader makes the plan and every worker in it checks it. From the same headers all workers come to the same decision
 (engines/reduction.py), so a leader cannot weigh, admit or leave out a contribution otherwise than the rules say. The
-leader does decide whose headers are in the plan, and which workers have sent other parts than they claimed.
+leader does decide whose headers are in the plan.
 """
 
 import hashlib
 import math
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from diloco.core.config import Merge
 from diloco.core.merging import FEWEST_FOR_NORMS, MAX_WEIGHT_ROUNDS, diverged
@@ -22,7 +21,6 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.status import PeerName
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage, encode
-from diloco.engines.swarm.trust.signatures import Signature
 from diloco.errors import EngineError
 
 MAX_NOTE_BYTES = 1 << 14
@@ -82,15 +80,12 @@ def parse_header(number: int, data: bytes) -> Header:
         raise Malformed(str(error)) from error
 
 
-class Offence(Struct, frozen=True, forbid_unknown_fields=True):
-    """A contribution that no honest worker sends, and why it is refused."""
+class Offence(NamedTuple):
+    """A header that no honest worker sends, and why it is refused."""
 
-    peer: PeerName
-    number: Annotated[int, Meta(ge=0, le=1 << 20)]
-    reason: Annotated[str, Meta(max_length=200)]
-    plan: Annotated[bytes, Meta(max_length=32)] = b""
-    """The plan in which others accuse it; empty where its own header tells."""
-    accusers: Annotated[dict[PeerName, Signature], Meta(max_length=MAX_WORKERS)] = field(default_factory=dict)
+    peer: str
+    number: int
+    reason: str
 
 
 class Plan(PeerMessage, frozen=True, dict=True):
@@ -99,8 +94,6 @@ class Plan(PeerMessage, frozen=True, dict=True):
     leader: PeerName
     entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_WORKERS)]
     """In worker order: the order in which contributions are added up."""
-    excluded: Annotated[tuple[Offence, ...], Meta(max_length=MAX_WORKERS)]
-    """Workers whose parts differ from their header, as two reducers have found."""
     roster: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)]
     majority: bool
     """Most members of the round before it are in it (quorum.py): no other plan of this round can be committed."""
@@ -133,11 +126,10 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     @cached_property
     def decision(self) -> Decision:
-        entries, excluded = self.entries, {offence.number: offence.reason for offence in self.excluded}
+        entries = self.entries
         claims = [entry.parsed.claim for entry in entries]
         rounds = self.rounds or (1,) * len(entries)
-        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
-        return replace(decided, refused={**decided.refused, **excluded})
+        return decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
 
     @cached_property
     def contributors(self) -> tuple[Entry, ...]:
@@ -154,7 +146,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
         if not self.contributors:
             return []
         elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
-        found, decision = list(self.excluded), self.decision
+        found = list[Offence]()
+        decision = self.decision
         norms_tell = len(self.contributors) + len(decision.too_long) >= FEWEST_FOR_NORMS
         for entry in self.entries:
             claim, number = entry.parsed.claim, entry.number

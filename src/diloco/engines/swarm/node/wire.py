@@ -12,7 +12,7 @@ import msgspec
 from diloco.engines.swarm.network.transport import LEAST_RATE, Stream, Unreachable
 from diloco.engines.swarm.node import clock
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised when peers of two versions would misunderstand each other."""
 
 _LENGTH = struct.Struct("<I")

@@ -7,7 +7,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-Purpose = Literal["invitation", "credential", "revocation", "run", "range", "mean", "accusation"]
+Purpose = Literal["invitation", "credential", "revocation", "run", "range", "mean", "contribution"]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 """A public key, or the seed that a private key is made of."""
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]

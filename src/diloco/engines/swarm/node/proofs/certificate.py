@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan
 from diloco.engines.swarm.node.status import PeerName
+from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.trust.signatures import Signature
 
 Bytes = bytes | bytearray | memoryview
@@ -71,7 +72,7 @@ class Agreed(NamedTuple):
         return [entry.peer for entry in self.plan.entries if entry.peer not in self.certificate.signatures]
 
 
-class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True):
+class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Proof against `peer`: it has signed two means of its range in one plan."""
 
     key: RoundKey
@@ -79,6 +80,24 @@ class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True):
     peer: PeerName
     one: SignedRange
     other: SignedRange
+
+
+class ShownPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An encoded part of a contribution, and the proof that its author was bound to it (merkle.py)."""
+
+    part: Annotated[int, Meta(ge=0, le=1 << 40)]
+    data: bytes
+    proof: Annotated[bytes, Meta(max_length=4096)]
+
+
+class LongParts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Proof against `peer`: parts of its contribution are longer than its header claims, or not finite."""
+
+    peer: PeerName
+    contribution: PresentWorker
+    signature: Signature
+    """The author's, under its contribution."""
+    parts: Annotated[tuple[ShownPart, ...], Meta(max_length=1024)]
 
 
 def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:

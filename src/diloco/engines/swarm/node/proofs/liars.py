@@ -1,7 +1,8 @@
 """What follows from a proof that a member has lied: it is banned here, and the others are told.
 
 A proof can be checked by every member, so a worker that is told of one need not trust the teller. Each passes a new
-proof on once; so all that are connected have it within some calls.
+proof on once; so all that are connected have it within some calls. No member is banned by another's word, whatever
+number of members say the same.
 """
 
 import logging
@@ -11,39 +12,63 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done
-from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate, TwoRanges, Vote, find_two_ranges
+from diloco.engines.swarm.node.plan import Plan, parse_header
+from diloco.engines.swarm.node.proofs.certificate import (
+    Agreed,
+    Certificate,
+    LongParts,
+    TwoRanges,
+    Vote,
+    find_two_ranges,
+)
 from diloco.engines.swarm.node.proofs.messages import Proof
+from diloco.engines.swarm.node.proofs.norms import Encoding, are_long
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
-
-ACCUSERS = 2
-"""So many members must accuse a worker of the same lie."""
 
 
 class Liars:
     def __init__(self, members: Members, calls: Calls, notary: Notary) -> None:
         self._members, self._calls, self._notary = members, calls, notary
         self.on_ban: Callable[[], None] = lambda: None
+        self.encodings: dict[int, Encoding] = {}
+        """Of the rounds that this worker has posted, by fragment."""
 
     def compare(self, plan: Plan, some: Sequence[Vote | Certificate]) -> None:
         """Of several means of one plan: which worker has signed two."""
         proof = find_two_ranges(plan, some)
         if proof is not None:
-            self.record(proof)
+            self.record(proof, self._two_ranges(proof))
 
     def answer(self, message: Proof) -> PeerMessage:
         """Raises Malformed if it proves nothing."""
-        if not self._notary.is_proof(message.lie):
-            raise Malformed(f"a proof against {message.lie.peer} that proves nothing")
-        self.record(message.lie)
+        lie = message.lie
+        reason = self._two_ranges(lie) if isinstance(lie, TwoRanges) else self._long_parts(lie)
+        if reason is not None:
+            self.record(lie, reason)
         return Done()
 
-    def record(self, proof: TwoRanges) -> None:
-        """Ban the liar, and tell the others, if that is news."""
-        reason = f"it gave workers different means in round {proof.key.sequence}, and has signed both"
+    def _two_ranges(self, lie: TwoRanges) -> str:
+        if not self._notary.is_proof(lie):
+            raise Malformed(f"a proof against {lie.peer} that proves nothing")
+        return f"it gave workers different means in round {lie.key.sequence}, and has signed both"
+
+    def _long_parts(self, lie: LongParts) -> str | None:
+        """None: this worker does not know how such a contribution is encoded."""
+        header = parse_header(0, lie.contribution.header)
+        if not self._notary.has_signed_contribution(lie.peer, header.key, lie.contribution, lie.signature):
+            raise Malformed(f"a proof against {lie.peer} that proves nothing")
+        encoding = self.encodings.get(header.key.fragment)
+        if encoding is None or encoding.layout_digest != header.layout_digest:
+            return None
+        if not are_long(lie, encoding):
+            raise Malformed(f"a proof against {lie.peer} that proves nothing")
+        return f"its parts in round {header.key.sequence} are longer than its header claims ({header.claim.norm:.3g})"
+
+    def record(self, proof: TwoRanges | LongParts, reason: str) -> None:
+        """Ban the liar, and tell the others, if that is news. The proof is checked, or this worker's own."""
         if self.ban(proof.peer, reason):
             for peer in self._members.live():
                 self._members.faults.start(self._tell(peer.name, Proof(proof)), "telling a proof")
@@ -52,13 +77,12 @@ class Liars:
         """Every member counts offences from the same plans, and so bans the same peers.
 
         What a header says counts against its sender only if that one has voted for the plan with it: a leader may have
-        changed it. An accusation counts with two accusers.
+        changed it.
         """
         plan, permissions = agreed.plan, self._members.permissions
         offences = plan.offences()
         for offence in offences:
-            own = not offence.plan and offence.peer in agreed.certificate.signatures
-            if own or len(self._notary.accusers(plan.key, offence)) >= ACCUSERS:
+            if offence.peer in agreed.certificate.signatures:
                 self.record_unproved(offence.peer, offence.reason)
         for entry in plan.contributors:
             if entry.peer not in {offence.peer for offence in offences}:

@@ -45,6 +45,39 @@ def root_from(found: Sequence[bytes], rows: range, total: int, proof: bytes) -> 
     return computed
 
 
+def narrow(found: Sequence[bytes], rows: range, part: int, total: int, proof: bytes) -> bytes:
+    """The proof of one part, of the parts `rows` whose proof this is."""
+    beside = iter(proof[first : first + DIGEST_BYTES] for first in range(0, len(proof), DIGEST_BYTES))
+    outside: dict[tuple[int, int], bytes] = {}
+
+    def note(low: int, high: int) -> None:
+        if high <= rows.start or rows.stop <= low:
+            outside[low, high] = next(beside)
+        elif not (rows.start <= low and high <= rows.stop):
+            middle = (low + high) // 2
+            note(low, middle)
+            note(middle, high)
+
+    def digest(low: int, high: int) -> bytes:
+        if (low, high) in outside:
+            return outside[low, high]
+        if high - low == 1:
+            return found[low - rows.start]
+        middle = (low + high) // 2
+        return _node(digest(low, middle), digest(middle, high))
+
+    def walk(low: int, high: int) -> Iterator[bytes]:
+        if not low <= part < high:
+            yield digest(low, high)
+        elif high - low > 1:
+            middle = (low + high) // 2
+            yield from walk(low, middle)
+            yield from walk(middle, high)
+
+    note(0, total)
+    return b"".join(walk(0, total))
+
+
 def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\1" + left + right).digest()
 

@@ -8,7 +8,7 @@ import msgspec
 
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.identity import public_key_of
-from diloco.engines.swarm.node.plan import Offence, Plan
+from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import (
     Bytes,
     Certificate,
@@ -20,6 +20,7 @@ from diloco.engines.swarm.node.proofs.certificate import (
     range_digests,
     reducers,
 )
+from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.trust.signatures import Purpose, is_signed, sign
 from diloco.errors import ConfigError
@@ -44,9 +45,9 @@ class Notary:
     def _sign(self, purpose: Purpose, key: RoundKey, plan: bytes, digest: bytes) -> bytes:
         return sign(self._seed, purpose, _statement(self._run, key, plan, digest))
 
-    def accuse(self, plan: Plan, peer: str) -> bytes:
-        """Of a lie in this plan."""
-        return self._sign("accusation", plan.key, plan.digest, peer.encode())
+    def sign_contribution(self, key: RoundKey, contribution: PresentWorker) -> bytes:
+        """Goes with the parts: a reducer that finds them longer than the header claims can prove it to others."""
+        return self._sign("contribution", key, contribution.header, contribution.root)
 
     # Checking
 
@@ -80,15 +81,8 @@ class Notary:
         if digests != [one.digest for one in certificate.ranges]:
             raise Malformed(f"a mean of round {plan.key.sequence} that is not the one that was voted for")
 
-    def accusers(self, key: RoundKey, offence: Offence) -> list[str]:
-        """The members that have signed an accusation, without the accused."""
-        return [
-            name
-            for name, signature in offence.accusers.items()
-            if name != offence.peer
-            and self.is_invited(name)
-            and self._has_signed(name, signature, "accusation", key, offence.plan, offence.peer.encode())
-        ]
+    def has_signed_contribution(self, peer: str, key: RoundKey, contribution: PresentWorker, signature: bytes) -> bool:
+        return self._has_signed(peer, signature, "contribution", key, contribution.header, contribution.root)
 
     def is_proof(self, proof: TwoRanges) -> bool:
         signed = (proof.one, proof.other)

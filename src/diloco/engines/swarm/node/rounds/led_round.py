@@ -22,7 +22,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.numbers import clashes
 from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded
-from diloco.engines.swarm.node.plan import Authority, Entry, Offence, Plan
+from diloco.engines.swarm.node.plan import Authority, Entry, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire_in_turn
 from diloco.engines.swarm.node.rounds.participant import Participant
@@ -191,7 +191,6 @@ class LedRound:
 
     async def _conclude(self) -> None:
         """Make plans until one succeeds, and commit it."""
-        excluded: list[Offence] = []
         dropped: set[str] = set()
         while True:
             await self._wait_until_it_may_go_on()
@@ -215,7 +214,7 @@ class LedRound:
             names = [entry.peer for entry in entries]
             majority = bool(self._quorum.counted()) and self._quorum.is_majority(names)
             self.plan = Plan(
-                self.key, self.authority, self._members.me, entries, tuple(excluded), roster, majority,
+                self.key, self.authority, self._members.me, entries, roster, majority,
                 terms.max_norm_ratio, terms.merge, self._leader.shares.make(entries),
                 self._outcomes.missed.rounds_of(self.key.fragment, entries) if self._counts_missed else (),
                 self._quorum.next_counted(), self._quorum.last_ended,
@@ -228,9 +227,7 @@ class LedRound:
                 logger.info("round %d goes on without %s: %s", self.key.sequence, peer, reason)
                 if not problem.lost:
                     dropped.add(peer)
-                    if not problem.offences:  # those are counted, and end with a ban
-                        self._members.attendance.record_trouble(peer)
-            excluded += problem.offences
+                    self._members.attendance.record_trouble(peer)
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())

@@ -33,6 +33,7 @@ from diloco.engines.swarm.node.messages import (
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs.certificate import Vote
+from diloco.engines.swarm.node.proofs.norms import Encoding
 from diloco.engines.swarm.node.proofs.own_contributions import hash_parts
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.rounds.giving_up import check_majority, look_back, record_too_few
@@ -77,6 +78,7 @@ class Participant:
         authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
+        self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
         status.next_round = max(status.next_round, round_.sequence)
         status.waiting_round = min(self.rounds)
         if round_.sequence <= self.outcomes.quorum.voted:
@@ -271,9 +273,9 @@ class Participant:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
             if not problem.lie:
                 self.heartbeats.beat_soon(problem.peer)
-            signature = self.outcomes.notary.accuse(plan, problem.peer) if problem.lie else None
+            self._record_lie(plan, problem)
             message = Trouble(
-                round_.sequence, plan.authority, problem.peer, str(problem)[:200], signature, problem.withheld
+                round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie, problem.withheld
             )
         while not round_.ended:  # another plan cancels this task
             try:
@@ -285,6 +287,14 @@ class Participant:
                 self.heartbeats.suspect(plan.leader, unreachable)
             await asyncio.sleep(_POLL_SECONDS)
         await self._compare_votes(plan, message)
+
+    def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
+        """What the other worker has signed proves its lie to this one, and to all others if it is shown."""
+        reason = f"round {plan.key.sequence}: {problem}"
+        if problem.proof is not None:
+            self.outcomes.liars.record(problem.proof, reason)
+        elif problem.signed:
+            self.outcomes.liars.ban(problem.peer, reason)
 
     async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
         """No commit comes: if the leader has given workers different means, their votes prove it."""

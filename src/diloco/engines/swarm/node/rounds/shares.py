@@ -66,7 +66,8 @@ class Shares:
         if len(self._apart(names)) < len(names):
             return None
         bad = {name: sum(_is_off(self._failed, _pair(name, other)) for other in names) for name in names}
-        worst = max(names, key=lambda name: bad[name])
+        own = {name: _is_off(self._failed, _pair(name, self._members.me)) for name in names}  # no other's word
+        worst = max(names, key=lambda name: (bad[name], own[name]))
         rest = [name for name in names if name != worst]
         return worst if bad[worst] > 1 and len(self._apart(rest)) < len(rest) else None
 

@@ -17,9 +17,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from diloco.codecs.encoded import blank, scratch
@@ -31,9 +32,9 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts, Withheld
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs import merkle
-from diloco.engines.swarm.node.proofs.certificate import Vote
+from diloco.engines.swarm.node.proofs.certificate import LongParts, ShownPart, Vote
 from diloco.engines.swarm.node.proofs.committed import MAX_PROOF_BYTES, CommittedParts
-from diloco.engines.swarm.node.proofs.norms import NormCheck
+from diloco.engines.swarm.node.proofs.norms import NormCheck, norm_of
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
 from diloco.engines.swarm.node.rounds import comparisons
@@ -48,6 +49,8 @@ _CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means trave
 _ALIVE_SECONDS = 1.0
 _LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
+_SIGNATURE_BYTES = 64
+_MOST_PROOF_BYTES = 1 << 19
 _EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
@@ -56,12 +59,23 @@ _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 class TransferFailed(Exception):
     """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off.
 
-    `withheld`: it answers, and does not send its parts, or the mean of its range.
+    `withheld`: it answers, and does not send its parts, or the mean of its range. `signed`: it has signed the lie, so
+    that this worker is certain of it. `proof`: others can check it too.
     """
 
-    def __init__(self, peer: str, reason: str, *, lie: bool = False, withheld: Withheld | None = None) -> None:
+    def __init__(
+        self,
+        peer: str,
+        reason: str,
+        *,
+        lie: bool = False,
+        withheld: Withheld | None = None,
+        signed: bool = False,
+        proof: LongParts | None = None,
+    ) -> None:
         super().__init__(reason)
         self.peer, self.lie, self.withheld = peer, lie, withheld
+        self.signed, self.proof = signed, proof
 
 
 class Transfer:
@@ -95,6 +109,7 @@ class Transfer:
         self._own_comparison = self._others_comparison = compare_nothing(len(plan.contributors))
         self._reduced = 0
         self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
+        self._notary = notary
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Read, also if `run` is over.
@@ -141,17 +156,24 @@ class Transfer:
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
-                    await write_frame(stream, merkle.prove(self._leaves, rows), self._stall)
+                    signed = self._own_signature + merkle.prove(self._leaves, rows)
+                    await write_frame(stream, signed, self._stall)
                     both.create_task(self._send(stream, self._contribution(rows)))
                 fetched = both.create_task(self._fetch(stream, rows))
             self._close_stream(stream)
             if (fault := self._norms.fault_of_mean(fetched.result())) is not None:
-                raise TransferFailed(reducer.peer, fault, lie=True)
+                raise TransferFailed(reducer.peer, fault, lie=True, signed=True)
         except (Unreachable, Malformed, ExceptionGroup) as problem:
             if not isinstance(cause := _first(problem), _EXPECTED):
                 raise cause from None
             withheld: Withheld | None = "mean" if isinstance(cause, Quiet) else None
             raise TransferFailed(reducer.peer, str(cause), withheld=withheld) from None
+
+    @cached_property
+    def _own_signature(self) -> bytes:
+        own = self.plan.entry(self._transport.peer)
+        assert own is not None
+        return self._notary.sign_contribution(self.plan.key, own.contribution)
 
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
@@ -210,7 +232,14 @@ class Transfer:
 
     async def _receive(self, stream: Stream) -> None:
         into, width = self._parts[stream.peer], self._width
-        self._committed.proofs[stream.peer] = await read_frame(stream, MAX_PROOF_BYTES, self._stall)
+        signed = await read_frame(stream, _SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
+        signature, proof = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        sender = self.plan.entry(stream.peer)
+        assert sender is not None
+        if not self._notary.has_signed_contribution(sender.peer, self.plan.key, sender.contribution, signature):
+            raise Malformed("it has not signed its contribution")
+        self._committed.signatures[stream.peer] = signature
+        self._committed.proofs[stream.peer] = proof
         await stream.read_into(into[:1], self._stall)
         started = clock.now()
         for first in range(0, len(self._mine), self._chunk_rows):
@@ -246,7 +275,7 @@ class Transfer:
             mean, squares, comparison = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self.reduce_seconds += clock.now() - started
             if (excess := self._norms.add(squares)) is not None:
-                raise TransferFailed(*excess, lie=True)
+                raise await self._too_long(*excess, last)
             self._own_comparison += comparison
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
@@ -255,6 +284,40 @@ class Transfer:
                 self._signatures.sign(self._transport.peer)
             self._reduced = last
             self._notify()
+
+    async def _too_long(self, peer: str, reason: str, rows: int) -> TransferFailed:
+        """The parts of a worker, of which so many are reduced, are longer than it claims: with a proof where it can be
+        had. For that all parts of the range must be here, and fit what the worker is bound to."""
+        whole = await self._wait_until(lambda: self._arrived[peer] == len(self._mine), self._patience)
+        if whole:
+            self._committed.add(peer, self._parts[peer][rows * self._width :])
+        if not whole or not self._committed.is_bound(peer):
+            return TransferFailed(peer, reason, lie=True)
+        proof = await asyncio.get_running_loop().run_in_executor(_reducer, self._prove, peer)
+        return TransferFailed(peer, reason, lie=True, signed=True, proof=proof)
+
+    def _prove(self, peer: str) -> LongParts | None:
+        """The longest parts of a contribution, as many as are longer than its header claims; None if that is too many
+        for a message."""
+        entry, width = self.plan.entry(peer), self._width
+        assert entry is not None
+        data = {
+            self._mine.start + row: self._parts[peer][row * width : (row + 1) * width] for row in range(len(self._mine))
+        }
+        name, elements = self.posted.codec, self.posted.part_elements
+        norms = {part: norm_of(name, [one], elements) for part, one in data.items()}
+        chosen: list[int] = []
+        for part in sorted(norms, key=lambda part: -norms[part]):
+            chosen.append(part)
+            if (len(chosen) + 1) * (width + MAX_PROOF_BYTES) > _MOST_PROOF_BYTES:
+                return None
+            if math.hypot(*(norms[one] for one in chosen)) > entry.parsed.claim.norm * self._codec.norm_slack:
+                break
+        else:
+            return None
+        shown = tuple(ShownPart(part, bytes(data[part]), self._committed.proof_of(peer, part)) for part in chosen)
+        contribution = structs.replace(entry.contribution, note=b"")
+        return LongParts(peer, contribution, self._committed.signatures[peer], shown)
 
     def _is_reduced(self, rows: int) -> bool:
         return self._reduced >= rows
