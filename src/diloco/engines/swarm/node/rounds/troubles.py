@@ -6,7 +6,7 @@ proved needs no report: its author is banned (proofs/liars.py). What cannot be p
     a lie         the two have a quarrel, and no plan has both of them (Quarrels)
     no exchange   the two reduce no parts, so that they need not exchange any (shares.py); if that does not help, they
                   have a quarrel in this round, and a lasting one from the third such round on
-    withheld      what more than half of a plan's workers say is true, or the leader's own and another one: a worker that
+    withheld      what more than half of a plan's workers say is true, or the leader's own and another: a worker that
                   does not send the mean of its range reduces nothing in the next attempt, one that does not send its
                   parts is left out of it. What fewer say is a failed exchange of each of them with that worker
 """
