@@ -43,10 +43,8 @@ bench: $(VENV)/.bench         ## speed, bytes and memory, side by side with torc
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/sync.py $(ARGS)
 
-screenshots: $(VENV)/.dev     ## draw the README's picture of the page, from a run of some minutes
-	rm -rf build/screenshots
-	$(BIN)/diloco train --workers 3 --steps 400 --H 20 --training.batch_size 4 --training.log_interval 4 --out build/screenshots/tiny
-	$(BIN)/python tests/browser/screenshot.py build/screenshots/tiny docs/images/dashboard.png
+screenshots: $(VENV)/.dev     ## train the runs of the README picture of the page, a swarm among them, and draw it (some minutes)
+	$(BIN)/python tests/browser/screenshot.py build/screenshots docs/images/dashboard.png $(ARGS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -69,12 +69,16 @@ class Access:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _remembering(self, path: str, query: Mapping[str, list[str]]) -> Response:
-        """Back to the same page without the token in the address, which others may see."""
+        """Back to the same page without the token in the address, which others may see.
+
+        SameSite=lax: a link with the token that is clicked on another site, in a mail or a chat, opens the page. The
+        cookie comes with such a navigation and with nothing else that another site starts, and the server only reads.
+        """
         assert self._token is not None
         rest = urlencode(query, doseq=True)
         target = "/" + path.lstrip("/")  # never //elsewhere
         response = RedirectResponse(f"{target}?{rest}" if rest else target, 303)
-        response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+        response.set_cookie(COOKIE, self._token, httponly=True, samesite="lax")
         return response
 
 

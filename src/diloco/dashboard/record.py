@@ -38,6 +38,8 @@ class Worker:
         self.starts = 0
         """How often it began to count: its rows of one `start` are without a pause."""
         self.states: list[tuple[float, str]] = []
+        self.not_finite: list[tuple[float, bool]] = []
+        """When its loss became no number, or a number again."""
 
     def count(self, time: float, *, logged: bool = False, event: Event | None = None) -> None:
         """Add a row with the counters as they are now."""
@@ -144,6 +146,9 @@ class RunRecord:
         worker = self.worker(event)
         worker.progress.update(event)
         worker.count(event["time"], logged=True, event=event)
+        diverged = worker.progress.loss is None
+        if diverged != (bool(worker.not_finite) and worker.not_finite[-1][1]):
+            worker.not_finite.append((event["time"], diverged))
         _set_state(worker, event["time"], "training")
 
     def _on_round_posted(self, event: Event) -> None:
@@ -226,6 +231,7 @@ class RunRecord:
                 worker.columns.drop("step", step)
                 worker.progress.restore({name: worker.columns.last(name) for name in worker.columns.names})
                 worker.ended = None
+                worker.not_finite.append((event["time"], False))
         if event["worker"] == min(self.workers, default=0) or not event["workers"]:
             self.validations.drop("step", step)
             self._measured = {at: time for at, time in self._measured.items() if at <= step}

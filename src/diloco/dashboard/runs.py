@@ -97,27 +97,40 @@ class Run:
         except (OSError, ValueError, RecursionError):
             return {}
 
-    def brief(self) -> Json:
-        """For the list of runs: from what has been read already, or from summary.json. It does not read the log."""
+    def brief(self, *, read: bool = True) -> Json:
+        """For the list of runs: the summary of a run that has ended, and of any other what its log says now.
+
+        `read`: read what is new in the log; else what was read before.
+        """
         options = self.options()
         about = {
             key: options.get(key) for key in ("model.name", "mode", "engine", "sync.num_inner_steps", "sync.codec")
         }
         with self._lock:
             self._read_summary()
-            ended = self._ended[1] or {}
-            last = _changed(self.folder)
-            found: Json = {
-                "status": ended.get("status") or ("training" if time.time() - last < SILENT_SECONDS else "silent"),
-                "step": ended.get("inner_steps"),
-                "workers": ended.get("workers"),
-                "perplexity": ended.get("validation_perplexity"),
-            }
-            if self._record.events:
-                state = snapshot(self._record, options, self._ended[1], None, time.time())
-                found = {"status": state["status"], "step": state["step"], "workers": len(state["workers"])}
-                found["perplexity"] = (state["validation"] or {}).get("perplexity")
+            ended = self._ended[1]
+        if ended is None and read:
+            self.refresh()
+        with self._lock:
+            found = _from_summary(ended) if ended is not None else self._from_log(options)
+        last = _changed(self.folder)
         return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **found}
+
+    def _from_log(self, options: Json) -> Json:
+        state = snapshot(self._record, options, None, None, time.time())
+        if not self._record.events:  # not read yet, or there is nothing to read
+            is_new = time.time() - _changed(self.folder) < SILENT_SECONDS
+            state["status"] = "starting" if is_new else "silent"
+        validation = state["validation"] or {}
+        return {
+            "status": state["status"],
+            "step": state["step"] if self._record.events else None,
+            "workers": state["health"]["present"] or len(state["workers"]) or None,
+            "loss": validation.get("loss"),
+            "perplexity": validation.get("perplexity"),
+            "bytes": state["communication"]["bytes_sent_per_worker"],
+            "tokens": state["tokens"],
+        }
 
     def _problems(self) -> list[str]:
         """What a reader of the page should know about the log."""
@@ -140,6 +153,18 @@ class Run:
         elif self._tail.problem is not None:
             problems.append(f"{EVENTS_FILE} cannot be read: {self._tail.problem}.")
         return problems
+
+
+def _from_summary(summary: Json) -> Json:
+    return {
+        "status": summary.get("status"),
+        "step": summary.get("inner_steps"),
+        "workers": summary.get("workers"),
+        "loss": summary.get("validation_loss"),
+        "perplexity": summary.get("validation_perplexity"),
+        "bytes": summary.get("bytes_sent_per_worker"),
+        "tokens": summary.get("tokens"),
+    }
 
 
 class RunFolder:

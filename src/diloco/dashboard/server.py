@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from diloco.dashboard.access import Access
@@ -25,6 +27,7 @@ from diloco.dashboard.series import MOST_POINTS
 _PAGE = Path(str(files("diloco.dashboard") / "page"))
 _POLL_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 15.0
+_LIST_SECONDS = 2.0
 _MOST_STREAMS = 64
 _MOST_FOLLOWED = 16
 _CACHED = {"cache-control": "public, max-age=86400"}
@@ -57,7 +60,7 @@ class _Server:
 
     async def page(self, request: Request) -> Response:
         del request
-        return FileResponse(_PAGE / "index.html", headers=_FRESH)
+        return HTMLResponse(await asyncio.to_thread(page_text), headers=_FRESH)
 
     async def plotly(self, request: Request) -> Response:
         del request
@@ -73,7 +76,9 @@ class _Server:
         del request
 
         def brief() -> list[dict[str, Any]]:
-            return [run.brief() for run in self._runs.find().values()]
+            """Newest first; what has no summary is read from its log, a few seconds' worth of logs at each call."""
+            ends = time.monotonic() + _LIST_SECONDS
+            return [run.brief(read=time.monotonic() < ends) for run in self._runs.find().values()]
 
         return _json({"root": self._runs.root.resolve().name, "runs": await asyncio.to_thread(brief)})
 
@@ -146,6 +151,18 @@ class _Server:
 def plotly_file() -> Path:
     """plotly's JavaScript, which is inside its Python package: the page works without internet."""
     return Path(str(files("plotly") / "package_data" / "plotly.min.js"))
+
+
+@lru_cache(maxsize=1)
+def page_text() -> str:
+    """index.html, with an element for each inline style that plotly would add (for maps, which the page has not).
+
+    plotly adds a style only where no element has its id; the content-security policy would refuse it with an error.
+    """
+    ids = re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly_file().read_text(encoding="utf-8"))
+    placeholders = "".join(f'<meta id="{one}">\n' for one in sorted(set(ids)))
+    text = (_PAGE / "index.html").read_text(encoding="utf-8")
+    return text.replace("</head>", f"{placeholders}</head>", 1)
 
 
 def _json(content: object) -> Response:

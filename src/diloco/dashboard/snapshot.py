@@ -10,11 +10,13 @@ from diloco.dashboard.columns import finite
 from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord, Worker
 from diloco.dashboard.rounds import Round
+from diloco.training.records.progress import DOING
 from diloco.training.records.summary import data_parallel_bytes
 
 Json = dict[str, Any]
 SILENT_SECONDS = 120.0
 _LISTED = 50
+_AMISS = ("lost", "banned", "excluded", "failed")
 _USUAL = 5  # a straggler was the last in a fifth of the rounds
 
 
@@ -55,6 +57,8 @@ def snapshot(
         "utilization": (finite(summary.get("compute_utilization")) if live and summary else None) or _mean(shares),
         "rounds": _rounds(rounds) | _told(record, rounds, until),
         "communication": _communication(record, rounds, local, until),
+        "health": _health(record, workers, members, until),
+        "doing": _doing(record, local),
         "workers": workers,
         "members": members,
         "members_left_out": record.members.left_out,
@@ -106,6 +110,34 @@ def _agree(workers: list[Json], members: list[Json]) -> None:
             member["state"] = worker["state"]
         elif not worker["local"]:
             worker["state"], worker["active"] = member["state"], member["state"] not in GONE
+
+
+def _health(record: RunRecord, workers: list[Json], members: list[Json], until: float | None) -> Json:
+    """Whether all is well: how many workers are there, which are not, and whose loss is no number."""
+    states = {one["worker"]: one["state"] for one in workers}
+    for one in members:
+        if one["member"] not in states or not record.workers[one["member"]].local or one["state"] in GONE:
+            states[one["member"]] = one["state"]
+    expected = max((one.started.get("workers") or 0 for one in record.workers.values()), default=0)
+    return {
+        "present": sum(state not in (*GONE, "failed") for state in states.values()),
+        "all": max(len(states), expected),
+        "lost": sorted(number for number, state in states.items() if state in _AMISS),
+        "left": sorted(number for number, state in states.items() if state == "left"),
+        "not_finite": sorted(number for number, one in record.workers.items() if _diverged(one, until)),
+    }
+
+
+def _diverged(worker: Worker, until: float | None) -> bool:
+    return next((lost for time, lost in reversed(worker.not_finite) if until is None or time <= until), False)
+
+
+def _doing(record: RunRecord, workers: list[Json]) -> str | None:
+    """What the workers do before the first step is logged; None from then on, as in the terminal."""
+    if not record.events or any(one["step"] for one in workers):
+        return None
+    states = [one["state"] for one in workers if one["active"]]
+    return DOING.get(states[0], states[0]) if states else DOING["started"]
 
 
 def _step(workers: list[Json], *, swarm: bool) -> int:

@@ -386,3 +386,29 @@ def test_a_validation_is_drawn_where_it_was_measured_though_it_is_told_with_the_
 def test_a_curve_of_one_point_is_no_error(tmp_path: Path, points: int) -> None:
     series = Run(write_run(tmp_path, calm_events()), "run").series(None, points, None)
     assert 1 <= len(series["loss"]["step"]) <= points and series["loss"]["step"][-1] == 100
+
+
+def test_health_tells_who_is_there_who_is_lost_and_whose_loss_is_no_number(tmp_path: Path) -> None:
+    listed = {"where": "", "step": 7, "loss": 3.0, "contributed": 2, "state": "training"}
+    events = [
+        *(started(0, 1), step(0, 10), event("members", 11.0, present=[listed | {"member": n} for n in (0, 1, 2)])),
+        *(event("member_lost", 12.0, member=2, peer="p2", label="", reason="silent for 5 s"), step(0, 20)),
+    ]
+    run = write_run(tmp_path, events, engine="swarm")
+    health = Run(run, "run").state()["health"]
+    assert (health["present"], health["all"], health["lost"], health["not_finite"]) == (2, 3, [2], [])
+    append(run, step(0, 30) | {"loss": None})
+    assert Run(run, "run").state()["health"]["not_finite"] == [0]
+    assert Run(run, "run").state(until=START + 25)["health"]["not_finite"] == []
+    assert Run(run, "run").state(until=START + 11.5)["health"]["lost"] == []
+    append(run, step(0, 40))
+    assert Run(run, "run").state()["health"]["not_finite"] == []
+
+
+def test_a_run_that_has_logged_no_step_says_what_it_is_doing(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [started(0, 1)])
+    assert Run(run, "run").state()["doing"] == "starting the workers"
+    append(run, event("starting", 2.0, doing="validation"))
+    assert Run(run, "run").state()["doing"] == "measuring the validation loss before the first step"
+    append(run, step(0, 10))
+    assert Run(run, "run").state()["doing"] is None

@@ -33,13 +33,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_everything_is_json_and_runs_are_listed(served: Served) -> None:
     listed = served.json("/api/runs")["runs"]
     assert {one["run"] for one in listed} == {"calm", HOSTILE}
-    assert all(one["step"] is None for one in listed), "the list itself reads no log: there may be many"
+    assert {one["run"]: one["step"] for one in listed} == {"calm": 100, HOSTILE: 40}, "though no run was opened"
     for name in ("calm", HOSTILE):
         path = f"/api/run/{quote(name)}"
         assert served.json(f"{path}/state")["run"] == name
         assert served.json(f"{path}/series?points=50")["loss"]["step"]
         assert served.json(f"{path}/config")["options"]["steps"] == 400
-    assert {one["run"]: one["step"] for one in served.json("/api/runs")["runs"]} == {"calm": 100, HOSTILE: 40}
     assert served.json("/api/run/calm/state?until=1700000045.5")["step"] == 40
     assert [one["sequence"] for one in served.json("/api/run/calm/rounds?count=2&before=3")["rounds"]] == [1, 2]
 
@@ -54,9 +53,13 @@ def test_everything_is_json_and_runs_are_listed(served: Served) -> None:
         ("/page/%2e%2e/server.py", 404),
         ("/api/run/calm/state?until=nan", 400),
         ("/api/run/calm/series?points=x", 400),
+        ("/api/run/calm/series?points=1", 200),
+        ("/api/run/calm/series?points=0", 200),
     ],
 )
-def test_what_is_not_there_is_refused(served: Served, path: str, status: int) -> None:
+def test_what_is_not_there_is_refused_and_odd_numbers_are_no_fault_of_the_server(
+    served: Served, path: str, status: int
+) -> None:
     assert served.get(path)[0] == status
 
 
@@ -73,6 +76,25 @@ def test_the_policy_lets_the_page_load_its_own_files_only(served: Served) -> Non
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|https?://(?!www\.w3\.org)", text)
 
 
+def test_the_list_has_the_summary_of_an_ended_run_and_the_present_step_of_a_live_one(tmp_path: Path) -> None:
+    ended = write_run(tmp_path / "ended", calm_events(steps=40))
+    live = write_run(tmp_path / "live", calm_events(steps=40))
+    with serving(tmp_path) as served:
+
+        def listed() -> dict[str, tuple[object, ...]]:
+            names = ("status", "step", "perplexity", "bytes")
+            return {one["run"]: tuple(one[name] for name in names) for one in served.json("/api/runs")["runs"]}
+
+        assert served.json("/api/run/ended/state")["step"] == listed()["live"][1] == 40
+        append(ended, *(step(worker, 50) for worker in range(2)))
+        append(live, *(step(worker, 60) for worker in range(2)))
+        summary = {"status": "complete", "inner_steps": 150, "validation_perplexity": 150.26,
+                   "bytes_sent_per_worker": 7000}  # fmt: skip
+        (ended / "summary.json").write_text(json.dumps(summary))
+        assert listed()["ended"] == ("complete", 150, 150.26, 7000)
+        assert listed()["live"][1] == 60
+
+
 def test_only_loopback_names_are_answered_and_only_get(served: Served) -> None:
     assert served.get("/", host="evil.example")[0] == 421
     assert served.get("/", host="localhost:1")[0] == 200
@@ -87,7 +109,7 @@ def test_a_token_is_needed_elsewhere_and_a_cookie_keeps_it(tmp_path: Path) -> No
         assert served.get("/api/runs?token=wrong")[0] == 403
         status, headers, _ = served.get(f"/?token={token}")
         assert (status, headers["location"]) == (303, "/")
-        assert "HttpOnly" in headers["set-cookie"] and "samesite=strict" in headers["set-cookie"].lower()
+        assert "HttpOnly" in headers["set-cookie"] and "samesite=lax" in headers["set-cookie"].lower()
         cookie = headers["set-cookie"].split(";")[0]
         assert served.get("/api/runs", cookie=cookie, host="evil.example")[0] == 200
         assert served.get("/api/runs", cookie="diloco_dashboard=wrong")[0] == 403

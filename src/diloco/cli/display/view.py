@@ -6,17 +6,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.records.counts import RunCounts
 from diloco.training.records.events import Event
 from diloco.training.records.notes import RunNotes
-from diloco.training.records.progress import seconds_left
-
-_DOING = {  # by a worker's state before its first step is over
-    "validation": "measuring the validation loss before the first step",
-    "first step": "taking the first step",
-    "compiling": "compiling the model and taking the first step, which may take minutes",
-    "started": "starting the workers",
-    "joined": "taking the first step",
-    "waiting": "waiting for more workers (swarm.min_workers)",
-    "warm_start": "waiting for the end of the warm start, which one worker trains alone",
-}
+from diloco.training.records.progress import DOING, seconds_left
 
 
 class RunView(RunCounts):
@@ -53,7 +43,7 @@ class RunView(RunCounts):
             interval = self.config.training.log_interval
             return f"training: the first step took {max(taken):.1f} s, the loss is shown every {interval} steps"
         state = next(one.state for one in self.workers.values() if one.first_step_seconds is None)
-        return _DOING.get(state, state or "starting the workers")
+        return DOING.get(state, state or DOING["started"])
 
     @property
     def seconds_left(self) -> float | None:

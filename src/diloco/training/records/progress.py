@@ -16,6 +16,18 @@ _WINDOW_SECONDS = 60.0
 _COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 
 
+DOING = {  # by a worker's state before its first step is over
+    "validation": "measuring the validation loss before the first step",
+    "first step": "taking the first step",
+    "compiling": "compiling the model and taking the first step, which may take minutes",
+    "started": "starting the workers",
+    "starting": "starting the workers",
+    "joined": "taking the first step",
+    "waiting": "waiting for more workers (swarm.min_workers)",
+    "warm_start": "waiting for the end of the warm start, which one worker trains alone",
+}
+
+
 class Mark(NamedTuple):
     """A worker's counters at a moment."""
 
