@@ -9,15 +9,22 @@ over the seeds) with the range:
     does not hold   the whole interval is outside
     not resolved    the interval has a bound of the range inside, or there are fewer than three seeds,
                     or the scale is too small for its numbers to mean anything (smoke)
+
+A report judges many claims, and some of them would seem to hold by chance: `correct` keeps a verdict only if it stands
+after Benjamini and Hochberg's correction over all of them (at most 5 % of the verdicts that remain are expected to be
+wrong). Where the paper gives a number (`expected`), two more columns say how ours lies to it: whether the sign is the
+published one, and whether the published size lies in our interval.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final, get_args
 
 FEWEST_SEEDS = 3
+FALSE_VERDICTS = 0.05
+"""The share of wrong ones among the verdicts of a report that Benjamini and Hochberg's correction allows."""
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
 
@@ -40,6 +47,11 @@ class Measured:
         """By which part the perplexity of `arm` is above the reference's: 0.02 is 2 % worse."""
         return math.expm1(self.losses[arm] - self.losses[reference])
 
+    def window_kept(self, arm: str, one_worker: str, data_parallel: str) -> float:
+        """0 at the loss of one worker alone, 1 at that of data parallelism; NaN if there is nothing between them."""
+        window = self.losses[one_worker] - self.losses[data_parallel]
+        return (self.losses[one_worker] - self.losses[arm]) / window if window else math.nan
+
     def figure(self, arm: str, name: str) -> float:
         return self.figures[arm][name]
 
@@ -57,6 +69,8 @@ class Claim:
     """%: the value is a part, such as a relative change of perplexity, and is shown as a percentage."""
     at_least: float = -math.inf
     at_most: float = math.inf
+    expected: float | None = None
+    """The published value as a number, in the same unit as `value`; None where the paper gives none."""
 
     @property
     def range_text(self) -> str:
@@ -89,6 +103,48 @@ class Judgement:
         return f"not resolved ({self.reason})" if self.reason else "not resolved at this scale"
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the mean; infinite on both sides with fewer than two values."""
+        half = half_width(self.values)
+        return (-math.inf, math.inf) if math.isinf(half) else (self.mean - half, self.mean + half)
+
+    @property
+    def sign_text(self) -> str:
+        """Whether the whole interval lies on the published side of 0, on the other one, or on both."""
+        expected = self.claim.expected
+        if not expected or len(self.values) < FEWEST_SEEDS:
+            return "–"
+        low, high = self.interval
+        if low <= 0 <= high:
+            return "open"
+        return "as published" if (self.mean > 0) == (expected > 0) else "opposite"
+
+    @property
+    def size_text(self) -> str:
+        """Whether the published value lies in the interval, or ours are above or below it."""
+        expected = self.claim.expected
+        if expected is None or len(self.values) < FEWEST_SEEDS:
+            return "–"
+        low, high = self.interval
+        if low <= expected <= high:
+            return "as published"
+        return "above" if low > expected else "below"
+
+    @property
+    def p_value(self) -> float:
+        """The probability of so clear a verdict by chance: a one-sided t-test, two for a claim with two bounds."""
+        from scipy.stats import t  # the extra `lab` brings it; a report draws with that extra anyway
+
+        error = statistics.stdev(self.values) / math.sqrt(len(self.values))
+        room_below = self.mean - self.claim.at_least
+        room_above = self.claim.at_most - self.mean
+        room = min(room_below, room_above)
+        distance = room if self.verdict == "holds" else -room
+        if not error:
+            return 0.0 if distance > 0 else 1.0
+        return float(t.sf(distance / error, len(self.values) - 1))
+
+    @property
     def mean(self) -> float:
         return statistics.mean(self.values) if self.values else math.nan
 
@@ -106,6 +162,23 @@ def half_width(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.inf
     return _T_95[min(len(values) - 1, len(_T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
+    """Keep the verdicts that stand after Benjamini and Hochberg's correction over all claims with enough seeds."""
+    tested = [one for one in judgements if one.verdict != "not resolved" or not one.reason]
+    values = sorted(one.p_value for one in judgements if one.verdict != "not resolved")
+    largest = 0.0
+    for rank, value in enumerate(values, start=1):
+        if value <= FALSE_VERDICTS * rank / len(tested):
+            largest = value
+    reason = f"not after the correction over {len(tested)} claims"
+    return [
+        replace(one, verdict="not resolved", reason=reason)
+        if one.verdict != "not resolved" and one.p_value > largest
+        else one
+        for one in judgements
+    ]
 
 
 def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Judgement:

@@ -2,18 +2,19 @@
 
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
+from diloco.lab.arm import Arm
 from diloco.lab.claims import FEWEST_SEEDS
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
-from diloco.lab.results import ResultFolder, key_of
+from diloco.lab.results import TUNING_SEED, ResultFolder, key_of
 from diloco.lab.run_options import RunOptions
 from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
@@ -61,7 +62,8 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
 
 def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
     """Run the candidates of an experiment and print the best of each group."""
-    texts, seeds = _texts(options), check_seeds(1 if options.seeds is None else options.seeds)
+    texts = _texts(options)
+    seeds = tuning_seeds(options)
     if experiment.tuning is None:
         having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
         raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
@@ -76,7 +78,13 @@ def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
     }
     ResultFolder(options.folder).begin(setting)
     _run(list(tasks.values()), texts, options, [experiment])(say)
-    show_tuning(experiment, texts.scale, options.folder, len(seeds), digest, say)
+    show_tuning(experiment, texts.scale, options.folder, seeds, digest, say)
+
+
+def tuning_seeds(options: RunOptions) -> range:
+    """Seeds that judge nothing: no claim is judged by a seed for which rates were chosen."""
+    count = len(check_seeds(1 if options.seeds is None else options.seeds))
+    return range(TUNING_SEED, TUNING_SEED + count)
 
 
 def _texts(options: RunOptions) -> Texts:
@@ -98,18 +106,38 @@ def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions, experiments: 
     )
 
 
-def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: int, digest: str, say: Say) -> None:
-    """The candidates of each group, the best first."""
+def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: range, digest: str, say: Say) -> None:
+    """The candidates of each group, the best first, and whether the best one lies at the edge of what was tried."""
     assert experiment.tuning is not None
     results = ResultFolder(out)
     for group, arms in experiment.tuning(scale).items():
         found = {}
         for name, arm in arms.items():
-            finished = [one for seed in range(seeds) if (one := results.read(key_of(arm, seed, digest))) is not None]
+            finished = [one for seed in seeds if (one := results.read(key_of(arm, seed, digest))) is not None]
             if finished:
                 found[name] = statistics.mean(one.result.loss for one in finished)
         ordered = sorted(found, key=found.__getitem__)
         say(f"{group}: " + ", ".join(f"{name} {found[name]:.4f}" for name in ordered))
+        if ordered and (edges := _edges(arms[ordered[0]], list(arms.values()))):
+            say(f"  {ordered[0]} is at the edge of its grid ({', '.join(edges)}): try values beyond it")
+
+
+_TUNED_NUMBERS: dict[str, Callable[[Arm], float | None]] = {
+    "inner lr": lambda arm: arm.inner_config.lr,
+    "outer lr": lambda arm: arm.outer_config.lr,
+    "outer momentum": lambda arm: arm.outer_config.momentum,
+}
+
+
+def _edges(best: Arm, candidates: Sequence[Arm]) -> list[str]:
+    """The numbers of the best candidate that are the lowest or the highest tried, where more than one was."""
+    found = []
+    for name, number_of in _TUNED_NUMBERS.items():
+        tried = sorted({number for arm in candidates if (number := number_of(arm)) is not None})
+        own = number_of(best)
+        if len(tried) > 1 and own in (tried[0], tried[-1]):
+            found.append(f"{name} {own:g}")
+    return found
 
 
 def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> None:

@@ -24,6 +24,8 @@ from diloco.lab.code import code_version
 
 SETTING = "lab.json"
 RESULTS = "results"
+TUNING_SEED = 1000
+"""The first seed of `diloco lab tune`: a seed that tunes judges nothing, so the report leaves these out."""
 _MOST_ROUNDS = 40
 """Rounds whose statistics are kept: a file stays small."""
 Item = TypeVar("Item")

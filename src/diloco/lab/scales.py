@@ -1,4 +1,4 @@
-"""The three scales of every experiment, and the regime that they share.
+"""The scales of every experiment, and the regime that they share.
 
 The paper trains 150M parameters for 24,000 shared steps and 64,000 more; its baselines with one and with eight times
 the batch are 6 % apart in perplexity. Here every arm begins with a shared, data-parallel pre-training of a third of the
@@ -9,8 +9,11 @@ are (`report/summary.py`), and says so if it is more than 15 %.
     smoke   seconds an arm on a CPU: whether everything runs; its numbers mean nothing
     cpu     a minute an arm on one core: a first look, with a model so small that its batches suffice
     gpu     three seconds an arm on one large GPU, eight at a time
+    1m, 4m, 14m   the same text, batches and steps at three sizes of the model: what `regime` asks of a scale is judged
+            there, and how results change with size. For a text of 45M tokens (`--text`), read 4.3 times in all.
 
-The rates were found with `diloco lab tune`, for the data-parallel side as for DiLoCo.
+The rates of smoke, cpu and gpu were found with `diloco lab tune`, for the data-parallel side as for DiLoCo; those of
+the three sizes are where tuning begins (`tuned` is False, and the report says so).
 """
 
 import os
@@ -58,6 +61,8 @@ class Scale:
     """Of a process on a CPU: small matrices gain nothing from more, and lose on a busy machine."""
     smoke: bool = False
     """Only to see that everything runs: its numbers mean nothing, and no claim is judged by them."""
+    tuned: bool = True
+    """The rates were found with `diloco lab tune` at this scale."""
 
     def inner(self, lr: float, **more: Any) -> dict[str, Any]:
         return {"lr": lr, "warmup_steps": self.warmup_steps, "final_lr_ratio": self.final_lr_ratio} | more
@@ -107,8 +112,14 @@ class Scale:
             f"{config.num_parameters() / 1e6:.2f}M parameters ({config.num_layers} layers, width {config.hidden_size}, "
             f"vocabulary {self.vocab_size}), {self.workers} workers with batches of {self.batch_size} × "
             f"{self.sequence_length} tokens, {self.pretraining_steps} shared pre-training steps, then {self.steps} "
-            f"steps, H = {self.H} ({self.rounds()} rounds)"
+            f"steps, H = {self.H} ({self.rounds()} rounds), {self.tokens() / config.num_parameters():.0f} tokens a "
+            f"parameter"
         )
+
+    def tokens(self) -> int:
+        """All tokens of a run with all workers, pre-training included."""
+        steps = self.pretraining_steps + self.steps
+        return steps * self.workers * self.batch_size * self.sequence_length
 
 
 def _shape(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> dict[str, Any]:
@@ -189,6 +200,40 @@ SCALES: dict[str, Scale] = {
         outer_momentum=0.9,
         threads=os.cpu_count() or 1,
     ),
+}
+
+
+def _sized(name: str, width: int, heads: int, intermediate: int) -> Scale:
+    """A model of four layers in the regime of the three sizes."""
+    return Scale(
+        name=name,
+        model=_shape(width, 4, heads, heads, intermediate),
+        vocab_size=4096,
+        text_bytes=None,
+        workers=8,
+        steps=2000,
+        pretraining_steps=1000,
+        H=40,
+        batch_size=32,
+        sequence_length=256,
+        replicas=(1, 2, 4, 8, 16),
+        eval_windows=1024,
+        warmup_steps=150,
+        pretraining_lr=4e-3,
+        data_parallel_lr=4e-3,
+        one_worker_lr=4e-3,
+        inner_lr=4e-3,
+        outer_lr=0.7,
+        outer_momentum=0.8,
+        threads=os.cpu_count() or 1,
+        tuned=False,
+    )
+
+
+SCALES |= {
+    "1m": _sized("1m", 128, 2, 352),
+    "4m": _sized("4m", 256, 4, 704),
+    "14m": _sized("14m", 512, 8, 1408),
 }
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diloco.lab.claims import Claim, Measured, judge
+from diloco.lab.claims import Claim, Judgement, Measured, correct, judge
 
 BELOW = Claim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0)
 
@@ -45,3 +45,40 @@ def test_a_claim_with_two_bounds_fails_on_either_side() -> None:
     close = Claim("a is within 1 % of b", "–", lambda m: m.change("a", "b"), at_least=-0.01, at_most=0.01)
     assert judge(close, _seeds(3.0, 3.001, 2.999)).verdict == "holds"
     assert judge(close, _seeds(2.9, 2.901, 2.899)).verdict == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("expected", "losses", "sign", "size"),
+    [
+        (-0.05, (2.94, 2.95, 2.96), "as published", "as published"),
+        (-0.30, (2.94, 2.95, 2.96), "as published", "above"),
+        (0.02, (2.94, 2.95, 2.96), "opposite", "below"),
+        (0.02, (2.90, 3.00, 3.10), "open", "as published"),
+        (None, (2.94, 2.95, 2.96), "–", "–"),
+        (-0.05, (2.94, 2.95), "–", "–"),
+    ],
+)
+def test_sign_and_size_are_compared_with_the_published_number(
+    expected: float | None, losses: tuple[float, ...], sign: str, size: str
+) -> None:
+    claim = Claim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0, expected=expected)
+    judgement = judge(claim, _seeds(*losses))
+    assert (judgement.sign_text, judgement.size_text) == (sign, size)
+
+
+def test_a_verdict_that_stands_alone_may_fall_among_many_open_claims() -> None:
+    clear = judge(BELOW, _seeds(2.90, 2.9001, 2.8999))
+    close = judge(BELOW, _seeds(2.99, 2.992, 2.988))
+    still_open = [judge(BELOW, _seeds(2.99, 3.02, 2.98)) for _ in range(40)]
+    assert (clear.verdict, close.verdict) == ("holds", "holds")
+    assert clear.p_value < 0.05 / 42 < 2 * 0.05 / 42 < close.p_value
+    assert [one.verdict for one in correct([clear, close])] == ["holds", "holds"]
+    corrected = correct([clear, close, *still_open])
+    assert [one.verdict for one in corrected[:2]] == ["holds", "not resolved"]
+    assert "42 claims" in corrected[1].verdict_text
+
+
+def test_the_correction_leaves_claims_without_seeds_out_of_the_count() -> None:
+    missing = [Judgement(BELOW, (), "not resolved", "0 of the 3 seeds that a verdict needs")] * 1000
+    close = judge(BELOW, _seeds(2.99, 2.992, 2.988))
+    assert correct([close, *missing])[0].verdict == "holds"

@@ -146,6 +146,27 @@ def test_what_an_experiment_file_adds_counts_as_code_and_its_arms_and_docstrings
     assert code(TEMPLATE) == ""
 
 
+def test_tuning_has_seeds_of_its_own_and_names_the_best_at_the_edge_of_its_grid(
+    simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up = runs.simulate
+
+    def simulate(arm: Arm, seed: int, *rest: Any, **options: Any) -> ArmResult:
+        distance = abs(log2(arm.inner_config.lr / 0.005)) if arm.mode == "diloco" else arm.inner_config.lr
+        return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, 3.0 + distance)))
+
+    monkeypatch.setattr(runs, "simulate", simulate)
+    said: list[str] = []
+    commands.tune(T2, RunOptions(out=Path("out"), device="cpu"), said.append)
+    assert {seed for _, seed in simulated} == {1000}
+    assert any(line.startswith("DiLoCo: lr 0.005 ") for line in said)
+    edges = [line for line in said if "at the edge of its grid" in line]
+    assert [line.split(" is at")[0].strip() for line in edges][:2] == ["lr 0.0025", "lr 0.0025"]  # both baselines
+    assert not any("inner lr 0.005)" in line for line in edges)
+    with pytest.raises(ConfigError, match="no finished arm"):
+        write_report(Path("out"), [T2])  # a seed that tunes judges nothing
+
+
 def test_no_arm_begins_after_the_seconds_and_the_next_run_continues(simulated: list[tuple[str, int]]) -> None:
     assert "12 remain" in _run(T2, seconds=0.0)[-1]
     assert simulated == []

@@ -17,13 +17,13 @@ from diloco.lab.experiments.after import (
     streaming,
     workers_and_h,
 )
-from diloco.lab.experiments.paper import f3, f4, f5, f6, f7, f8, f9, f10, t2, t3, t4, t6
+from diloco.lab.experiments.paper import f3, f4, f5, f6, f7, f8, f9, f10, regime, t2, t3, t4, t6
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
         *(t2, t3, t6, f3, f4, f6, f8, f9, streaming, eager, overlap, schedules, error_feedback, fp16),
-        *(workers_and_h, muon, equal_tokens, f7, f10, f5, t4, hostile),
+        *(workers_and_h, muon, equal_tokens, f7, f10, f5, t4, hostile, regime),
     )
 }
 

@@ -10,7 +10,7 @@ from diloco.lab.arm import ArmResult
 from diloco.lab.claims import Judgement, Measured, judge
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments.paper import t2
-from diloco.lab.results import Finished, ResultFolder, key_of
+from diloco.lab.results import TUNING_SEED, Finished, ResultFolder, key_of
 from diloco.lab.scales import Scale
 
 FURTHEST_APART = 0.15
@@ -74,9 +74,36 @@ class Summary:
         return next((one for one in self.arms if one.name == name), None)
 
 
+@final
+@dataclass(frozen=True)
+class Window:
+    """What there is to gain: the losses of one worker alone and of data parallelism with the same steps."""
+
+    one_worker: float
+    data_parallel: float
+
+    def share_kept(self, arm: ArmSummary) -> float:
+        """0 at the loss of one worker, 1 at that of data parallelism."""
+        return (self.one_worker - _loss(arm)) / (self.one_worker - self.data_parallel)
+
+
+def window_of(baselines: Summary | None) -> Window | None:
+    """The window between the baselines of t2; None if one of them has not been run, or if there is none."""
+    one = baselines.arm(t2.ONE) if baselines is not None else None
+    batch = baselines.arm(t2.BATCH) if baselines is not None else None
+    if one is None or batch is None or _loss(one) == _loss(batch):
+        return None
+    return Window(_loss(one), _loss(batch))
+
+
+def _loss(arm: ArmSummary) -> float:
+    return statistics.mean(one.loss for one in arm.results)
+
+
 def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest: str) -> Summary:
     """What the folder has of an experiment."""
-    found, seeds = [], folder.seeds()
+    seeds = [seed for seed in folder.seeds() if seed < TUNING_SEED]
+    found = []
     for name, arm in experiment.arms(scale).items():
         by_seed = {seed: one for seed in seeds if (one := folder.read(key_of(arm, seed, digest))) is not None}
         found.append(ArmSummary(name, by_seed))

@@ -1,5 +1,7 @@
 """Streaming DiLoCo and eager updates: fragments, overlap, 4 bits, one outer step of delay."""
 
+import math
+
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.experiments.after import eager
@@ -37,6 +39,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
                 "as good" if loss is None else f"+{loss - PUBLISHED_LOSS[PLAIN]:.2f} nats",
                 lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
                 at_most=most,
+                expected=None if loss is None else math.expm1(loss - PUBLISHED_LOSS[PLAIN]),
             )
         )
     worse = Claim(
@@ -44,6 +47,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         "−0.32 nats",
         lambda m: m.change(EAGER, DELAYED),
         at_most=0.0,
+        expected=math.expm1(-0.32),
     )
     return (*made, worse)
 

@@ -59,6 +59,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             unit="",
             at_least=1.2,
             at_most=1.6,
+            expected=1.414,
         ),
     ]
     return tuple(made)

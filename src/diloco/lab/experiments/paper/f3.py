@@ -33,6 +33,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             "about +0.7 % (0.1 of perplexity)",
             lambda m: m.change(_name(0), usual),
             at_most=0.02,
+            expected=0.007,
         ),
         Claim(
             f"{fewer} pre-training steps are within 1 % of the usual {scale.pretraining_steps}",

@@ -28,7 +28,7 @@ TUNED: dict[str, dict[str, str]] = {
 
 
 def arms(scale: Scale) -> Arms:
-    best = TUNED[scale.name]
+    best = TUNED.get(scale.name, TUNED["gpu"])
     return {NESTEROV: scale.diloco()} | {name: scale.diloco(outer=CANDIDATES[name][best[name]]) for name in OTHERS}
 
 

@@ -19,7 +19,7 @@ def _arm(scale: Scale, lr: float, momentum: float, factor: float) -> Arm:
 
 
 def arms(scale: Scale) -> Arms:
-    return {OUTER: _arm(scale, *TUNED[scale.name]), ONE: scale.one_worker()}
+    return {OUTER: _arm(scale, *TUNED.get(scale.name, TUNED["gpu"])), ONE: scale.one_worker()}
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:

@@ -13,6 +13,17 @@ def _name(k: int) -> str:
     return "1 replica (no outer steps)" if k == 1 else f"{k} replicas"
 
 
+def _published(fewer: int, more: int) -> str:
+    if fewer not in PUBLISHED or more not in PUBLISHED:
+        return "–"
+    return f"{PUBLISHED[more] / PUBLISHED[fewer] - 1:+.2%}".replace("-", "−")
+
+
+def _expected(fewer: int, more: int) -> float | None:
+    known = fewer in PUBLISHED and more in PUBLISHED
+    return PUBLISHED[more] / PUBLISHED[fewer] - 1 if known else None
+
+
 def arms(scale: Scale) -> Arms:
     made = {_name(k): scale.diloco(workers=k) if k > 1 else scale.one_worker() for k in scale.replicas}
     order = sorted(made, key=lambda name: made[name].workers != scale.workers)
@@ -26,9 +37,10 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         made.append(
             Claim(
                 f"{more} replicas have a lower perplexity than {fewer}",
-                f"{PUBLISHED[more] / PUBLISHED[fewer] - 1:+.2%}".replace("-", "−"),
+                _published(fewer, more),
                 lambda m, a=more, b=fewer: m.change(_name(a), _name(b)),  # type: ignore[misc]
                 at_most=0.0,
+                expected=_expected(fewer, more),
             )
         )
     if 16 in counts:
@@ -38,6 +50,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
                 "0.40 % against 0.98 %",
                 lambda m: m.change(_name(8), _name(4)) - m.change(_name(16), _name(8)),
                 at_most=0.0,
+                expected=-0.0098 + 0.0040,
             )
         )
     return tuple(made)

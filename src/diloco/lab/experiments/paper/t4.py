@@ -36,12 +36,14 @@ def arms(scale: Scale) -> Arms:
 def claims(scale: Scale) -> tuple[Claim, ...]:
     del scale
     published = {"small": "4.33 % (60M)", "medium": "7.45 % (150M)", "large": "7.49 % (400M)"}
+    expected = {"small": 0.0433, "medium": 0.0745, "large": 0.0749}
     gains = tuple(
         Claim(
             f"DiLoCo gains over one worker with the {size} model",
             published[size],
             lambda m, s=size: -m.change(f"{s}, DiLoCo", f"{s}, one worker"),  # type: ignore[misc]
             at_least=0.0,
+            expected=expected[size],
         )
         for size in SIZES
     )
@@ -50,6 +52,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         "+3.16 %",
         lambda m: m.change("small, DiLoCo", "small, one worker") - m.change("large, DiLoCo", "large, one worker"),
         at_least=0.0,
+        expected=0.0316,
     )
     return (*gains, growing)
 

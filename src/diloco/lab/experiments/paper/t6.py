@@ -25,6 +25,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             f"{PUBLISHED[part] / PUBLISHED[0.0] - 1:+.2%}".replace("-", "−"),
             lambda m, p=part: m.change(_name(p), _name(0.0)),  # type: ignore[misc]
             at_most=most,
+            expected=PUBLISHED[part] / PUBLISHED[0.0] - 1,
         )
         for part, most in LARGEST.items()
     )
