@@ -91,7 +91,7 @@ def _expect_figure(page: Page, name: str, value: str) -> None:
 def test_the_figures_are_those_of_the_log(page: Page, served: Served) -> None:
     state = served.json("/api/run/first/state")
     shown = _figures(page)
-    assert shown["step"] == "100" and shown["rounds"] == "6"
+    assert shown["step"] == "140" and shown["rounds"] == "6"
     assert float(shown["perplexity"]) == pytest.approx(state["validation"]["perplexity"], rel=1e-3)
     assert float(shown["training loss"]) == pytest.approx(state["loss"], rel=1e-3)
     assert shown["utilisation"] == "90 %"
@@ -148,8 +148,8 @@ def test_workers_that_are_lost_say_why_and_text_stays_text(page: Page) -> None:
 
 
 def test_new_events_appear_by_themselves(page: Page, runs: Path) -> None:
-    append(runs / "first", *(step(worker, 110) for worker in range(2)))
-    _expect_figure(page, "step", "110")
+    append(runs / "first", *(step(worker, 150) for worker in range(2)))
+    _expect_figure(page, "step", "150")
 
 
 def test_the_slider_replays_the_run(page: Page, served: Served) -> None:
