@@ -98,6 +98,8 @@ class ElasticSwarm:
     def _since(self, state: GlobalState) -> GlobalState:
         self.states_sent += bool(state.tensors)
         sequence, means, position = state.numbers["sequence"], [], 0
+        ended = [(sequence, round_.decision) for sequence, round_ in self.rounds.items()]
+        plain = frozenset(sequence for sequence, decision in ended if decision is not None and decision.plain)
         while sequence in self.rounds and self.rounds[sequence].decision is not None:
             round_ = self.rounds[sequence]
             if round_.mean is not None:
@@ -107,7 +109,7 @@ class ElasticSwarm:
             with suppress(RoundFailed):
                 position = max(position, provider().numbers["inner_steps"])
         numbers = {**state.numbers, "sequence": sequence}
-        return replace(state, numbers=numbers, means=tuple(means), position=position)
+        return replace(state, numbers=numbers, means=tuple(means), plain=plain, position=position)
 
 
 class Round:
@@ -226,6 +228,7 @@ class _Pending(PendingRound):
             refused=decision.refused,
             clipped=decision.clipped,
             merge=decision.merge,
+            plain=decision.plain,
             total_weight=decision.total_weight,
             bytes_sent=others,
             bytes_received=others,

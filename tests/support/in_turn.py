@@ -1,6 +1,6 @@
 """k workers in one thread, taken in turn: what the laboratory does, and the easiest world to look into."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import OuterOptimizer
-from diloco.engines.local import LocalSwarm
+from diloco.engines.local import LocalEngine, LocalSwarm
 from diloco.optimizer import DiLoCo
 from support.problem import Net, build, loss_of
 
@@ -28,11 +28,13 @@ class InTurn:
     step_number: int = 0
     more: dict[str, Any] = field(default_factory=dict)
     """For DiLoCo."""
+    engines: Sequence[LocalEngine] = ()
+    """Instead of new ones."""
 
     def __post_init__(self) -> None:
         weights = list(self.weights) or [1.0] * self.workers
         inner = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) if self.sgd else None
-        for engine in LocalSwarm(self.workers, fail_at=self.fail_at).engines():
+        for engine in self.engines or LocalSwarm(self.workers, fail_at=self.fail_at).engines():
             weight = weights[engine.worker]
             model, optimizer = build(engine, self.sync, outer=self.outer, weight=weight, inner=inner, **self.more)
             self.models.append(model)

@@ -43,6 +43,10 @@ class Claim:
     """The weight of H inner steps of this worker; inf: its weight has no bound (a fixed membership is trusted)."""
     work: float = 1.0
     """The inner steps behind the contribution as a share of H, at most 1."""
+    full_weight: float = 0.0
+    """The weight of H inner steps of this worker, whatever is behind the contribution."""
+    done: bool = False
+    """The worker has taken all its steps: what it contributes is left over."""
 
 
 def admit(claims: Sequence[Claim]) -> list[str | None]:
@@ -102,6 +106,23 @@ def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list
     return [min(claim.weight, count * one) for claim, count in zip(claims, most, strict=True)]
 
 
+def leftover_weights(claims: Sequence[Claim], weights: Sequence[float]) -> list[float] | None:
+    """The weights in a mean of leftovers, in which each present worker counts as a full round at least.
+
+    None if a worker that still trains has work in the mean: it is a round like any other then. In a swarm, where a
+    worker may lie about it, most of the workers must still train.
+    `claims` are those of all present workers, `weights` their bounded ones. A worker without work is at the anchor: its
+    outer gradient is zero, and its weight is in the divisor. Else one worker with something left would move the anchor
+    alone, and one that has missed rounds would take back in full what the others have done meanwhile.
+    """
+    most = _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
+    training = [claim for claim, weight in zip(claims, weights, strict=True) if weight > 0 and not claim.done]
+    mostly_done = 2 * sum(claim.done for claim in claims) > len(claims) and math.isfinite(most)
+    if training and not mostly_done:
+        return None
+    return [max(weight, min(claim.full_weight, most)) for claim, weight in zip(claims, weights, strict=True)]
+
+
 def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
@@ -117,6 +138,8 @@ def _own_fault(claim: Claim, reference_digest: str, most_a_round: float) -> str 
         return f"round_weight {claim.round_weight:.3g} is above {_MOST_UNEQUAL:g} times the median worker's"
     if not 0 <= claim.work <= 1 or (claim.weight > 0 and claim.work == 0):
         return f"work {claim.work} must be a share of a round, above 0 for a weight above 0"
+    if not 0 <= claim.full_weight < math.inf:
+        return f"full_weight {claim.full_weight} is not a finite number of at least 0"
     if not math.isfinite(claim.norm):
         return "the outer gradient is not finite"
     if claim.anchor_digest != reference_digest:

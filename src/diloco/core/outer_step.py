@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diloco.core.digest import Digest
 from diloco.core.fragments import Fragment, Span
-from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
 
 
 @torch.no_grad()
@@ -54,6 +54,8 @@ def outer_step(
     digest: Digest | None = None,
     turn: int = 0,
     in_one_pass: Callable[[OuterOptimizer], None] | None = None,
+    *,
+    plain: bool = False,
 ) -> None:
     """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
 
@@ -61,12 +63,16 @@ def outer_step(
     (k = 1), Δ is its own outer gradient, and lines 12, 14 and 3 are one pass.
     `mixing` is α of Streaming DiLoCo: θ_i ← α θ_i + (1 − α) θ; 0 overwrites, as Algorithm 1 does, 1 leaves θ_i alone.
     `digest` is given the new anchor, span by span. `turn`: of the schedule, for an outer optimizer with a course.
+    `plain`: θ ← θ − Δ, whatever the outer optimizer, whose state stays as it is: at the end of a run, where Δ is what
+    some workers have left and others have nothing, momentum would add a whole step without work.
     `in_one_pass`: does all of it with an outer optimizer that the kernels know, if the fragment has any.
     """
     fragment.rounds += 1
     outer, kernels = fragment.outer_opt, fragment.kernels
     if outer.course is not None:
         outer = outer.at(turn)
+    if plain:
+        outer = SGD(lr=1.0)
     if in_one_pass is not None and kernels is not None and kernels.know(outer):
         in_one_pass(outer)
         return

@@ -9,9 +9,9 @@ from diloco.core.merging import MAX_WEIGHT_ROUNDS, Claim
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
-_MAGIC = b"dlc5"
+_MAGIC = b"dlc6"
 _LAST_ROUND = 8
-_FORMAT = struct.Struct(f"<4s qq dddd 16s16s qqqddddqqq??d {_LAST_ROUND}d")
+_FORMAT = struct.Struct(f"<4s qq ddddd 16s16s qqqddddqqq??d {_LAST_ROUND}d")
 HEADER_BYTES = _FORMAT.size
 
 
@@ -26,6 +26,7 @@ def pack(key: RoundKey, contribution: Contribution) -> bytes:
         contribution.norm,
         contribution.round_weight,
         contribution.work,
+        contribution.full_weight,
         contribution.anchor_digest.encode(),
         contribution.layout_digest.encode(),
         *report,
@@ -46,16 +47,20 @@ class Header:
 
 def unpack(worker: int, data: bytes) -> Header:
     """A received header; refuses bytes that another version wrote."""
-    magic, sequence, fragment, weight, norm, round_weight, work, anchor, layout, *told = _FORMAT.unpack(data)
+    magic, sequence, fragment, weight, norm, round_weight, work, full_weight, anchor, layout, *told = _FORMAT.unpack(
+        data
+    )
     if magic != _MAGIC:
         raise EngineError(
             f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
             "run the same version of diloco everywhere"
         )
-    claim = Claim(weight, norm, anchor.rstrip(b"\0").decode("ascii", "replace"), round_weight, work)
     last = tuple(told[-_LAST_ROUND:])
     told[-_LAST_ROUND:] = [() if isnan(last[0]) else last]
-    member = Member(worker, claim.anchor_digest, weight, norm, Report(*told))
+    report = Report(*told)
+    anchor_digest = anchor.rstrip(b"\0").decode("ascii", "replace")
+    claim = Claim(weight, norm, anchor_digest, round_weight, work, full_weight, report.done)
+    member = Member(worker, anchor_digest, weight, norm, report)
     return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
 
 

@@ -156,7 +156,8 @@ class _Round:
             raise EngineError(f"worker {worker} posted round {key.sequence} twice")
         digest, weight, norm = contribution.anchor_digest, contribution.weight, contribution.norm
         member = Member(worker, digest, weight, norm, contribution.report)
-        claim = Claim(weight, norm, digest, work=contribution.work)
+        full_weight, done = contribution.full_weight, contribution.report.done
+        claim = Claim(weight, norm, digest, work=contribution.work, full_weight=full_weight, done=done)
         self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
         if worker not in self.lost:
             self.contributions[worker] = contribution
@@ -267,6 +268,7 @@ class _LocalPending(PendingRound):
             refused=decision.refused,
             clipped=decision.clipped,
             merge=decision.merge,
+            plain=decision.plain,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

@@ -7,7 +7,6 @@ and its mean is accumulated in worker order wherever that is done.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import combinations_with_replacement
 
 import torch
@@ -25,6 +24,7 @@ from diloco.core.merging import (
     bounded_weights,
     diverged,
     inner_products,
+    leftover_weights,
     norm_bounds,
     weighted_mean,
 )
@@ -46,6 +46,7 @@ class Decision:
 
     contributors: tuple[int, ...]
     weights: tuple[float, ...]
+    """In the mean: the work behind each contribution, or more in a mean of leftovers (merging.leftover_weights)."""
     refused: dict[int, str]
     resync: bool
     scales: tuple[float, ...] = ()
@@ -56,10 +57,10 @@ class Decision:
     """Workers of `refused` whose norm is absurd."""
     merge: Merge = "mean"
     """As in SyncConfig; `mean` also where too few contribute to be clipped."""
-
-    @cached_property
-    def total_weight(self) -> float:
-        return sum(self.weights)
+    total_weight: float = 0.0
+    """All the work that is in the mean."""
+    plain: bool = False
+    """A mean of leftovers in which a worker counts that has nothing left: the outer step is the mean itself."""
 
 
 def decide(
@@ -77,7 +78,10 @@ def decide(
         weights = bounded_weights([claims[i] for i in admitted], [rounds[i] for i in admitted] if rounds else ())
     else:
         admitted, weights = list(range(len(claims))), bounded_weights(claims, rounds)
-    accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if weight > 0]
+    work = dict(zip(admitted, weights, strict=True))
+    weights = leftover_weights([claims[i] for i in admitted], weights) or weights
+    resting = sum(weight for index, weight in zip(admitted, weights, strict=True) if not work[index])
+    accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if work[index] > 0]
     considered = [claims[index] for index, _ in accepted]
     bounds = norm_bounds(considered, max_norm_ratio)
     refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
@@ -95,15 +99,21 @@ def decide(
         kept = [place for place in range(len(accepted)) if place not in absurd]
         accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
     norms = [claims[index].norm for index, _ in accepted]
+    scales = [min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)] if clipped else []
+    if resting and accepted:  # zero outer gradients: they need not be sent to be in the mean
+        share = (moving := sum(weight for _, weight in accepted)) / (moving + resting)
+        scales = [scale * share for scale in scales or [1.0] * len(accepted)]
     return Decision(
         contributors=tuple(workers[index] for index, _ in accepted),
         weights=tuple(weight for _, weight in accepted),
-        scales=tuple(min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)) if clipped else (),
+        scales=tuple(scales),
         clipped=clipped,
         merge=merge if len(accepted) >= FEWEST else "mean",
         refused=refused,
         too_long=too_long,
         resync=resync,
+        total_weight=sum(work[index] for index, _ in accepted),
+        plain=bool(resting and accepted),
     )
 
 

@@ -65,6 +65,8 @@ class Contribution:
     """The weight of H inner steps: with an elastic engine `weight` counts as at most MAX_WEIGHT_ROUNDS of it."""
     work: float = 1.0
     """The inner steps behind it as a share of H, at most 1."""
+    full_weight: float = 0.0
+    """The weight of H inner steps, with any engine: as such it counts at least in a mean of leftovers."""
     merge: Merge = "mean"
     """As in SyncConfig."""
     patience_seconds: float = 0.0
@@ -153,6 +155,8 @@ class RoundResult:
     """Worker -> why its contribution was scaled down."""
     merge: Merge = "mean"
     """How the mean was made: `mean` or `clipped` (core/clipping.py)."""
+    plain: bool = False
+    """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
     signatures: int = 0
     """Of workers that have signed the digest of the mean, in a swarm."""
     mean_digest: str = ""
@@ -185,6 +189,8 @@ class GlobalState:
     means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
     """Encoded means (bytes, of whatever shape) of rounds that ended since, to be merged in this order before anything
     else. A source serves none; an elastic engine adds them, and moves `sequence` on."""
+    plain: frozenset[int] = frozenset()
+    """The sequence numbers of those `means` that are plain (RoundResult.plain)."""
     position: int | None = None
     """Where the others are in the schedule by now, as far as is known; None: at `numbers["inner_steps"]`."""
     note: bytes = b""

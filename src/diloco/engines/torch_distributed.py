@@ -223,6 +223,7 @@ class TorchDistributedEngine(Fixed):
             refused=decision.refused,
             clipped=decision.clipped,
             merge=decision.merge,
+            plain=decision.plain,
             total_weight=decision.total_weight,
             bytes_sent=sent + overhead,
             bytes_received=received + overhead,

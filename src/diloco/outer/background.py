@@ -99,11 +99,16 @@ class BackgroundReplica(Replica):
         self._posting.do(lambda: self._post(key, contributions[0], seconds, block, round_))
         return round_
 
-    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
+    def merge(
+        self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
+    ) -> float:
         prepared, fragment = self._prepared_for(index, means[0]), self.lane.fragments[index]
+        if plain:  # a plain step is not the one that was prepared
+            self._forget(index)
+            prepared = None
         if prepared is None or fragment is None:
             self._merged.set()
-            return super().merge(index, means, mixing, turn)
+            return super().merge(index, means, mixing, turn, plain=plain)
         if mixing < 1.0:
             fragment.follow_flat(prepared.block, mixing)
         self.lane.digests[index] = prepared.digest

@@ -62,7 +62,8 @@ class CatchUp:
                     state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
             for position, (key, _) in enumerate(theirs.means):
                 if theirs.tensors or key.sequence >= self._unmerged(key.fragment):
-                    self._merge_mean(key, [one.means[position][1] for one in states])
+                    encoded = [one.means[position][1] for one in states]
+                    self._merge_mean(key, encoded, plain=key.sequence in theirs.plain)
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             self._failed.clear()
             state.jump_to(self._position(theirs))
@@ -109,12 +110,12 @@ class CatchUp:
             for _, fragment in self._state.fragments_of(index):
                 fragment.add_anchor(sign * share)
 
-    def _merge_mean(self, key: RoundKey, encoded: Sequence[Tensor]) -> None:
+    def _merge_mean(self, key: RoundKey, encoded: Sequence[Tensor], *, plain: bool) -> None:
         """The others' outer step in a round that this worker was not in; its parameters stay as they are."""
         for lane, mean in zip(self._replica.lanes, encoded, strict=True):
             into = lane.sending[key.fragment].vector.mean
             into.data.copy_(mean.view(into.data.shape))
-            lane.merge(key.fragment, into, 1.0, self._schedule.turn_of(key.sequence))
+            lane.merge(key.fragment, into, 1.0, self._schedule.turn_of(key.sequence), plain=plain)
         self._state.merged_rounds[key.fragment] += 1
 
     def _position(self, theirs: GlobalState) -> int:

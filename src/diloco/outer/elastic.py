@@ -109,7 +109,14 @@ class ElasticMembership(Policy):
                 continue
             self._jump_to_next_post()
             posted.add(index)
+            if self._is_last_turn():
+                self.loop.report = replace(self.loop.report, done=True)
             yield index
+
+    def _is_last_turn(self) -> bool:
+        """The next round comes after the last one of the schedule: the others are in `finish`."""
+        end = self.loop.ends_at
+        return end is not None and self.state.sequence >= self.schedule.posts_until(end)
 
     def _must_act(self) -> bool:
         """Whether something must be done before the next inner step."""

@@ -225,6 +225,7 @@ class OuterLoop:
                 note=self.note(),
                 round_weight=self.weight * H if self.engine.elastic else math.inf,
                 work=min(1.0, steps / H),
+                full_weight=self.weight * H,
                 patience_seconds=self.patience_seconds,
             )
             for lane, vector in zip(self.replica.lanes, vectors, strict=True)
@@ -286,7 +287,7 @@ class OuterLoop:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
         with self.replica.merge_lock:
             mixing, turn = 1.0 if posted.dropped else self.mixing, posted.key.sequence // self.state.num_fragments
-            norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn)
+            norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn, plain=outcome.result.plain)
             self.state.merged(posted.key, posted.work)
         return norm
 

@@ -109,10 +109,10 @@ class Lane:
             return outer_gradient(fragment, theta_i)
         return pruned_gradient(fragment, self.pieces[index], prune, theta_i)
 
-    def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int) -> float:
+    def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int, *, plain: bool = False) -> float:
         """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone.
 
-        The memory that the round travelled in is given back.
+        `plain`: as RoundResult.plain. The memory that the round travelled in is given back.
         """
         fragment, moments = self.fragments[index], self.sending[index].moments
         if moments is not None and mixing < 1:
@@ -121,7 +121,7 @@ class Lane:
         if fragment is not None:
             mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
             whole = mean.stepper(fragment, mixing, taken) if fragment.device.type == "cuda" else None
-            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn, whole)
+            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn, whole, plain=plain)
             self.digests[index] = taken.hexdigest()
         self.sending[index].vector.give_back()
         if mean is None:
@@ -237,9 +237,11 @@ class Replica:
         """One contribution for each lane; returns at once."""
         return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds), contributions[0].norm)
 
-    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
+    def merge(
+        self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
+    ) -> float:
         """The outer step of a fragment; the norm of the mean outer gradient."""
-        norm = self.lane.merge(index, means[0], mixing, turn)
+        norm = self.lane.merge(index, means[0], mixing, turn, plain=plain)
         self.changed(index)
         return norm
 

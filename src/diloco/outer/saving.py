@@ -91,7 +91,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     return numbers | {"result": result, "failure": None}
 
 
-_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync", "merge")
+_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync", "merge", "plain")
 
 
 def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:

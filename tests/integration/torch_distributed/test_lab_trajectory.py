@@ -1,10 +1,12 @@
 """I8: the laboratory's trajectory is that of worker processes over torch.distributed, bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from diloco.core.config import FaultsConfig
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.data.corpus import Corpus
 from diloco.engines.torch_distributed import TorchDistributedEngine
@@ -20,7 +22,7 @@ from support.processes import in_processes
 
 pytestmark = pytest.mark.slow
 
-ARM = Arm(
+STREAMING = Arm(
     "streaming in four bits",
     model={
         "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -34,21 +36,36 @@ ARM = Arm(
     outer={"lr": 0.7, "momentum": 0.8},
     sync={"num_inner_steps": 5, "codec": "e3m0", "fragments": 2, "overlap_steps": 2, "mixing": 0.5},
 )  # fmt: skip
+DROPPED = replace(
+    STREAMING,
+    name="one worker misses the last rounds",
+    steps=30,
+    drop=0.5,
+    sync={"num_inner_steps": 5, "codec": "fp16"},
+)
+ARMS = (STREAMING, replace(STREAMING, name="streaming, dropped", drop=0.5), DROPPED)
 
 
-def train(engine: TorchDistributedEngine, folder: str) -> tuple[str, int]:
-    """An ordinary training loop; the digest of its anchors, and its bytes."""
+def train_all(engine: TorchDistributedEngine, folder: str) -> list[str]:
     torch.set_num_threads(1)
+    return [train(arm, engine, folder) for arm in ARMS]
+
+
+def train(arm: Arm, engine: TorchDistributedEngine, folder: str) -> str:
+    """An ordinary training loop; the digest of its anchors."""
     device, corpus = torch.device("cpu"), Corpus.open(Path(folder))
-    text, config = Text(corpus, device), ARM.model_config(corpus.vocab_size)
+    text, config = Text(corpus, device), arm.model_config(corpus.vocab_size)
     model = NativeModel(config)
     model.load_state_dict(fresh(config, 0, device).parameters)
-    inner = inner_optimizer(model, ARM.inner_config)
-    optimizer = DiLoCo(model, inner, engine, sync=ARM.sync_config, outer=outer_optimizer(ARM.outer_config))
-    rates = learning_rates(ARM.inner_config, 0, ARM.steps, ARM.steps, device)
-    ranges, length = text.ranges(ARM, engine.worker), ARM.sequence_length
-    places = torch.from_numpy(text.windows(ranges, ARM.steps, ARM.batch_size, length, (0, engine.worker)))
-    for step in range(ARM.steps):
+    faults = FaultsConfig(arm.drop, 0) if arm.drop else None
+    inner = inner_optimizer(model, arm.inner_config)
+    optimizer = DiLoCo(
+        model, inner, engine, sync=arm.sync_config, outer=outer_optimizer(arm.outer_config), faults=faults
+    )
+    rates = learning_rates(arm.inner_config, 0, arm.steps, arm.steps, device)
+    ranges, length = text.ranges(arm, engine.worker), arm.sequence_length
+    places = torch.from_numpy(text.windows(ranges, arm.steps, arm.batch_size, length, (0, engine.worker)))
+    for step in range(arm.steps):
         tokens = text.batch(places[step], length)
         optimizer.zero_grad()
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -57,17 +74,18 @@ def train(engine: TorchDistributedEngine, folder: str) -> tuple[str, int]:
             group["lr"] = float(rates[step])
         optimizer.step()
     optimizer.finish()
-    return optimizer.anchor_digest(), optimizer.bytes_sent
+    return optimizer.anchor_digest()
 
 
 def test_i8_the_laboratory_has_the_trajectory_of_processes_bit_for_bit(tmp_path: Path) -> None:
     corpus = synthetic_corpus(tmp_path / "corpus", 64, 8000)
-    told = in_processes(2, train, str(corpus.folder))
+    told = in_processes(2, train_all, str(corpus.folder))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        in_lab = simulate(ARM, 0, corpus, "cpu", how="sequential")
+        in_lab = [simulate(arm, 0, corpus, "cpu", how="sequential") for arm in ARMS]
     finally:
         torch.set_num_threads(threads)
-    assert {digest for digest, _ in told} == {in_lab.anchor_digest}
-    assert in_lab.rounds > 10
+    assert told == [[result.anchor_digest for result in in_lab]] * 2
+    assert in_lab[0].rounds > 10
+    assert in_lab[2].statistics[-1].contributors == 1, "at the end one worker has something left"

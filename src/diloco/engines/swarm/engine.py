@@ -166,13 +166,16 @@ class SwarmEngine(Engine):
         snapshot = state.snapshot
         first = 0 if snapshot is None else snapshot.numbers["sequence"]
         means = tuple((mean.key, as_tensor(mean.data)) for mean in state.means if mean.key.sequence >= first)
+        plain = frozenset(mean.key.sequence for mean in state.means if mean.plain)
         if snapshot is None:
-            return GlobalState({}, {"sequence": state.sequence}, "", means=means, position=state.position)
+            numbers = {"sequence": state.sequence}
+            return GlobalState({}, numbers, "", means=means, plain=plain, position=state.position)
         return GlobalState(
             snapshots.read(snapshot.data),
             {**snapshot.numbers, "sequence": state.sequence},
             snapshot.layout_digest,
             means=means,
+            plain=plain,
             position=state.position,
             note=snapshot.note,
         )

@@ -202,6 +202,7 @@ class SwarmRound(PendingRound):
             refused=outcome.refused,
             clipped=outcome.clipped,
             merge=outcome.merge,
+            plain=outcome.plain,
             total_weight=outcome.total_weight,
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,

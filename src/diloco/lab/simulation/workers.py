@@ -1,6 +1,6 @@
 """The workers of a simulation: k DiLoCo optimizers over the local engine, taken in turn."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
 
 import torch
@@ -149,12 +149,18 @@ class Workers:
         self.clock.post(sequence, max(each), there)
 
     def finish(self) -> None:
-        """What is left of the work goes into the anchors; every worker's last turn, in turn."""
-        for optimizer in self.optimizers:
-            optimizer.loop.merge_pending()
+        """What is left of the work goes into the anchors; every worker's last turn, in turn.
+
+        A worker that is absent has no weight in it; one that is there counts, with work left or without.
+        """
         loop, there = self.optimizers[0].loop, self._there[-1].tolist()
+        for optimizer, is_there in zip(self.optimizers, there, strict=True):
+            optimizer.loop.merge_pending()
+            optimizer.loop.report = replace(optimizer.loop.report, done=True)
+            if not is_there:
+                optimizer.loop.weight = 0.0
+        states = [optimizer.loop.state for optimizer in self.optimizers if optimizer.loop.weight]
         for fragment in loop.schedule.rotation(loop.inner_steps):
-            states = [optimizer.loop.state for optimizer in self.optimizers]
             if all(state.steps_taken == state.merged_at[fragment] for state in states):
                 continue  # no worker has taken a step since
             for worker, optimizer in enumerate(self.optimizers):

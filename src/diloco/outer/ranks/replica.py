@@ -98,9 +98,12 @@ class RankedReplica:
         """One contribution for each lane; returns at once."""
         return WorkerRound(self.lanes, self.engine.ranks, key, contributions, seconds)
 
-    def merge(self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int) -> float:
+    def merge(
+        self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
+    ) -> float:
         """The outer step of a fragment in every lane; the norm of the whole mean outer gradient."""
-        own = [lane.merge(index, mean, mixing, turn) for lane, mean in zip(self.lanes, means, strict=True)]
+        lanes = zip(self.lanes, means, strict=True)
+        own = [lane.merge(index, mean, mixing, turn, plain=plain) for lane, mean in lanes]
         self.update_digests()
         self.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))

@@ -72,6 +72,8 @@ class RoundOutcome(Struct, frozen=True):
     """Worker number -> why its contribution was scaled down."""
     merge: Merge = "mean"
     """How the mean was made."""
+    plain: bool = False
+    """As RoundResult.plain."""
     signatures: int = 0
     mean_digest: str = ""
     """As RoundResult.signatures and mean_digest."""
@@ -94,6 +96,8 @@ class RoundMean(Struct, frozen=True, eq=False):
 
     key: RoundKey
     data: SharedMemory
+    plain: bool = False
+    """As RoundResult.plain."""
 
 
 class FetchedState(Struct, frozen=True, eq=False):

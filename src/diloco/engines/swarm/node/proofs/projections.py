@@ -79,7 +79,7 @@ def expected(plan: Plan, numbers: dict[str, Numbers]) -> Numbers:
     scales = decision.scales or (1.0,) * len(plan.contributors)
     terms = zip(plan.contributors, decision.weights, scales, strict=True)
     total = sum(numbers[entry.peer].astype(np.float64) * weight * scale for entry, weight, scale in terms)
-    found: Numbers = np.asarray(total / decision.total_weight, np.float32)
+    found: Numbers = np.asarray(total / sum(decision.weights), np.float32)
     return found
 
 

@@ -113,6 +113,7 @@ class Round:
                 refused=decision.refused,
                 clipped=decision.clipped,
                 merge=decision.merge,
+                plain=decision.plain,
                 total_weight=decision.total_weight,
                 present=tuple(entry.contribution for entry in plan.entries),
                 roster=plan.roster,

@@ -256,7 +256,7 @@ class StateTransfer:
             plan = agreed.plan
             mean = await self.outcomes.fetch_mean(agreed, source.name) if plan.has_mean else b""
             if plan.has_mean:
-                means.append(RoundMean(plan.key, SharedMemory.copy_of(mean)))
+                means.append(RoundMean(plan.key, SharedMemory.copy_of(mean), plan.decision.plain))
             self.recent.add(plan, mean, agreed.certificate)
             self.outcomes.quorum.record(agreed)
             sequence += 1
