@@ -10,7 +10,6 @@ from diloco.engines.swarm.network.transport import LEAST_RATE
 from diloco.engines.swarm.node.membership import attendance, quorum
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
 from diloco.engines.swarm.node.rounds import leader_watch, shares
-from diloco.engines.swarm.node.transfers import witnesses
 from diloco.engines.swarm.settings import Settings
 from diloco.training.config.run_file import known_keys
 from support.swarm import schedules
@@ -120,8 +119,7 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
         ("64 a second of a peer are answered, after 256 at once", (CALLS_PER_SECOND, CALLS_AT_ONCE), (64, 256)),
         ("a stream brings 4 KiB/s or breaks", LEAST_RATE, 4096),
         ("reduces nothing for ten minutes", shares._WITHHELD_SECONDS, 600.0),
-        ("as long as three or more members count", quorum._FEWEST, 3),
-        ("asks two other members for the digest", witnesses._WITNESSES, 2),
+        ("as long as three or more members count", quorum.FEWEST, 3),
         ("from what it has seen itself three times", Settings("", "").refusals_to_ban, 3),
         ("else `4 × lost_seconds`", Settings("", "", lost_seconds=1.0).stall_seconds, 4.0),
         ("one of five ways", len(schedules.LIES), 5),

@@ -7,10 +7,11 @@ import pytest
 import torch
 from msgspec import structs
 
+from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Entry, Plan
-from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
+from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, certify, range_digests, reducers
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.wire import write_frame
@@ -57,6 +58,65 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
 
     node._answer = answer  # type: ignore[method-assign]
     node.outcomes.serve_mean = serve  # type: ignore[method-assign]
+
+
+def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None) -> None:
+    """Together they say how the next round has ended: with a mean of NaN, and a plan of themselves and of `asking`, of
+    whose workers most have signed it."""
+    names = {liar.name for liar in liars}
+    size = 0
+
+    def forge(liar: MemoryWorker, sequence: int) -> messages.Outcome:
+        nonlocal size
+        node = liar.node
+        kept, last = node.outcomes.recent.get(node.own.ended_round), node.outcomes.quorum.last
+        if kept is None or last is None or not last.key.sequence < sequence <= last.key.sequence + 2:
+            return messages.Outcome()
+        key = RoundKey(sequence, last.key.fragment)
+        entries = []
+        for entry in last.entries:
+            if entry.peer in names:
+                parsed = entry.parsed
+                header = entry.contribution.header.replace(parsed.key.sequence.to_bytes(8, "little"),
+                                                           sequence.to_bytes(8, "little"), 1)  # fmt: skip
+                entries.append(Entry(entry.peer, structs.replace(entry.contribution, header=header)))
+            elif asking is not None and entry.peer == asking.name:
+                entries.append(Entry(entry.peer, asking.node.participant.rounds[sequence].contribution))
+        size = len(kept.mean)
+        shares = tuple(int(entry.peer in names) for entry in entries)
+        made: Plan = structs.replace(last, key=key, entries=tuple(entries), majority=True, shares=shares, rounds=())
+        parts, data = kept.certificate.num_parts, NAN * (size // 4)
+        notaries = {one.name: one.node.outcomes.notary for one in liars}
+        digests = zip(reducers(made, parts), range_digests(made, parts, data), strict=True)
+        ranges = tuple(notaries[peer].sign_range(made, digest) for peer, digest in digests)
+        votes = {name: one.vote(made, parts, ranges) for name, one in notaries.items()}
+        found = certify(made, votes)
+        credentials = {one.name: one.node.permissions.credential for one in liars}
+        return messages.Outcome(made, found, credentials)
+
+    def begin(liar: MemoryWorker) -> None:
+        node, honest = liar.node, liar.node._answer
+
+        async def answer(peer: str, request: Any) -> Any:
+            new = isinstance(request, messages.AskOutcome) and not node.outcomes.has_ended(request.sequence)
+            if new and peer not in names:
+                return forge(liar, request.sequence)
+            return await honest(peer, request)
+
+        serve_mean = node.outcomes.serve_mean
+
+        async def serve(stream: Stream, request: messages.OpenMean) -> None:
+            if node.outcomes.has_ended(request.sequence):
+                await serve_mean(stream, request)
+                return
+            await stream.write(size.to_bytes(8, "little"), 1.0)
+            await write_frame(stream, NAN * (size // 4), 1.0)
+
+        node._answer = answer  # type: ignore[method-assign]
+        node.outcomes.serve_mean = serve  # type: ignore[method-assign]
+
+    for liar in liars:
+        begin(liar)
 
 
 def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.MonkeyPatch) -> None:

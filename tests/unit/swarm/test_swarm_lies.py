@@ -16,7 +16,7 @@ from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.plan import Entry
+from diloco.engines.swarm.node.plan import Authority, Entry
 from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
@@ -38,7 +38,14 @@ from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.snapshots import write
 from diloco.errors import EngineError
-from support.swarm.lies import NAN, accuses, claims_the_end, gives_others_another_mean, serves_another_state
+from support.swarm.lies import (
+    NAN,
+    accuses,
+    certify_alone,
+    claims_the_end,
+    gives_others_another_mean,
+    serves_another_state,
+)
 from support.swarm.memory import NUMEL, SEEDS, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, rounds, told
 
@@ -258,6 +265,109 @@ def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[st
     means, refused, liar = told(story)
     assert len(means[0]) == 3 and all(one == means[0] for one in means)
     assert set(refused) == {liar}
+
+
+def ask_first(worker: MemoryWorker, liars: list[MemoryWorker]) -> None:
+    """It asks these for the state, and about the state of the others, before any other member."""
+    states, names = worker.node.states, {liar.name for liar in liars}
+    sources = states._sources
+    states._sources = lambda: sorted(sources(), key=lambda peer: peer.name not in names)  # type: ignore[method-assign]
+    of = states.witnesses.of
+    states.witnesses.of = lambda name: sorted(of(name), key=lambda one: one not in names)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_two_witnesses_of_five_cannot_confirm_a_forged_state(ahead: int, behind: bool) -> None:
+    """To a joiner, or to a member that has missed too many rounds for their means."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], list[Any], set[str]]:
+        workers = list(await founded(swarm, 6 if behind else 5))
+        await rounds(workers, 2)
+        *honest, one, two = workers
+        if behind:
+            late = workers.pop(0)
+            honest.pop(0)
+            swarm.network.cut.add(late.name)
+            await asyncio.sleep(20.0)
+            await rounds(workers, 10)
+            swarm.network.cut.discard(late.name)
+        for liar in (one, two):
+            serves_another_state(liar, ahead=ahead)
+            liar.node._own_checks.run = lambda: None  # type: ignore[method-assign]
+        await asyncio.sleep(15.0)
+        if behind:
+            late.node.own.has_state = False
+        else:
+            late = await swarm.start()
+        ask_first(late, [one, two])
+        await late.catch_up()
+        refused = {fields["peer"] for type_, fields in late.trainer.events if type_ == "state_refused"}
+        return [worker.trainer.means for worker in [*honest, late]], refused, {one.name, two.name}
+
+    means, refused, liars = told(story)
+    assert all(one == means[0] for one in means)
+    assert refused and refused <= liars
+
+
+def test_a_joiner_takes_no_mean_on_top_of_a_right_state_that_only_two_of_five_have_signed() -> None:
+    async def story(swarm: MemorySwarm) -> list[list[bytes]]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 2)
+        certify_alone(workers[3:])
+        joiner = await swarm.start()
+        ask_first(joiner, workers[3:])
+        await joiner.catch_up()
+        return [worker.trainer.means for worker in [*workers[:3], joiner]]
+
+    means = told(story)
+    assert len(means[0]) == 2 and all(one == means[0] for one in means)
+
+
+def test_a_worker_ends_no_round_with_a_plan_of_itself_and_two_others_of_five() -> None:
+    """Of this plan most workers have signed the mean; of the members that count they have not."""
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 1)
+        victim, liars = workers[1], workers[3:]
+        certify_alone(liars, asking=victim)
+        own = asyncio.create_task(victim.post(values(1, 1)))
+        await asyncio.sleep(0.2)
+        for liar in liars:
+            await victim.node.outcomes.resolve(victim.node.participant.rounds[1], liar.name)
+        assert not victim.node.participant.rounds[1].ended
+        posts = (worker.post(values(worker.node.number, 1)) for worker in workers if worker is not victim)
+        return [outcome for outcome, _ in await asyncio.gather(own, *posts)]
+
+    assert {one.contributors for one in told(story)} == {(0, 1, 2, 3, 4)}
+
+
+def test_no_worker_follows_a_plan_without_most_members() -> None:
+    """A leader that makes a plan of itself and each other worker gets none of them certified."""
+
+    async def story(swarm: MemorySwarm) -> list[str]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 1)
+        leader, victim = workers[0], workers[1]
+        refused: list[str] = []
+        lone = asyncio.create_task(victim.post(values(1, 1), seconds=3.0))
+        await asyncio.sleep(0.2)
+        posted = victim.node.participant.rounds[1]
+        last = leader.node.outcomes.quorum.last
+        assert last is not None
+        entries = tuple(Entry(e.peer, posted.contribution) for e in last.entries if e.peer == victim.name)
+        made = structs.replace(last, key=posted.posted.key, authority=Authority(9, 0, 1), entries=entries, shares=(),
+                               rounds=(), last_ended=0)  # fmt: skip
+        try:
+            await leader.node.outcomes.calls.ask(victim.name, made)
+        except CallRefused as refusal:
+            refused.append(str(refusal))
+        await lone
+        return refused
+
+    [refusal] = told(story)
+    assert "most of the members that count" in refusal
 
 
 def test_a_member_that_is_behind_takes_no_later_state_of_the_only_one_left_without_a_certificate() -> None:

@@ -18,7 +18,7 @@ from diloco.engines.swarm.node.membership.members import Members, Peer
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 
-_FEWEST = 3
+FEWEST = 3
 _MOST_VOTES = 1024
 
 
@@ -39,9 +39,12 @@ class Quorum:
         return -1 if self.last is None else self.last.key.sequence
 
     def check_plan(self, plan: Plan) -> None:
-        """Its leader must know the last round: else other members count for it. Raises CallRefused."""
+        """Its leader must know the last round: else other members count for it; and most that count must be in it, as
+        this worker sees them: else the leader may be asked again, when it has heard the same. Raises CallRefused."""
         if self.last is not None and self.last.majority and plan.last_ended < self.last_ended:
             raise CallRefused(f"round {self.last_ended} has ended, and the plan's leader does not know that", "plan")
+        if not self.is_majority([entry.peer for entry in plan.entries]):
+            raise CallRefused("the plan does not have most of the members that count", "minority")
 
     def counted(self) -> set[str]:
         """The members of the last round, less the dead; empty if any number is enough: fewer than three are left."""
@@ -53,7 +56,7 @@ class Quorum:
         names -= last.liars
         there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
         known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
-        return names & known if len(known) >= _FEWEST else set()
+        return names & known if len(known) >= FEWEST else set()
 
     def next_counted(self) -> tuple[int, ...]:
         """The numbers of the live members that have the state, and whose work was in an earlier mean."""
@@ -88,6 +91,13 @@ class Quorum:
     def has_decided(self, agreed: Agreed) -> bool:
         """Whether most of the members that count here have voted for it: no other plan of its round can count."""
         return agreed.plan.majority and bool(self.counted()) and self.is_majority(agreed.certificate.signatures)
+
+    def accepts(self, agreed: Agreed) -> bool:
+        """Whether most of the members that count here have voted for it, where there are any.
+
+        A certificate has the votes of most workers of its plan; some that lie together could make a plan of their own.
+        """
+        return self.is_majority(agreed.certificate.signatures)
 
     def is_majority(self, names: Collection[str]) -> bool:
         """Of the members that count; any number is, where they are fewer than three."""

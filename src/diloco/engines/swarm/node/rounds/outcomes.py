@@ -17,7 +17,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.membership.missed_rounds import MissedRounds
-from diloco.engines.swarm.node.membership.quorum import Quorum
+from diloco.engines.swarm.node.membership.quorum import FEWEST, Quorum
 from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
@@ -62,6 +62,9 @@ class Outcomes:
             self.notary.check(round_.plan, certificate)
         except Malformed as problem:
             logger.warning("a commit without a valid certificate: %s", problem)
+            return False
+        if not self.quorum.accepts(Agreed(round_.plan, certificate)):
+            logger.info("round %d: most members that count have not voted for it", round_.sequence)
             return False
         if certificate.mean != round_.vote.mean:
             self.liars.compare(round_.plan, (round_.vote, certificate))
@@ -119,7 +122,7 @@ class Outcomes:
         agreed: Agreed | None = None
         try:
             agreed = await self.ask(peer, round_.sequence)
-            if agreed is not None:
+            if agreed is not None and self.quorum.accepts(agreed):
                 own = agreed.plan.entry(self.members.me)
                 if own is not None and own.contribution.header == round_.posted.header:
                     async with round_.fetching:
@@ -160,9 +163,19 @@ class Outcomes:
         """The plan that a round has ended with; None if it has not ended, or is too old. Raises Malformed, too."""
         return await self._ask(peer, AskOutcome(sequence))
 
-    async def ask_last(self, peer: str) -> None:
-        """The members that count from now on are those that count for `peer`."""
-        self.quorum.agreed = await self._ask(peer, AskLastPlan())
+    async def ask_last(self, peer: str, sequence: int) -> Agreed | None:
+        """The last round that has ended for `peer`, which has given this worker the state before round `sequence`.
+
+        Most of the members that say that their work was in it, or in a later one, must have voted for it: by it this
+        worker knows which members count. Raises Malformed, too.
+        """
+        agreed = await self._ask(peer, AskLastPlan())
+        last = sequence - 1 if agreed is None else min(sequence - 1, agreed.plan.key.sequence)
+        in_it = {one.name for one in self.members.with_state() if 0 <= last <= one.status.contributed_round}
+        voted = set() if agreed is None else in_it.intersection(agreed.certificate.signatures)
+        if len(in_it) >= FEWEST and 2 * len(voted) <= len(in_it):
+            raise Malformed(f"{len(voted)} of {len(in_it)} members have voted for the last round that it shows")
+        return agreed
 
     async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Agreed | None:
         answer = await self.calls.ask(peer, request)

@@ -53,6 +53,10 @@ class _NotTheSame(Exception):
     """Other members have another state than the source."""
 
 
+class _NotVotedFor(Exception):
+    """Most members that count have not voted for a mean that the source shows."""
+
+
 class _NoLongerKept(Exception):
     """The means that the trainer lacks are too old: it needs a snapshot."""
 
@@ -70,7 +74,7 @@ class StateTransfer:
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
         self._without_means: set[str] = set()
-        """Sources that say that they no longer keep the means which the trainer lacks."""
+        """Sources that no longer keep the means which the trainer lacks, or show others."""
         self._failed: set[str] = set()
         """Sources that were asked and have not given the state."""
         self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
@@ -159,15 +163,15 @@ class StateTransfer:
             if base is None:
                 return None
             if base.snapshot is not None:
-                await self.outcomes.ask_last(source.name)
+                self.outcomes.quorum.agreed = await self.outcomes.ask_last(source.name, base.sequence)
             means, sequence = await self._fetch_means(base.sequence, source)
             return FetchedState(base.snapshot, means, sequence, self._position())
-        except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame) as problem:
+        except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame, _NotVotedFor) as problem:
             logger.info("no state from %s: %s", source.name, problem)
             if isinstance(problem, _NotTheSame):
                 self._refused_since = self._refused_since or clock.now()
                 self._tell_refused(source, str(problem))
-            if isinstance(problem, _NoLongerKept):
+            if isinstance(problem, _NoLongerKept | _NotVotedFor):  # its state, as most have it, tells
                 self._without_means.add(source.name)
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(source.name, problem)
@@ -236,13 +240,17 @@ class StateTransfer:
         return 0.0 if self._refused_since is None else clock.now() - self._refused_since
 
     def _compare(self, digest: bytes, witnesses: dict[str, bytes], asked: list[str]) -> None:
-        """Raises _NotTheSame. If none is that of most for long, a member takes one that none outnumbers."""
+        """Raises _NotTheSame. If none is that of most for long, a member takes one that half of all members have; and
+        when a smaller side may go on as a run of its own, one that none outnumbers."""
         if most_have(digest, witnesses, asked=len(asked)):
             return
-        member = self.recent.next_to_merge is not None
-        if not (member and self._refused_seconds > self._stall_seconds and none_has_more(digest, witnesses)):
-            same = sum(other == digest for other in witnesses.values())
-            raise _NotTheSame(f"{same} of {len(witnesses)} other members with the same rounds have the same state")
+        same = sum(other == digest for other in witnesses.values())
+        if self.recent.next_to_merge is not None:  # it has been in rounds
+            half = 2 * (1 + same) >= 1 + len(asked) and self._refused_seconds > self._stall_seconds
+            alone = self._refused_seconds > self.members.settings.minority_seconds
+            if half or (alone and none_has_more(digest, witnesses)):
+                return
+        raise _NotTheSame(f"{same} of {len(asked)} other members have the same state")
 
     async def _fetch_means(self, sequence: int, source: Peer) -> tuple[tuple[RoundMean, ...], int]:
         """The means of this round and all later ones that have ended; and the round after them."""
@@ -253,6 +261,8 @@ class StateTransfer:
                 if sequence <= source.status.ended_round:
                     raise _NoLongerKept(f"round {sequence} is no longer kept")
                 return tuple(means), sequence
+            if not self.outcomes.quorum.accepts(agreed):
+                raise _NotVotedFor(f"most members that count have not voted for the mean of round {sequence}")
             plan = agreed.plan
             mean = await self.outcomes.fetch_mean(agreed, source.name) if plan.has_mean else b""
             if plan.has_mean:

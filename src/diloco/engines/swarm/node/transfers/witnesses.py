@@ -1,8 +1,9 @@
 """Witnesses of a state: before a worker takes over a member's state, others tell the digest of theirs.
 
-A state cannot be checked by itself. All members that have merged the same rounds have the same one, so a few of them
-are asked while it arrives. It is taken over if more than half, its source included, have the same. A member that claims
-to be ahead of all others has no witness. If only one member has the state, there is none to ask.
+A state cannot be checked by itself. All members that have merged the same rounds have the same one, so others are asked
+while it arrives. It is taken over if more than half of all members that have the state, its source included, have the
+same: as many are asked as that takes, and others in place of those that do not tell or have another one. A member that
+claims to be ahead of all others has no witness. If only one member has the state, there is none to ask.
 """
 
 import asyncio
@@ -24,7 +25,6 @@ from diloco.engines.swarm.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
-_WITNESSES = 2
 _KEPT = 4
 _MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
 _PAUSE_SECONDS = 1.0
@@ -92,27 +92,38 @@ class Witnesses:
     # Asking witnesses
 
     def of(self, source: str) -> list[str]:
-        """The members to ask about the state of `source`."""
+        """All other members that have the state, in the order in which they are asked about that of `source`."""
         others = [peer for peer in self._members.with_state() if peer.name != source]
         self._random.shuffle(others)
         known = self._members.peers.get(source)
         ended = -1 if known is None else known.status.ended_round
         # Those that have been in rounds first, and of them those that have come as far.
         others.sort(key=lambda peer: (peer.status.contributed_round < 0, peer.status.ended_round < ended))
-        return [peer.name for peer in others[:_WITNESSES]]
+        return [peer.name for peer in others]
 
     async def ask(self, names: list[str], sequence: int, digest: bytes, seconds: float) -> dict[str, bytes]:
         """The digests of those that have the state before this round, or get it within `seconds`.
 
-        No more of them than it takes: one that never comes so far does not hold up a worker that is sure already.
+        No more of them than it takes: one that never comes so far does not hold up a worker that is sure already, and
+        is asked for no longer than `lost_seconds` before another one is asked beside it.
         """
-        asked = {asyncio.create_task(self._ask(name, sequence, clock.now() + seconds)): name for name in names}
-        waiting, found = set(asked), dict[str, bytes]()
+        end, rest, patience = clock.now() + seconds, list(names), self._members.settings.lost_seconds
+        asked, waiting = dict[asyncio.Task[bytes | None], str](), set[asyncio.Task[bytes | None]]()
+        found, quiet = dict[str, bytes](), 0
         try:
-            while waiting and 2 * (1 + sum(other == digest for other in found.values())) <= 1 + len(names):
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                same = 1 + sum(other == digest for other in found.values())
+                missing = (1 + len(names)) // 2 + 1 - same
+                for _ in range(missing + quiet - len(waiting)):
+                    if rest:
+                        task = asyncio.create_task(self._ask(rest[0], sequence, end))
+                        asked[task] = rest.pop(0)
+                        waiting.add(task)
+                if missing <= 0 or len(waiting) + len(rest) < missing:
+                    return found
+                done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                quiet += not done
                 found |= {asked[task]: told for task in done if (told := task.result()) is not None}
-            return found
         finally:
             for task in waiting:
                 task.cancel()
@@ -140,9 +151,9 @@ class Witnesses:
 
 
 def most_have(digest: bytes, witnesses: Mapping[str, bytes], *, asked: int) -> bool:
-    """Whether a state with this digest is that of most: of its source and those witnesses that have answered."""
+    """Whether a state with this digest is that of most: of its source and all others, `asked` in number."""
     same = 1 + sum(other == digest for other in witnesses.values())
-    return not asked or (bool(witnesses) and 2 * same > 1 + len(witnesses))
+    return 2 * same > 1 + asked
 
 
 def none_has_more(digest: bytes, witnesses: Mapping[str, bytes]) -> bool:
