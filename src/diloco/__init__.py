@@ -44,6 +44,10 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'diloco' has no attribute '{name}'")

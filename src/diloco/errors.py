@@ -18,11 +18,19 @@ A message names the thing, the value given, the rule, and the remedy. `assert` i
 
 import shlex
 import sys
+from pathlib import Path
+
+_CLONE = Path(__file__).parents[2]
+"""Where pyproject.toml is, if this package is imported from a clone of the project."""
 
 
 def install_hint(extra: str) -> str:
-    """The remedy for a missing package of the extra `extra`: with this Python's pip, and as `make` installs it."""
-    return f"in a clone of diloco, {shlex.quote(sys.executable)} -m pip install -c constraints.txt -e '.[{extra}]'"
+    """The remedy for a missing package of the extra `extra`, with this Python's pip: from the package index, or in a
+    clone as `make` installs it."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install"
+    if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "constraints.txt").is_file():
+        return f"in a clone of diloco, {pip} -c constraints.txt -e '.[{extra}]'"
+    return f"{pip} 'diloco[{extra}]'"
 
 
 class DiLoCoError(Exception):

@@ -41,7 +41,7 @@ def tiny_options(text: Path) -> list[str]:
         *(f"--data.source={text}", f"--data.cache_dir={text.parent / 'cache'}", "--data.vocab_size=300"),
         *("--data.sequence_length=16", "--data.shards=4", "--training.batch_size=8", "--training.eval_windows=16"),
         *("--training.log_interval=1", "--training.sample_tokens=5", "--inner.warmup_steps=4"),
-        *("--device=cpu", "--threads=1", "--model=tiny", *SMALL),
+        *("--device=cpu", "--threads=1", "--model=tiny", "--recipe=plain", *SMALL),
     ]
 
 

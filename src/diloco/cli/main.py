@@ -163,7 +163,7 @@ def run(tokens: list[str]) -> int:
             tokens = ["join", "--help-join"]
         elif tokens[:2] in (["data", "prepare"], ["data", "tokenizer"]):
             tokens = _data_tokens(tokens[1], tokens[2:], console)
-        app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        app(_spelled(tokens), exit_on_error=False, print_error=False, result_action="return_value")
     except UnknownOptionError as error:
         _complain(console, _unknown_option(tokens, error))
         return 2
@@ -179,6 +179,23 @@ def run(tokens: list[str]) -> int:
         _complain(console, "interrupted")
         return 1
     return 0
+
+
+def _spelled(tokens: list[str]) -> list[str]:
+    """Options as they are declared: `--save_seconds` is `--save-seconds`, and the other way round."""
+    words, apps, _ = app.parse_commands(tokens)
+    verb = apps[-1]
+    if not words or words[-1].startswith("-") or verb.default_command is None:  # --help and --version are none of ours
+        return tokens
+    names = [name for argument in verb.assemble_argument_collection() for name in argument.names]
+    spelling = {name.replace("_", "-"): name for name in names if name.startswith("--")}
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    spelled = []
+    for token in tokens[:end]:
+        name, equals, value = token.partition("=")
+        known = spelling.get(name.replace("_", "-"), name) if token.startswith("--") else name
+        spelled.append(f"{name if name in names else known}{equals}{value}")
+    return spelled + tokens[end:]
 
 
 def _train_tokens(tokens: list[str], console: Console) -> list[str]:

@@ -15,7 +15,7 @@ from diloco.errors import ConfigError
 from diloco.own_command import command
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig
-from diloco.training.config.run_file import dotted, sections, to_toml
+from diloco.training.config.run_file import dotted, recipe_line, sections, to_toml
 from diloco.training.processes.run import train_locally
 from diloco.training.processes.run_setup import completed_steps
 from diloco.training.processes.swarm_run import train_in_swarm
@@ -33,7 +33,11 @@ and average from time to time.
                         or one number for each worker: 1,2
   --steps N             inner steps of each worker
   --H N                 inner steps between two rounds (sync.num_inner_steps)
-  --codec C             fp32, fp16 (default), bf16, int8, int4, e3m0, 2bit, topk
+  --codec C             fp32, fp16, bf16, int8, int4, e3m0, 2bit, topk
+  --recipe R            the defaults of what is not given, told at the start:
+                        warm (of tiny: the first quarter of the steps data-
+                        parallel, then H 15, int4, outer.momentum 0.8),
+                        plain (of the others; tiny: H 30, fp16, 0.5), paper
   --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
   --engine E            torch_distributed (default); swarm: others can join
@@ -74,7 +78,8 @@ def train(
     elif file is not None:
         raise ConfigError(f"the run file {file} must come first: {command('train', str(file), 'OPTIONS')}")
     elif print_config:
-        console.print(Text(to_toml(config, _comments(config))), soft_wrap=True, end="")
+        told = "" if resume is not None else f"# {recipe_line(config)}\n"
+        console.print(Text(told + to_toml(config, _comments(config))), soft_wrap=True, end="")
     elif estimate:
         from diloco.cli.estimate import print_estimate
 
@@ -103,7 +108,13 @@ def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
         start = train_as_rank
     else:
         start = train_in_swarm if config.engine == "swarm" else train_locally
-    ended = start(config, resume, lambda config: RunDisplay(console, config))
+
+    def observe(config: RunConfig) -> RunDisplay:
+        if resume is None:
+            console.print(Text(recipe_line(config), style="dim"), soft_wrap=True)
+        return RunDisplay(console, config)
+
+    ended = start(config, resume, observe)
     if ended is not None:
         print_end(console, ended)
 

@@ -95,7 +95,7 @@ class OuterConfig:
             if name not in useful:
                 raise ConfigError(
                     f"outer.{name} = {value} has no effect on the outer optimizer '{self.optimizer}': leave it out (it "
-                    f"takes {', '.join(useful)})"
+                    f"takes {', '.join(useful)}), or choose another with --outer.optimizer"
                 )
         check_course(Course(**self.course(), rounds=1), self.optimizer)
 

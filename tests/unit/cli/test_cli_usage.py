@@ -1,14 +1,18 @@
 """`diloco` in this process: help that fits a screen, and bad input that ends with one message and no traces."""
 
+import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import diloco
 from diloco.cli.main import run
+from diloco.errors import install_hint
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.processes.run_setup import device_note
@@ -216,3 +220,36 @@ def test_make_swarm_runs_for_long_unless_it_is_told_otherwise() -> None:
 
     assert "--engine swarm --steps 20000" in planned()
     assert "20000" not in planned("ARGS=--steps 50") and "--steps 50" in planned("ARGS=--steps 50")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (["lab", "run", "t2", "--save{}seconds=-3"], "--save-seconds -3.0 must be at least 0"),
+        (["generate", "nowhere", "x", "--max{}tokens", "7"], "nowhere"),
+        (["export", "nowhere", "--to", "y", "--max{}shard{}size=1GB"], "nowhere"),
+        (["train", "--training.batch{}size=0"], "training.batch_size = 0 must be at least 1"),
+        (["data", "list", "--data.cache{}dir=/dev/null/x", "--unknown{}option"], "nknown option"),
+    ],
+)
+def test_every_option_may_be_written_with_dashes_or_underscores(
+    tokens: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = {refused(capsys, *(token.format(*[mark] * 2) for token in tokens)).replace("_", "-") for mark in "-_"}
+    assert len(messages) == 1 and said.replace("_", "-") in messages.pop()
+
+
+def test_a_missing_extra_is_installed_from_the_index_unless_this_is_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert install_hint("swarm").startswith("in a clone of diloco, ") and "-e '.[swarm]'" in install_hint("swarm")
+    monkeypatch.setattr(
+        "diloco.errors._CLONE", tmp_path
+    )  # site-packages has neither pyproject.toml nor constraints.txt
+    assert install_hint("swarm") == f"{shlex.quote(sys.executable)} -m pip install 'diloco[swarm]'"
+
+
+def test_dir_lists_the_api_before_anything_is_imported() -> None:
+    shown = "import diloco; print([name for name in dir(diloco) if not name.startswith('_')])"
+    listed = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True).stdout
+    assert set(ast.literal_eval(listed)) == set(diloco.__all__) - {"__version__"}

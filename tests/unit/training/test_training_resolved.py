@@ -65,4 +65,4 @@ def test_the_config_with_its_comment_is_still_the_run_file_of_a_resume(tmp_path:
     config = small_config(data, SyncConfig(num_inner_steps=2), workers=1, steps=2, model=ModelChoice("tiny"))
     Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._tell_start()
     again = parse_config(merge([str(tmp_path / RUN_FILE)])[0])
-    assert replace(again, model=config.model) == config  # merging fills in a preset's shape
+    assert replace(again, model=config.model, recipe=None) == config  # merging fills in a preset's shape

@@ -1,6 +1,12 @@
 """The defaults of a model, a mode and an engine, where the user gives no value. Torch-free.
 
 defaults < recipe of the model, mode and engine < run file < command line.
+
+A recipe has a name (`--recipe`), and an option that is given replaces its own value in it and no other:
+
+    warm    tiny only, its default: the first quarter of the steps data-parallel, then short rounds, all with 4 bits
+    plain   the numbers of the model, without a warm start; a pre-trained model's are those of fine-tuning
+    paper   the DiLoCo paper's, whatever the model's size
 """
 
 import os
@@ -35,7 +41,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "llama-1b": _LARGE | {"sync.num_inner_steps": 125},  # OpenDiLoCo's H for this model
 }
 _TINY_WARM: dict[str, object] = {
-    # Found by measuring (docs/figures.md): a quarter of the steps data-parallel, then short rounds, all with 4 bits.
+    # Found by measuring (docs/figures.md), together with a warm start of a quarter of the steps.
     "sync.codec": "int4",
     "sync.num_inner_steps": 15,
     "outer.momentum": 0.8,
@@ -50,6 +56,7 @@ FINE_TUNING: dict[str, object] = {
     "sync.num_inner_steps": 50,
     "training.batch_size": 8,
 }
+RECIPE_NAMES = ("warm", "plain", "paper")
 _FOLDERS_READ = 100  # to know whether a folder is of Python
 FINE_TUNING_LENGTH = 1024
 """Tokens of a sequence if a pre-trained model takes that many."""
@@ -75,31 +82,67 @@ def _is_python(source: str) -> bool:
     return 2 * sum(name.endswith(".py") for name in files) > len(files)
 
 
-def model_recipe(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """The defaults of a model. A preset brings its shape, a pre-trained model its tokenizer, where nothing else is
-    `asked` for (values by dotted key, as text if they are options)."""
+def chosen_recipe(name: object, model: str, asked: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The recipe's name, and why it is not the model's usual one (None: it is, or was asked for by `name`)."""
+    if name is None:
+        return ("plain", None) if model != "tiny" else _tiny_recipe(asked)
+    if name not in RECIPE_NAMES:
+        raise ConfigError(f"recipe = {name!r} must be one of {', '.join(RECIPE_NAMES)}")
+    if name == "warm" and model != "tiny":
+        raise ConfigError(
+            f"recipe = warm has the numbers of the model tiny, and model = {model}: use plain or paper; a warm start "
+            "alone is --sync.warm_start N"
+        )
+    if name == "warm" and asked.get("mode") == "data-parallel":
+        raise ConfigError(
+            "recipe = warm has no effect in mode 'data-parallel', which averages at every step: use plain"
+        )
+    return str(name), None
+
+
+def recipe_names(model: str) -> tuple[str, ...]:
+    """The recipes that a model has."""
+    return RECIPE_NAMES if model == "tiny" else RECIPE_NAMES[1:]
+
+
+def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
+    """With a warm start, unless it is impossible with something that is `asked` for, or bad for it."""
+    reasons = {
+        "mode = data-parallel averages at every step": asked.get("mode") == "data-parallel",
+        "in a swarm the others would wait for a warm start": asked.get("engine") == "swarm",
+        f"ranks = {asked.get('ranks')} has no warm start": str(asked.get("ranks", "1")) != "1",
+        "compute.precision = fp16 has no warm start": asked.get("compute.precision") == "fp16",
+        "sync.asynchronous has no warm start": str(asked.get("sync.asynchronous", "false")).lower() != "false",
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    return ("warm", None) if reason is None else ("plain", reason)
+
+
+def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """The defaults of a model in the recipe `name`. A preset brings its shape, a pre-trained model its tokenizer, where
+    nothing else is `asked` for (values by dotted key, as text if they are options)."""
     if not is_pretrained(model):
-        return dict(RECIPES.get(model, {})) | _warm(model, asked) | _shape(model, asked)
+        return recipe_numbers(name, model, asked) | _shape(model, asked)
     found = check_model(model, weights=False)
     assert found is not None
-    recipe = dict(FINE_TUNING)
+    recipe = recipe_numbers(name, model, asked)
     recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
         recipe["data.tokenizer"] = found.tokenizer
-    if any(key.startswith("outer.") and key != "outer.lr" for key in asked):  # numbers that plain SGD does not take
-        del recipe["outer.optimizer"]
     return recipe
 
 
-def _warm(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """The warm start of the smallest model and what goes with it, unless something is asked for that decides it."""
-    chosen = any(key.startswith(("sync.", "outer.")) for key in asked if key not in ("sync.codec", "outer.lr"))
-    elsewhere = asked.get("engine") == "swarm" or asked.get("mode") == "data-parallel"
-    cannot = str(asked.get("ranks", "1")) != "1" or asked.get("compute.precision") == "fp16"
-    if model != "tiny" or chosen or elsewhere or cannot:
+def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
+    """What a recipe says of training: by dotted key, without the model's own shape and tokenizer."""
+    if name == "paper":
         return {}
-    steps = _whole(asked.get("steps", RECIPES["tiny"]["steps"])) or 0
-    return _TINY_WARM | {"sync.warm_start": steps // 4}
+    if is_pretrained(model):
+        return dict(FINE_TUNING)
+    numbers = dict(RECIPES.get(model, {}))
+    if name == "warm":
+        steps = _whole(asked.get("steps", numbers["steps"])) or 0
+        numbers |= _TINY_WARM | {"sync.warm_start": steps // 4}
+    return numbers
 
 
 def _shape(model: str, asked: Mapping[str, Any]) -> dict[str, object]:

@@ -26,6 +26,8 @@ class RunConfig:
     """A whole run."""
 
     model: ModelChoice = field(default_factory=ModelChoice)
+    recipe: Literal["warm", "plain", "paper"] | None = None
+    """The defaults of all that is not given (default: warm for tiny where it can have a warm start, else plain)."""
     workers: int = option(2, may_change=True, may_differ="in a swarm")
     """Workers on this machine; under torchrun its world size counts instead."""
     ranks: str = option("1", may_change=True, may_differ="in a swarm")

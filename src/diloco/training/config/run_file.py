@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from diloco.core.options import scopes
 from diloco.data.config import DataConfig
@@ -24,7 +25,10 @@ from diloco.own_command import command
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
     MODE_DEFAULTS,
+    chosen_recipe,
     model_recipe,
+    recipe_names,
+    recipe_numbers,
     text_recipe,
 )
 from diloco.training.config.run import RunConfig, may_change
@@ -67,12 +71,62 @@ def read_run_file(path: Path) -> dict[str, Any]:
     if isinstance(raw.get("model"), str):
         raw["model"] = {"name": raw["model"]}
     values = dict(_flatten(raw))
+    _check_device(values)
     known = known_keys()
-    for key in values:
+    for key, value in values.items():
         if key not in known:
             hint = did_you_mean(key, "'{}'") or f"; `{command('train', '--print-config')}` lists all keys"
             raise ConfigError(f"run file {path}: unknown key '{key}'{hint}")
+        if (rule := _broken_type(key, value)) is not None:
+            raise ConfigError(f"run file {path}: {key} = {_shown(value)} must be {rule}")
     return values
+
+
+def _broken_type(key: str, value: object) -> str | None:
+    """What a value of a run file must be, if it is not; numbers and truth values may be written as text."""
+    choices = _types()[key]
+    if isinstance(value, str) and value.lower() == "none" and type(None) in choices:
+        return None
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): '"none"'}
+    readable = {
+        int: lambda: re.fullmatch(r"[+-]?\d+", str(value)),
+        float: lambda: _is_number(str(value)),
+        bool: lambda: str(value).lower() in ("true", "false"),
+        str: lambda: isinstance(value, str | int | float) and not isinstance(value, bool),
+    }
+    for choice in choices:
+        if (readable[choice]() if choice in readable else value == choice) and not (
+            isinstance(value, bool) and choice is not bool
+        ):
+            return None
+    named = [words.get(choice, f'"{choice}"') for choice in choices]
+    return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} or {named[-1]}"
+
+
+@cache
+def _types() -> dict[str, tuple[Any, ...]]:
+    """What the value of each dotted key may be: types, and the words of a Literal."""
+    kinds: dict[str, tuple[Any, ...]] = {}
+    for table, section in sections(RunConfig()).items():
+        hints = get_type_hints(type(section))
+        for name in own_fields(section):
+            union = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
+            kinds[dotted(table, name)] = tuple(
+                one for kind in union for one in (get_args(kind) if get_origin(kind) is Literal else (kind,))
+            )
+    return kinds
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else _token(value)
 
 
 def did_you_mean(name: str, form: str = "--{}") -> str:
@@ -82,7 +136,8 @@ def did_you_mean(name: str, form: str = "--{}") -> str:
     """
     table, _, last = name.replace("-", "_").rpartition(".")
     last = _OTHER_WORDS.get(last, last)
-    near = [key for key in known_keys() if key == f"{table}.{last}"]
+    near = [ALIASES[last]] if last in ALIASES else []
+    near = near or [key for key in known_keys() if key == f"{table}.{last}"]
     near = near or [key for key in known_keys() if key.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known_keys(), n=1, cutoff=0.7)
     if not near:
@@ -118,9 +173,48 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     notes = _check_effect(mode, engine, file, given)
     file, of_another = _without_shape_of_another(model, file)
     notes += of_another
-    recipe = ENGINE_DEFAULTS.get(engine, {}) | _recipe(model, mode, file | given)
-    merged = {key: value for key, value in (recipe | file).items() if key not in given}
+    name, not_used = _recipe_name(model, file, given)
+    notes += not_used
+    recipe = ENGINE_DEFAULTS.get(engine, {}) | _recipe(name, model, mode, file | given)
+    merged = {key: value for key, value in (recipe | file | {"recipe": name}).items() if key not in given}
     return [f"--{key}={_token(value)}" for key, value in merged.items()] + tokens[has_file:], notes
+
+
+def _recipe_name(model: str, file: Mapping[str, Any], given: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The recipe that holds; one of the run file that does not fit the command line is not used, which is a note."""
+    asked = {**file, **given}
+    try:
+        return chosen_recipe(asked.get("recipe"), model, asked)[0], []
+    except ConfigError as error:
+        if "recipe" in given or not given:
+            raise
+        return chosen_recipe(None, model, asked)[0], [f"the run file's recipe is not used: {error}"]
+
+
+def recipe_line(config: RunConfig) -> str:
+    """What a run's recipe decides, for its user: every number that holds, and those that were given instead."""
+    assert config.recipe is not None, "merge() has decided it"
+    values = config.values()
+    unused = _unused_with("mode", config.mode) | _unused_with("engine", config.engine)
+    numbers = {
+        key: value
+        for key, value in recipe_numbers(config.recipe, config.model.name, values).items()
+        if key not in unused and not (key.startswith("outer.") and config.outer.optimizer != "nesterov")
+    }
+    short = {key: alias for alias, key in ALIASES.items()}
+
+    def listed(keys: list[str]) -> str:
+        return ", ".join(f"{short.get(key, key)} {_token(values[key])}" for key in keys)
+
+    kept = listed([key for key, value in numbers.items() if values[key] == value])
+    given = listed([key for key, value in numbers.items() if values[key] != value])
+    usual, reason = chosen_recipe(None, config.model.name, values)
+    why = f" ({reason})" if reason is not None and usual == config.recipe else ""
+    others = " or ".join(name for name in recipe_names(config.model.name) if name != config.recipe)
+    return (
+        f"recipe {config.recipe}{why}: {kept or 'the DiLoCo paper'}{f'; given: {given}' if given else ''} "
+        f"(--recipe {others} for other defaults, --print-config for all options)"
+    )
 
 
 def _without_shape_of_another(model: str, file: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -182,10 +276,10 @@ def _same(text: str, value: object) -> bool:
         return False
 
 
-def _recipe(model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
+def _recipe(name: str, model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """The defaults of model and mode, without those that belong to a choice that the user made otherwise."""
     text = text_recipe(str(asked.get("data.source", DataConfig.source)))
-    recipe = text | model_recipe(model, asked) | MODE_DEFAULTS.get(mode, {})
+    recipe = text | model_recipe(name, model, asked) | MODE_DEFAULTS.get(mode, {})
     if "data.tokenizer" in asked:  # it brings its own vocabulary
         recipe.pop("data.vocab_size", None)
     if "outer.optimizer" in asked:  # the numbers are another optimizer's

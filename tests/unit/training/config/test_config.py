@@ -11,7 +11,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.training.config.recipes import RECIPES
 from diloco.training.config.run import RunConfig
-from diloco.training.config.run_file import ALIASES, known_keys, merge, sections
+from diloco.training.config.run_file import ALIASES, known_keys, merge, recipe_line, sections
 from diloco.training.config.tables import InnerConfig, TrainingConfig
 
 
@@ -70,7 +70,7 @@ def test_the_recipe_is_that_of_the_model_that_is_asked_for(tmp_path: Path, where
 
 def test_the_baseline_sends_fp32_unless_something_else_is_asked_for(tmp_path: Path) -> None:
     assert resolved("--mode", "data-parallel").sync.codec == "fp32"
-    assert resolved("--mode", "diloco", "--H", "30").sync.codec == "fp16"
+    assert resolved("--mode", "diloco", "--recipe", "plain").sync.codec == "fp16"
     assert resolved(run_file(tmp_path, 'mode = "data-parallel"')).sync.codec == "fp32"
     assert resolved("--mode", "data-parallel", "--codec", "bf16").sync.codec == "bf16"
 
@@ -101,7 +101,32 @@ def test_an_option_is_found_under_its_alias_with_dashes_or_underscores_and_none_
 
 def test_an_alias_wins_over_the_file_and_the_recipe(tmp_path: Path) -> None:
     file = run_file(tmp_path, '[sync]\ncodec = "bf16"\nnum_inner_steps = 9\n')
-    assert resolved(file, "--codec", "int8", "--H", "5").sync == SyncConfig(codec="int8", num_inner_steps=5)
+    given = resolved(file, "--codec", "int8", "--H", "5").sync
+    assert (given.codec, given.num_inner_steps) == ("int8", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[sync]\nH = 5", ["unknown key 'sync.H'", "did you mean 'sync.num_inner_steps'"]),
+        ("H = 5", ["unknown key 'H'", "did you mean 'sync.num_inner_steps'"]),
+        ('codec = "int8"', ["did you mean 'sync.codec'"]),
+        ('steps = "many"', ['steps = "many" must be a whole number']),
+        ("steps = 2.5", ["steps = 2.5 must be a whole number"]),
+        ("workers = true", ["workers = true must be a whole number"]),
+        ('[outer]\nlr = "fast"', ['outer.lr = "fast" must be a number or "none"']),
+        ('[compute]\ncompile = "maybe"', ['compute.compile = "maybe" must be true or false or "none"']),
+        ('mode = "federated"', ['mode = "federated" must be "diloco" or "data-parallel"']),
+        ('sinks = ["wandb"]', ["sinks", 'must be text or "none"']),
+    ],
+)
+def test_a_run_files_wrong_key_or_type_is_refused_with_the_files_name_and_what_is_right(
+    text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_file(tmp_path, text)
+    message = complaint(capsys, file)
+    assert message.startswith(f"error: run file {file}: ")
+    assert all(part in message for part in parts), message
 
 
 def test_every_alias_names_an_option_that_exists() -> None:
@@ -363,23 +388,72 @@ def test_train_without_any_option_is_the_recipe_of_the_small_model() -> None:
     assert notes == []
 
 
-def test_the_small_model_begins_with_a_warm_start_unless_something_is_asked_for_that_decides_it() -> None:
-    def value(key: str, *tokens: str) -> object:
-        return resolved(*tokens).values()[key]
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--H=15", "sync.num_inner_steps"),
+        ("--H=30", "sync.num_inner_steps"),
+        ("--codec=fp16", "sync.codec"),
+        ("--sync.warm_start=0", "sync.warm_start"),
+        ("--outer.momentum=0.9", "outer.momentum"),
+        ("--outer.lr=0.5", "outer.lr"),
+        ("--sync.fragments=2", "sync.fragments"),
+    ],
+)
+def test_an_option_changes_what_it_names_and_nothing_else(option: str, key: str, tmp_path: Path) -> None:
+    default, given = resolved().values(), resolved(option).values()
+    assert {name for name in default if default[name] != given[name]} <= {key}
+    assert str(given[key]) == option.partition("=")[2]
+    table, _, name = key.rpartition(".")
+    value = option.partition("=")[2]
+    file = run_file(tmp_path, f"[{table}]\n{name} = {value if value[0].isdigit() else repr(value)}\n")
+    assert resolved(file).values() == given, "a run file is no different"
 
-    assert value("sync.warm_start") == 200
-    assert value("sync.warm_start", "--steps=2000", "--codec=fp16") == 500
-    assert value("sync.codec", "--codec=fp16") == "fp16"
-    for tokens in (
-        ["--H=30"],
-        ["--outer.momentum=0.9"],
-        ["--engine=swarm"],
-        ["--mode=data-parallel"],
-        ["--ranks=2"],
-        ["--compute.precision=fp16"],
-        ["--model=60m"],
-    ):
-        assert value("sync.warm_start", *tokens) == 0
+
+def test_a_recipe_has_a_name_and_says_what_it_decides() -> None:
+    def recipe(*tokens: str) -> tuple[object, ...]:
+        values = resolved(*tokens).values()
+        names = ("recipe", "sync.warm_start", "sync.num_inner_steps", "sync.codec", "outer.momentum")
+        return tuple(values[name] for name in names)
+
+    assert recipe() == recipe("--recipe=warm") == ("warm", 200, 15, "int4", 0.8)
+    assert recipe("--steps=2000") == ("warm", 500, 15, "int4", 0.8)
+    assert recipe("--recipe=plain") == ("plain", 0, 30, "fp16", 0.5)
+    assert recipe("--recipe", "paper") == ("paper", 0, 500, "fp16", None)
+    assert recipe("--recipe=warm", "--engine=swarm")[:2] == ("warm", 200)
+    line = recipe_line(resolved("--H=30"))
+    assert line.startswith("recipe warm: ") and "; given: H 30 (--recipe plain or paper" in line
+    assert (
+        "sync.warm_start 200" in line and "codec int4" in line and "outer.momentum 0.8" in line and "H 15" not in line
+    )
+    assert recipe_line(resolved("--recipe=paper")).startswith("recipe paper: the DiLoCo paper (")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["--engine=swarm"], "in a swarm the others would wait"),
+        (["--mode=data-parallel"], "mode = data-parallel averages at every step"),
+        (["--ranks=2"], "ranks = 2 has no warm start"),
+        (["--compute.precision=fp16"], "compute.precision = fp16 has no warm start"),
+        (["--sync.asynchronous=true"], "sync.asynchronous has no warm start"),
+    ],
+)
+def test_where_a_warm_start_is_impossible_the_recipe_is_another_and_says_why(tokens: list[str], reason: str) -> None:
+    config = resolved(*tokens)
+    assert config.recipe == "plain" and config.sync.warm_start == 0
+    assert recipe_line(config).startswith(f"recipe plain ({reason}")
+
+
+def test_a_recipe_that_does_not_fit_is_refused_or_if_a_run_file_has_it_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "must be one of warm, plain, paper" in complaint(capsys, "--recipe=hot")
+    assert "numbers of the model tiny, and model = 60m" in complaint(capsys, "--recipe=warm", "--model=60m")
+    assert "no effect in mode 'data-parallel'" in complaint(capsys, "--recipe=warm", "--mode=data-parallel")
+    file = run_file(tmp_path, 'recipe = "warm"')
+    tokens, notes = merge([str(file), "--model=60m"])
+    assert "--recipe=plain" in tokens and "the run file's recipe is not used" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.core.config import OuterConfig
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
@@ -47,9 +48,12 @@ def test_what_is_asked_for_wins_over_the_model(folder: Path) -> None:
     assert (given["data.tokenizer"], given["data.sequence_length"], given["inner.lr"]) == ("mine.json", "9", "1")
 
 
-def test_numbers_of_another_outer_optimizer_replace_plain_averaging(folder: Path) -> None:
-    assert options(f"--model={folder}", "--outer.lr=0.9")["outer.optimizer"] == "sgd"
-    assert "outer.optimizer" not in options(f"--model={folder}", "--outer.momentum=0.5")
+def test_a_number_of_another_outer_optimizer_does_not_choose_it(folder: Path) -> None:
+    for given in ("--outer.lr=0.9", "--outer.momentum=0.5"):
+        assert options(f"--model={folder}", given)["outer.optimizer"] == "sgd"
+    with pytest.raises(ConfigError, match=r"no effect on the outer optimizer 'sgd'.*--outer.optimizer"):
+        OuterConfig(optimizer="sgd", momentum=0.5)
+    assert "outer.optimizer" not in options(f"--model={folder}", "--recipe=paper")
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_else() -> None:
