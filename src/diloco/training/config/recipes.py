@@ -72,6 +72,8 @@ def _is_python(source: str) -> bool:
     path = Path(source).expanduser()
     if source == "stdlib" or path.suffix == ".py":
         return True
+    if "\0" in source:  # no file can have such a name
+        return False
     hidden = re.compile(r"/(\.|__pycache__)")
     files = [
         name
