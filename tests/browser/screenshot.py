@@ -30,7 +30,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _SHARED = ["--steps=400", "--training.batch_size=4", "--training.log_interval=4", "--training.eval_interval=40"]
 _ENDED = {
     "data-parallel": ["--mode=data-parallel", "--workers=2"],
-    "H20-int8": ["--workers=2", "--H=20", "--codec=int8"],
+    "H20-int8": ["--workers=2", "--recipe=plain", "--H=20", "--codec=int8"],
 }
 _SWARM = "swarm"
 _KILLED_AT = 120

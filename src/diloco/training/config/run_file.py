@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -88,7 +88,7 @@ def _broken_type(key: str, value: object) -> str | None:
     if isinstance(value, str) and value.lower() == "none" and type(None) in choices:
         return None
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): '"none"'}
-    readable = {
+    readable: dict[Any, Callable[[], object]] = {
         int: lambda: re.fullmatch(r"[+-]?\d+", str(value)),
         float: lambda: _is_number(str(value)),
         bool: lambda: str(value).lower() in ("true", "false"),
