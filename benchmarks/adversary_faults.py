@@ -37,10 +37,10 @@ def twice(swarm: Swarm) -> list[Member]:
 
 
 def founder_gone(swarm: Swarm) -> list[Member]:
-    """The founder is killed; a new member joins by another one's invitation."""
+    """The founder is killed; a new member joins at another one's addresses."""
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
+    word = swarm.invitation(at=1)
     swarm.members[0].kill()
-    word = (swarm.members[1].folder / "swarm" / "invitation.txt").read_text()
     swarm.join("late", word)
     return swarm.members[1:]
 
@@ -66,7 +66,7 @@ def slow_line(swarm: Swarm) -> list[Member]:
 def cut(swarm: Swarm) -> list[Member]:
     """Two members are cut off until a new one has joined on each side, and for three times `lost_seconds` more."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
-    words = [(swarm.members[index].folder / "swarm" / "invitation.txt").read_text() for index in (1, 4)]
+    words = [swarm.invitation(at=index) for index in (1, 4)]
     _cut(swarm, [0, 1, 2], [3, 4])
     joiners = [swarm.join("joiner-0", words[0])]
     _deafen(swarm, 5, [3, 4])

@@ -132,13 +132,12 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
         net = stack.enter_context(internet()) if row.lines else None
         swarm = stack.enter_context(Swarm(folder, size, cache, environment={"ATTACK_PORT": str(port)}, net=net))
         swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late or row.early else 5)
-        word = swarm.invitation()
         for number in (1, 2, 3)[: 2 if row.late else 3]:
-            swarm.join(f"honest-{number}", word)
-        swarm.join("fifth", word, "" if row.leads else row.attack)
+            swarm.join(f"honest-{number}")
+        swarm.join("fifth", attack="" if row.leads else row.attack)
         if row.late:
             swarm.wait_for_round(size.attack_from, swarm.members[0])
-            swarm.join("late", word)
+            swarm.join("late")
         problem, good = "", [member for member in swarm.members if not member.bad]
         try:
             good = good if row.fault is None else row.fault(swarm)

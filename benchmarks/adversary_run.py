@@ -1,7 +1,6 @@
 """Runs of benchmarks/adversary_real.py: members by the real commands, on this machine, and what their logs say."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
+from diloco.engines.swarm.trust import run_owner
 from diloco.training.records.events import Event, read_events
 from support.swarm.networks import Internet
 from support.swarm.processes import descendants
@@ -147,7 +147,12 @@ class Swarm:
         return self._start("founder", ["train", *given], attack)
 
     def join(self, name: str, word: str = "", attack: str = "") -> Member:
-        return self._start(name, ["join", word or self.invitation(), f"--data.cache_dir={self.cache}"], attack)
+        return self._start(name, ["join", f"@{self._word(name, word)}", f"--data.cache_dir={self.cache}"], attack)
+
+    def _word(self, name: str, word: str) -> Path:
+        path = self.folder / f"{name}.word"
+        path.write_text(word or self.invitation())
+        return path
 
     def resume(self, name: str, original: Member) -> Member:
         """A second process with the identity of a member, from a copy of its run folder."""
@@ -170,9 +175,11 @@ class Swarm:
         self.places.append(self.net.public(name))
         return partial(self.net.inside, name)
 
-    def invitation(self) -> str:
-        self.wait(lambda: _invitations(self.members[0]))
-        return _invitations(self.members[0])[0]
+    def invitation(self, at: int = 0) -> str:
+        """A new one of the founder's, with the addresses that the member `at` knows."""
+        self.wait(lambda: _has_begun(self.members[0]))
+        new = run_owner.new_invitations(self.members[0].folder / "swarm", 1.0, time.time())[0]
+        return run_owner.renewed(self.members[at].folder / "swarm", new).text()
 
     def wait(self, happened: Callable[[], Any], seconds: float = LONGEST_SECONDS) -> None:
         end = time.monotonic() + seconds
@@ -185,8 +192,8 @@ class Swarm:
         self.wait(lambda: of.ended >= sequence or of.code is not None)
 
 
-def _invitations(member: Member) -> list[str]:
-    return re.findall(r"diloco join (\w+)", member.output)
+def _has_begun(member: Member) -> bool:
+    return "the swarm starts here" in member.output
 
 
 @dataclass(frozen=True)

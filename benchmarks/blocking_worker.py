@@ -155,7 +155,7 @@ def torchft(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[
 
 def _swarm_engine(task: Task) -> Any:
     from diloco.engines.swarm.engine import SwarmEngine
-    from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+    from diloco.engines.swarm.run_files import invitation_file, write_private
     from diloco.engines.swarm.settings import Settings
     from diloco.engines.swarm.trust.invitation import invite
     from diloco.engines.swarm.trust.run_key import RunKey
@@ -164,10 +164,10 @@ def _swarm_engine(task: Task) -> Any:
     folder = Path(task.folder) / f"machine-{task.rank}" / "swarm"
     if task.rank == 0:
         key = RunKey.create()
-        write_private(folder / INVITATION_FILE, invite(key, [], 3600.0, time.time()).text())
+        write_private(folder / invitation_file(), invite(key, [], 3600.0, time.time()).text())
     else:
         until(lambda: shared.exists())
-        write_private(folder / INVITATION_FILE, shared.read_text())
+        write_private(folder / invitation_file(), shared.read_text())
     host = ADDRESSES[task.rank]
     engine = SwarmEngine(Settings(str(folder), "worker-0", founder=task.rank == 0, host=host, patience=1000.0))
     if task.rank == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -75,7 +75,7 @@ def work(given: dict[str, Any]) -> None:
 class Worker:
     def __init__(self, net: Internet, where: str, folder: Path, key: RunKey, addresses: list[str], **more: Any) -> None:
         swarm = folder / where / "swarm"
-        write_private(swarm / INVITATION_FILE, invite(key, addresses, 3600.0, time.time()).text())
+        write_private(swarm / invitation_file(), invite(key, addresses, 3600.0, time.time()).text())
         settings = asdict(Settings(str(swarm), "worker-0", founder=not addresses, port=4000))
         command = [sys.executable, __file__, "--worker", json.dumps({"settings": settings, **more})]
         self.process = subprocess.Popen(

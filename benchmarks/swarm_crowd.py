@@ -14,7 +14,7 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -41,7 +41,7 @@ def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
     def start(index: int) -> None:
         machine = folder / f"machine-{index}" / "swarm"
         known = [one.addresses[0] for one in engines[0].status().members if one.live] if engines else []
-        write_private(machine / INVITATION_FILE, invite(key, known[:4], 3600.0, time.time()).text())
+        write_private(machine / invitation_file(), invite(key, known[:4], 3600.0, time.time()).text())
         engine = SwarmEngine(Settings(str(machine), "worker-0", founder=index == 0, host="127.0.0.1"))
         engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
         engine.fetch_state()

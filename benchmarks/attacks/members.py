@@ -16,7 +16,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.membership.processes import addressed
-from diloco.engines.swarm.run_files import INVITATION_FILE
+from diloco.engines.swarm.run_files import invitation_file
 from diloco.engines.swarm.trust.invitation import Invitation
 
 _INVENTED = 10_000
@@ -41,7 +41,7 @@ def invented_members() -> None:
 
     async def tell() -> None:
         own = node()
-        invitation = Invitation.parse(own.settings.path(INVITATION_FILE).read_text(), None)
+        invitation = Invitation.parse(own.settings.path(invitation_file()).read_text(), None)
         port, invented = os.environ["ATTACK_PORT"], list[messages.RosterEntry]()
         while not has_begun():
             await asyncio.sleep(0.2)

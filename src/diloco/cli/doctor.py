@@ -1,6 +1,7 @@
-"""`diloco doctor [INVITATION]`: can this machine be in a swarm, and how well?"""
+"""`diloco doctor [-]`: can this machine be in a swarm, and how well?"""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,12 +31,12 @@ def doctor(
     With an invitation also whether the swarm's workers can be reached, whether
     they can reach this machine, clocks, relays, latency and bandwidth.
     A check that finds a problem says what to do; exit code 1 if one failed.
-    Example:  diloco doctor INVITATION --port 4000
+    Example:  diloco doctor - --port 4000
 
     Parameters
     ----------
     invitation
-        As `diloco invite RUN` prints it.
+        `-` (standard input), `@FILE`, or the word; DILOCO_INVITATION if it is left out and set.
     host
         The address that a worker would listen at; all if left out.
     port
@@ -72,9 +73,12 @@ async def _findings(
     yield port_found
     daemon = await network_checks.check_daemon()
     yield daemon
-    if invitation is None or "failed" in (daemon.state, port_found.state):
+    from diloco.engines.swarm.trust.invitation import VARIABLE
+
+    given = [] if invitation is None else [invitation]
+    if not (given or os.environ.get(VARIABLE)) or "failed" in (daemon.state, port_found.state):
         return
-    finding, parsed = swarm_checks.check_invitation(invitation)
+    finding, parsed = swarm_checks.check_invitation(given)
     yield finding
     if parsed is not None:
         async for finding in swarm_checks.check_swarm(parsed, config):

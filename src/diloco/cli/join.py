@@ -1,9 +1,10 @@
-"""`diloco join INVITATION`: the command line of training/processes/join.py."""
+"""`diloco join -`: the command line of training/processes/join.py."""
 
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from diloco.cli.config_parser import parse_config
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.run_display import RunDisplay, print_end
-from diloco.cli.runs.ended_run import folder_of, summary_of
+from diloco.cli.runs.ended_run import folder_of, folder_with, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, Excluded, RendezvousError, RunComplete
 from diloco.own_command import command
@@ -22,15 +23,23 @@ from diloco.training.config.run_file import did_you_mean, known_keys, options
 from diloco.training.processes.join import describe_run, join_run
 from diloco.training.processes.swarm_run import SWARM_TEXT
 from diloco.training.records.run_description import RunDescription
+from diloco.training.records.run_folder import resume_command
+
+if TYPE_CHECKING:
+    from diloco.engines.swarm.trust.invitation import Invitation
 
 _HELP = """\
-[bold]diloco join[/] INVITATION \\[OPTIONS]
+[bold]diloco join[/] - | @FILE \\[OPTIONS]
 
 Join a run that was begun with `diloco train --engine swarm`, at any time. The
-configuration, the tokenizer, a share of the text and the state of training come
-from the others; only what concerns this machine is decided here:
+invitation is read from standard input (-), from a file (@FILE), or without
+either from the variable DILOCO_INVITATION; an argument could be read by other
+users of this machine. Each worker needs an invitation of its own: several words
+in the file are as many workers.
 
-  --workers N           workers on this machine (default 1)
+The configuration, the tokenizer, a share of the text and the state of training
+come from the others; only what concerns this machine is decided here:
+
   --device D            auto (default), cpu, cuda
   --threads N           CPU threads of each worker
   --out RUNDIR          the run folder (default runs/<date>-<model>)
@@ -46,12 +55,10 @@ from the others; only what concerns this machine is decided here:
 and --compute.*, --checkpoint.*, --data.cache_dir, --training.accumulation. Ctrl-C
 leaves; the others train on. To come back: diloco train --resume RUNDIR.
 
-Example:  diloco join diloco2... --workers 2 --device cuda"""
+Example:  diloco join @invitations.txt --device cuda"""
 
 
 def join(
-    invitation: str = "",
-    /,
     *given: Annotated[str, Parameter(allow_leading_hyphen=True)],
     help_join: Annotated[bool, Parameter(name="--help-join")] = False,
 ) -> None:
@@ -61,12 +68,14 @@ def join(
         console.print(_HELP, highlight=False)
         return
     check_swarm()
-    asked, given = estimate_options(given)
-    tokens = check_own_options(given)
-    from diloco.engines.swarm.trust.invitation import Invitation
+    sources = list(takewhile(lambda token: not token.startswith("--"), given))
+    asked, rest = estimate_options(given[len(sources) :])
+    tokens = check_own_options(rest)
+    from diloco.engines.swarm.trust.invitation import is_word, read_invitations
 
     def configure(description: RunDescription) -> RunConfig:
-        config = joined_config(description, tokens)
+        config = joined_config(description, tokens, len(invitations))
+        check_seats(config.workers, len(invitations))
         check_installed(config.sink_names)
         return config
 
@@ -74,22 +83,26 @@ def join(
         _print_swarm(console, config, members)
         return RunDisplay(console, config)
 
-    parsed = Invitation.parse(invitation, time.time())
+    invitations = read_invitations(sources, time.time())
+    if any(map(is_word, sources)):
+        shown = "note: other users of this machine can read an argument: give the invitation with - or @FILE"
+        Console(stderr=True).print(Text(shown, style="yellow"), soft_wrap=True)
+    _check_unused(invitations)
     if "estimate" in asked:
         from diloco.cli.estimate import print_estimate
 
-        config, vocab_size, members = describe_run(parsed, configure)
+        config, vocab_size, members = describe_run(invitations[0], configure)
         bandwidth, as_json = asked.get("bandwidth"), "json" in asked
         print_estimate(console, config, bandwidth=bandwidth, as_json=as_json, vocab_size=vocab_size, members=members)
         return
     try:
-        ended = join_run(parsed, configure, observe)
+        ended = join_run(invitations, configure, observe)
     except RunComplete as complete:
         console.print(Text(str(complete)), soft_wrap=True)
     except Excluded:
         raise
     except RendezvousError as error:
-        _print_known_end(console, folder_of(parsed), error)
+        _print_known_end(console, folder_of(invitations[0]), error)
     else:
         print_end(console, ended)
 
@@ -136,14 +149,41 @@ def check_own_options(given: Sequence[str]) -> list[str]:
     return tokens
 
 
-def joined_config(description: RunDescription, tokens: list[str]) -> RunConfig:
-    """The swarm's options and this machine's in one configuration, validated like a run file's."""
+def check_seats(workers: int, invitations: int) -> None:
+    """ConfigError unless each worker has an invitation."""
+    if workers != invitations:
+        have = "1 invitation is" if invitations == 1 else f"{invitations} invitations are"
+        raise ConfigError(
+            f"--workers {workers}, and {have} given: each worker needs its own. `{command('invite', 'RUN')} --seats "
+            f"{workers}`, on the machine where the run began, prints {workers}; give them all, in a file, say: "
+            f"`{command('join', '@FILE')}`"
+        )
+
+
+def _check_unused(invitations: "list[Invitation]") -> None:
+    """ConfigError if a run folder of this machine has one of them: its worker has the seat."""
+    for invitation in invitations:
+        folder = folder_with(invitation)
+        summary = summary_of(folder)
+        if folder is not None and (summary is None or summary["status"] != "complete"):
+            raise ConfigError(
+                f"the invitation {invitation.id} was used here, by {folder}: continue there "
+                f"({resume_command(folder)}), or ask for another one ({command('invite', 'RUN')}): each is for one "
+                "worker"
+            )
+
+
+def joined_config(description: RunDescription, tokens: list[str], workers: int = 1) -> RunConfig:
+    """The swarm's options and this machine's in one configuration, validated like a run file's.
+
+    `workers`: the default of this machine, the number of its invitations.
+    """
     given = options(tokens)[1]
     if description.model is None and "model.name" not in given:
         raise ConfigError("this run is of a model that is not a preset: name the same model here, with --model")
     if description.model is not None and given.get("model.name", description.model) != description.model:
         raise ConfigError(f"--model {given['model.name']}: this run is of the model {description.model}; leave it out")
-    default = {"workers": "1", "data.source": SWARM_TEXT}
+    default = {"workers": str(workers), "data.source": SWARM_TEXT}
     if description.model is not None:
         default["model.name"] = description.model
     defaults = [f"--{key}={value}" for key, value in default.items() if key not in given]

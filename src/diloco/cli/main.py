@@ -75,8 +75,8 @@ app.command(
 app.command(
     "diloco.cli.invite:invite",
     name="invite",
-    help="Print an invitation to a swarm's run.",
-    help_epilogue="Example:  diloco invite runs/mine --days 7",
+    help="Print invitations to a swarm's run, each for one worker.",
+    help_epilogue="Example:  diloco invite runs/mine --seats 4 --days 7",
 )
 app.command(
     "diloco.cli.invite:revoke",
@@ -88,7 +88,7 @@ app.command(
     "diloco.cli.doctor:doctor",
     name="doctor",
     help="Check whether this machine can be in a swarm, and how well.",
-    help_epilogue="Example:  diloco doctor INVITATION --port 4000",
+    help_epilogue="Example:  diloco doctor - --port 4000",
 )
 data = App(
     name="data",
@@ -159,7 +159,7 @@ def run(tokens: list[str]) -> int:
     try:
         if tokens[:1] == ["train"]:
             tokens = _train_tokens(tokens[1:], console)
-        elif tokens[:1] == ["join"] and ({"--help", "-h"} & set(tokens) or len(tokens) == 1):
+        elif tokens[:1] == ["join"] and {"--help", "-h"} & set(tokens):
             tokens = ["join", "--help-join"]
         elif tokens[:2] in (["data", "prepare"], ["data", "tokenizer"]):
             tokens = _data_tokens(tokens[1], tokens[2:], console)

@@ -24,13 +24,14 @@ MEASURED = ("--training.eval_interval=10",)
 
 def invitation(run: Run) -> str:
     found: list[str] = []
-    run.wait_until(lambda: found.extend(re.findall(r"diloco join (\w+)", run.output)) or found, "an invitation")
+    run.wait_until(lambda: found.extend(re.findall(r"diloco2\w+", run.output)) or found, "an invitation")
     return found[0]
 
 
 def join(folder: Path, word: str, *options: str) -> Run:
     here = (f"--out={folder}", f"--data.cache_dir={folder.parent / 'other-cache'}", "--device=cpu", "--threads=1")
-    return Run(folder, ["join", word, *here, "--host=127.0.0.1", *options])
+    (folder.parent / f"{folder.name}.word").write_text(word)
+    return Run(folder, ["join", f"@{folder.parent / folder.name}.word", *here, "--host=127.0.0.1", *options])
 
 
 def contributors(run: Run) -> list[list[int]]:

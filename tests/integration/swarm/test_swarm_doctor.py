@@ -19,7 +19,7 @@ from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Snapshot
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
@@ -42,7 +42,7 @@ class Idle:
 
 async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) -> None:
     invitation = invite(KEY, [], 3600, time.time())
-    write_private(folder / INVITATION_FILE, invitation.text())
+    write_private(folder / invitation_file(), invitation.text())
     network = ListenConfig(host="127.0.0.1")
     transport = await P2pdTransport.create(folder / "worker-0.key", protocol_of(KEY.run_id), network)
     permissions = Permissions(KEY.public, transport.peer, invitation.credential(transport.peer), 3)

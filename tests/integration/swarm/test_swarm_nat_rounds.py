@@ -17,7 +17,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -39,7 +39,7 @@ def worker(
     net: Internet, where: str, folder: Path, key: RunKey, addresses: list[str], *, relayed: bool, **settings: Any
 ) -> Iterator["subprocess.Popen[str]"]:
     swarm = folder / where / "swarm"
-    write_private(swarm / INVITATION_FILE, invite(key, addresses, 3600.0, time.time()).text())
+    write_private(swarm / invitation_file(), invite(key, addresses, 3600.0, time.time()).text())
     given = asdict(Settings(str(swarm), "worker-0", patience=1000.0, lost_seconds=100.0, **settings))
     line = json.dumps({"settings": given, "workers": 3, "rounds": 2, "numel": NUMEL, "relayed": relayed})
     process = subprocess.Popen(

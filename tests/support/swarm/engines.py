@@ -22,7 +22,7 @@ from diloco.engines.base import Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.node.status import MemberStatus
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -49,7 +49,7 @@ class LoopbackSwarm:
 
     def _start(self, machine: int) -> SwarmEngine:
         folder = self.folder / f"machine-{machine}" / "swarm"
-        write_private(folder / INVITATION_FILE, invite(self._key, self._addresses(), 3600.0, time.time()).text())
+        write_private(folder / invitation_file(), invite(self._key, self._addresses(), 3600.0, time.time()).text())
         return SwarmEngine(Settings(str(folder), "worker-0", founder=machine == 0, **self._settings))
 
     def _addresses(self) -> list[str]:

@@ -21,7 +21,7 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.snapshots import read, write
@@ -158,7 +158,7 @@ class MemorySwarm:
         folder = Path(again) if again is not None else self.folder / f"machine-{index}-{name[-1]}"
         invitation = self.invitation()
         if again is None:
-            write_private(folder / INVITATION_FILE, invitation.text())
+            write_private(folder / invitation_file(), invitation.text())
             save_seed(folder / "worker-0.key", SEEDS[name])
         options: dict[str, Any] = {"lost_seconds": 1.0, "beat_seconds": 0.2, **self.settings, **more}
         settings = Settings(str(folder), "worker-0", **{"founder": index == 0, **options})

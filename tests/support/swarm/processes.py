@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
@@ -154,7 +154,7 @@ class Workers:
         machine = self.folder / name
         swarm = machine / "swarm"
         text = invite(self.key, self.addresses()[-4:], _DAY_SECONDS, time.time()).text()
-        write_private(swarm / INVITATION_FILE, text)
+        write_private(swarm / invitation_file(), text)
         namespace = None
         if self.net is not None:
             self._hosts[name] = self._hosts.get(name) or self.net.public(name)

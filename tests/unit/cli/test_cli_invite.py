@@ -17,6 +17,7 @@ from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.run_owner import choose_addresses, own_invitation, refresh_invitation
+from diloco.errors import ConfigError
 
 OWN = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
 BOB = "12D3KooWEVzzbXEuipGCBomRsHiLcoXP8rQAV44azxHrqxM9Ch26"
@@ -33,6 +34,7 @@ class Founded:
     path: Path
     key: RunKey
     first: Invitation
+    bobs: Invitation
 
     @property
     def swarm(self) -> Path:
@@ -46,7 +48,8 @@ class Founded:
 
     def seen_by(self, peer: str) -> Permissions:
         """The node of a peer, after it has read the file."""
-        node = Permissions(self.key.public, peer, self.first.credential(peer))
+        own = invite(self.key, [], HOUR, time.time())
+        node = Permissions(self.key.public, peer, own.credential(peer))
         node.load_revocations(self.swarm / REVOCATIONS_FILE)
         return node
 
@@ -55,15 +58,15 @@ class Founded:
 def founded(tmp_path: Path) -> Founded:
     key = RunKey.create()
     first = invite(key, [at("198.51.100.1", OWN)], HOUR, time.time())
-    made = Founded(tmp_path / "run", key, first)
+    made = Founded(tmp_path / "run", key, first, invite(key, [], HOUR, time.time()))
     key.save(made.swarm / "run.key")
-    write_private(made.swarm / "invitation.txt", first.text() + "\n")
+    write_private(made.swarm / "worker-0.invitation", first.text() + "\n")
     made.met(
         KnownPeer(
             OWN, 0, (at("127.0.0.1", OWN), at("192.168.1.5", OWN), at("8.8.8.8", OWN)), first.id, 3.0, "worker-0"
         ),
-        KnownPeer(BOB, 1, (at("9.9.9.9", BOB),), first.id, 2.0),
-        KnownPeer(EVE, 2, (at("10.1.1.1", EVE),), first.id, 1.0),
+        KnownPeer(BOB, 1, (at("9.9.9.9", BOB),), made.bobs.id, 2.0),
+        KnownPeer(EVE, 2, (at("10.1.1.1", EVE),), None, 1.0),
     )
     return made
 
@@ -91,9 +94,18 @@ def test_where_the_run_began_every_invitation_is_new(capsys: pytest.CaptureFixtu
     assert made.run_id == founded.key.run_id and made.id != founded.first.id
     assert abs(made.expires - time.time() - 7 * 24 * HOUR) < 60
     assert made.addresses == (at("8.8.8.8", OWN), at("192.168.1.5", OWN), at("9.9.9.9", BOB), at("10.1.1.1", EVE))
-    assert made.until in err and "a new invitation" in err and "no worker of this run is running here" in err
-    again, _ = succeeds(capsys, "invite", str(founded.path), "--fresh")
+    assert (
+        made.until in err and "an invitation for one worker" in err and "no worker of this run is running here" in err
+    )
+    again, _ = succeeds(capsys, "invite", str(founded.path))
     assert Invitation.parse(again, time.time()).id not in (made.id, founded.first.id)
+
+
+def test_several_seats_are_as_many_invitations_one_a_line(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
+    out, err = succeeds(capsys, "invite", str(founded.path), "--seats", "3")
+    ids = {Invitation.parse(line, time.time()).id for line in out.splitlines()}
+    assert len(ids) == out.count("\n") == 3 and "3 invitations, each for one worker" in err
+    assert "must be from 1 to 1023" in refused(capsys, "invite", str(founded.path), "--seats", "0")
 
 
 def test_it_says_how_to_join_a_run_of_diloco_train_and_one_of_an_own_loop(
@@ -101,36 +113,35 @@ def test_it_says_how_to_join_a_run_of_diloco_train_and_one_of_an_own_loop(
 ) -> None:
     assert "join_swarm(FOLDER" in succeeds(capsys, "invite", str(founded.path))[1]
     (founded.swarm / "run.json").write_text("{}")
-    assert "join INVITATION" in succeeds(capsys, "invite", str(founded.path))[1]
+    assert "join -, and paste it" in succeeds(capsys, "invite", str(founded.path))[1]
 
 
-def test_elsewhere_it_is_the_machines_own_with_fresh_addresses(
-    capsys: pytest.CaptureFixture[str], founded: Founded
+def test_elsewhere_no_invitation_is_made_and_one_that_was_given_away_gets_fresh_addresses(
+    capsys: pytest.CaptureFixture[str], founded: Founded, tmp_path: Path
 ) -> None:
     founded.without_key()
-    out, err = succeeds(capsys, "invite", str(founded.path))
+    for option in ([], ["--days=3"], ["--seats=2"]):
+        told = refused(capsys, "invite", str(founded.path), *option)
+        assert "only the machine where the run began makes invitations" in told and "--renew" in told
+    given_away = invite(founded.key, [at("198.51.100.9", OWN)], HOUR, time.time())
+    (tmp_path / "word").write_text(given_away.text())
+    out, err = succeeds(capsys, "invite", str(founded.path), "--renew", f"@{tmp_path / 'word'}")
     made = Invitation.parse(out, time.time())
-    assert made.id == founded.first.id and made.expires == founded.first.expires
-    assert made.addresses[0] == at("8.8.8.8", OWN)
-    assert "that this machine came with" in err
+    assert made.id == given_away.id and made.expires == given_away.expires
+    assert made.addresses[0] == at("8.8.8.8", OWN) and "the addresses known now" in err
+    of_another = invite(RunKey.create(), [], HOUR, time.time()).text()
+    assert "is to the run" in refused(capsys, "invite", str(founded.path), "--renew", of_another)
+    assert "leave --seats" in refused(capsys, "invite", str(founded.path), "--renew", of_another, "--seats=2")
 
 
-@pytest.mark.parametrize("option", ["--days=3", "--fresh"])
-def test_a_new_one_cannot_be_made_elsewhere(capsys: pytest.CaptureFixture[str], founded: Founded, option: str) -> None:
-    founded.without_key()
-    assert "only the machine where the run began" in refused(capsys, "invite", str(founded.path), option)
-
-
-def test_an_expired_or_revoked_invitation_is_not_printed_again(
+def test_the_own_invitation_of_a_revoked_machine_is_of_no_use(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
     succeeds(capsys, "revoke", str(founded.path), "1")
-    write_private(founded.swarm / "invitation.txt", founded.first.text())  # as another machine has it
+    write_private(founded.swarm / "worker-0.invitation", founded.bobs.text())  # as the other machine has it
     founded.without_key()
-    assert "was revoked" in refused(capsys, "invite", str(founded.path))
-    old = invite(founded.key, [], 60, time.time() - HOUR)
-    write_private(founded.swarm / "invitation.txt", old.text())
-    assert "expired at" in refused(capsys, "invite", str(founded.path))
+    with pytest.raises(ConfigError, match="was revoked"):
+        own_invitation(founded.swarm, time.time())
 
 
 def test_without_known_peers_the_addresses_are_those_of_its_own_invitation(
@@ -139,7 +150,7 @@ def test_without_known_peers_the_addresses_are_those_of_its_own_invitation(
     (founded.swarm / "peers.json").unlink()
     out, _ = succeeds(capsys, "invite", str(founded.path))
     assert Invitation.parse(out, time.time()).addresses == founded.first.addresses
-    write_private(founded.swarm / "invitation.txt", founded.first.with_addresses([]).text())
+    write_private(founded.swarm / "worker-0.invitation", founded.first.with_addresses([]).text())
     assert "start a worker first" in refused(capsys, "invite", str(founded.path))
 
 
@@ -218,7 +229,7 @@ def test_the_invitation_in_the_run_folder_follows_the_members_and_forgets_no_add
     """So that a copy of it, and the next start, find the run when the machine where it began is gone."""
 
     def saved() -> Invitation:
-        return Invitation.parse((founded.swarm / "invitation.txt").read_text(), time.time())
+        return Invitation.parse((founded.swarm / "worker-0.invitation").read_text(), time.time())
 
     now, before = time.time(), saved()
     others = {BOB: "198.51.100.2", EVE: "198.51.100.3"}
@@ -231,56 +242,39 @@ def test_the_invitation_in_the_run_folder_follows_the_members_and_forgets_no_add
 # revoke
 
 
-def test_this_machines_own_workers_stay_though_the_list_of_peers_has_lost_them(
+def test_this_machines_own_worker_is_not_revoked_though_the_list_of_peers_has_lost_it(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
     own = identity.load_or_create(founded.swarm / "worker-1.key")
-    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert "the 3 other peers that came with it stay" in err
-    founded.seen_by(own).check(own)
     assert "own worker-1: stop it" in refused(capsys, "revoke", str(founded.path), own)
 
 
-def test_a_revoked_peer_is_out_for_all_and_the_others_of_its_invitation_stay(
+def test_a_revoked_peer_is_out_for_all_and_so_is_its_invitation(
     capsys: pytest.CaptureFixture[str], founded: Founded
 ) -> None:
     _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert f"{BOB} is revoked" in err and f"invitation {founded.first.id}" in err and "the 2 other peers" in err
+    assert f"{BOB} is revoked" in err and f"so is its invitation {founded.bobs.id}" in err
     assert (founded.swarm / REVOCATIONS_FILE).stat().st_mode & 0o777 == 0o600
     node = founded.seen_by(EVE)
     node.check(EVE)
     node.admit(OWN, founded.first.credential(OWN).data())
     for peer in (BOB, "bob under a new name"):
         with pytest.raises(PeerRefused, match="revoked"):
-            node.admit(peer, founded.first.credential(peer).data())
+            node.admit(peer, founded.bobs.credential(peer).data())
 
 
-def test_this_machines_own_invitation_is_renewed_if_it_went_too(
-    capsys: pytest.CaptureFixture[str], founded: Founded
+def test_an_invitation_that_was_given_away_is_revoked_before_a_worker_comes_with_it(
+    capsys: pytest.CaptureFixture[str], founded: Founded, tmp_path: Path
 ) -> None:
-    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    own = Invitation.parse((founded.swarm / "invitation.txt").read_text(), time.time())
-    assert own.id != founded.first.id and own.run_id == founded.key.run_id
-    assert abs(own.expires - founded.first.expires) <= 1
-    assert "use a new one" in err
-    founded.seen_by(EVE).admit("newcomer", own.credential("newcomer").data())
-
-
-def test_an_invitation_that_only_the_revoked_peer_used_leaves_the_machines_own_alone(
-    capsys: pytest.CaptureFixture[str], founded: Founded
-) -> None:
-    own = identity.load_or_create(founded.swarm / "worker-0.key")
-    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"), KnownPeer(own, 0, (), founded.first.id, 0.0, "worker-0"))
-    _, err = succeeds(capsys, "revoke", str(founded.path), "1")
-    assert "0123456789abcdef; no other peer uses it" in err
-    assert Invitation.parse((founded.swarm / "invitation.txt").read_text(), None).id == founded.first.id
-
-
-def test_one_other_peer_of_the_invitation_stays(capsys: pytest.CaptureFixture[str], founded: Founded) -> None:
-    founded.met(KnownPeer(BOB, 1, (), "0123456789abcdef"), KnownPeer(EVE, 2, (), "0123456789abcdef"))
-    for _ in range(2):  # the same answer when it has been revoked already
-        assert "the other peer that came with it stays" in succeeds(capsys, "revoke", str(founded.path), "1")[1]
-    assert "no other peer uses it" in succeeds(capsys, "revoke", str(founded.path), "2")[1]
+    leaked = invite(founded.key, [], HOUR, time.time())
+    (tmp_path / "word").write_text(leaked.text())
+    _, err = succeeds(capsys, "revoke", str(founded.path), f"@{tmp_path / 'word'}")
+    assert f"the invitation {leaked.id} is revoked" in err
+    assert "was revoked already" in succeeds(capsys, "revoke", str(founded.path), leaked.text())[1]
+    with pytest.raises(PeerRefused, match="revoked"):
+        founded.seen_by(EVE).admit("mallory", leaked.credential("mallory").data())
+    _, err = succeeds(capsys, "revoke", str(founded.path), founded.bobs.text())
+    assert f"{BOB} is revoked" in err
 
 
 def test_a_peer_is_named_by_number_by_id_or_by_its_beginning_or_end(

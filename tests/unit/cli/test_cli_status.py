@@ -93,8 +93,8 @@ class FakeGuest:
 
     answers: ClassVar[list[Any]] = []
 
-    def __init__(self, invitation: Any) -> None:
-        del invitation
+    def __init__(self, invitation: Any, **options: Any) -> None:
+        del invitation, options
 
     def __enter__(self) -> "FakeGuest":
         if isinstance(self.answers[0], Exception):
@@ -136,7 +136,7 @@ def ended_run(folder: Path, **changes: Any) -> str:
     (folder / SUMMARY_FILE).write_text(json.dumps(summary | {"engine": "swarm"} | changes))
     word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
     (folder / "swarm").mkdir()
-    (folder / "swarm" / "invitation.txt").write_text(word)
+    (folder / "swarm" / "worker-0.invitation").write_text(word)
     return word
 
 
@@ -163,7 +163,7 @@ def test_a_worker_that_left_early_does_not_hide_the_end_of_the_run_on_the_same_m
 ) -> None:
     word = ended_run(tmp_path / "runs" / "first")
     ended_run(tmp_path / "runs" / "left-early", status="stopped", inner_steps=30)
-    (tmp_path / "runs" / "left-early" / "swarm" / "invitation.txt").write_text(word)
+    (tmp_path / "runs" / "left-early" / "swarm" / "worker-0.invitation").write_text(word)
     monkeypatch.chdir(tmp_path)
     for command in ("join", "status"):
         ask(NOBODY)
@@ -217,7 +217,7 @@ def test_what_is_not_known_is_an_error_that_says_what_is(
     assert str(NOBODY) in capsys.readouterr().err
     run_folder(tmp_path / "killed", [], ended=False)
     (tmp_path / "killed" / "swarm").mkdir()
-    (tmp_path / "killed" / "swarm" / "invitation.txt").write_text(word)
+    (tmp_path / "killed" / "swarm" / "worker-0.invitation").write_text(word)
     ask(NOBODY)
     assert run(["status", "killed"]) == 1
     assert f"no worker of it runs on this machine, and {NOBODY}" in capsys.readouterr().err

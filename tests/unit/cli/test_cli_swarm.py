@@ -18,9 +18,11 @@ from diloco.cli.config_parser import parse_config
 from diloco.cli.display.joining_hint import joining_hint
 from diloco.cli.display.live import plain_line, render
 from diloco.cli.display.view import RunView
+from diloco.cli.join import check_seats
 from diloco.cli.main import run
 from diloco.data.preparation.received_corpus import corpus_files
-from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.config import SwarmConfig
+from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.signatures import sign
 from diloco.errors import ConfigError, DataError, RunComplete
@@ -109,7 +111,7 @@ def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_
 def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (tmp_path / "events").mkdir()
-    poll = joining_hint(console, tmp_path)
+    poll = joining_hint(console, CONFIG, tmp_path)
     poll()
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
@@ -118,9 +120,13 @@ def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypa
     assert console.file.getvalue().count("not in the swarm yet") == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("founded", [True, False])
-def test_only_the_worker_that_starts_the_swarm_prints_an_invitation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, founded: bool
+@pytest.mark.parametrize(
+    ("founded", "going_on", "owner", "seats", "printed"),
+    [(True, False, True, 1, 1), (True, False, True, 3, 3), (True, False, True, 0, 0), (True, True, True, 1, 0),
+     (False, False, True, 1, 0), (False, False, False, 1, 0)],
+)  # fmt: skip
+def test_the_worker_that_starts_the_swarm_prints_as_many_invitations_as_it_was_told_each_for_one_worker(
+    tmp_path: Path, founded: bool, going_on: bool, owner: bool, seats: int, printed: int
 ) -> None:
     console = Console(file=io.StringIO(), width=200)
     key = RunKey.create()
@@ -128,15 +134,57 @@ def test_only_the_worker_that_starts_the_swarm_prints_an_invitation(
         key, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"], 60.0, time.time()
     )
     (tmp_path / "swarm").mkdir()
-    (tmp_path / "swarm" / "invitation.txt").write_text(word.text())
-    poll = joining_hint(console, tmp_path)
+    (tmp_path / "swarm" / "worker-0.invitation").write_text(word.text())
+    if owner:
+        key.save(tmp_path / "swarm" / "run.key")
+    poll = joining_hint(console, replace(CONFIG, swarm=SwarmConfig(seats=seats)), tmp_path)
     log = EventLog(tmp_path, 0)
     for _ in range(2):
-        log.emit("swarm", founded=founded, going_on=False)
+        log.emit("swarm", founded=founded, going_on=going_on)
         poll()
     told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert told.count("diloco join diloco2") == founded
-    assert told.count(f"diloco invite {tmp_path}") == (not founded)
+    words = [Invitation.parse(line, time.time()) for line in told.splitlines() if line.strip().startswith("diloco2")]
+    assert len({one.id for one in words} - {word.id}) == len(words) == printed
+    assert told.count(f"diloco invite {tmp_path}") == owner
+    assert ("join -" in told) == (printed > 0)
+
+
+def test_each_worker_of_a_joining_machine_needs_an_invitation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_seats(2, 2)
+    with pytest.raises(ConfigError, match=r"--workers 2, and 1 invitation is given: each .*invite RUN --seats 2"):
+        check_seats(2, 1)
+    monkeypatch.delenv("DILOCO_INVITATION", raising=False)
+    assert run(["join", "--workers", "2"]) == 2
+    assert "no invitation is given: paste it after" in capsys.readouterr().err
+
+
+def test_an_invitation_that_a_run_folder_here_has_used_is_told_with_the_way_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = invite(RunKey.create(), [], 600.0, time.time()).text()
+    swarm = tmp_path / "runs" / "mine" / "swarm"
+    swarm.mkdir(parents=True)
+    (swarm / "worker-0.invitation").write_text(word)
+    (swarm / "worker-0.key").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(word))
+    assert run(["join", "-"]) == 2
+    told = capsys.readouterr().err
+    assert "was used here, by runs/mine: continue there" in told and "--resume runs/mine" in told
+
+
+def test_an_invitation_as_an_argument_is_told_to_be_readable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = invite(RunKey.create(), [], 600.0, time.time()).text()
+    assert run(["join", word]) == 1  # it has no address
+    assert "other users of this machine can read an argument" in capsys.readouterr().err
+    (tmp_path / "word").write_text(word)
+    assert run(["join", "@word"]) == 1
+    assert "other users" not in capsys.readouterr().err
 
 
 def test_a_run_at_its_end_cannot_be_joined_and_says_that_it_is_complete() -> None:

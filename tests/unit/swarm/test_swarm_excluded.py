@@ -22,7 +22,7 @@ def test_a_revoked_worker_is_told_so_once_and_its_next_round_fails_for_good(coun
         workers = await founded(swarm, count)
         await rounds(workers, 1)
         revoked = workers[-1]
-        record = swarm.run_key.revoke([revoked.name], None, [], date())
+        record = swarm.run_key.revoke([revoked.name], None, date())
         workers[0].node.members.add_revocations([record.data])
         async with asyncio.timeout(60):
             while "excluded" not in dict(revoked.trainer.events):

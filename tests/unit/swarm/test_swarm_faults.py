@@ -10,7 +10,7 @@ from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.membership.processes import check_process
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.run_files import INVITATION_FILE, write_private
+from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.errors import Excluded
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
 from support.swarm.stories import founded, freeze, rounds, sleep, stop, thaw, told, train
@@ -151,7 +151,7 @@ def test_a_frozen_worker_whose_copy_has_taken_its_place_ends_when_it_thaws_and_r
         freeze(frozen)
         swarm.network.first_answers = first_answers
         copied = shutil.copytree(frozen.node.settings.folder, swarm.folder / f"copy-{number}-{first_answers}")
-        write_private(copied / INVITATION_FILE, swarm.invitation().text())  # the founder's own names no other worker
+        write_private(copied / invitation_file(), swarm.invitation().text())  # the founder's own names no other worker
         copy = await swarm.start(name=frozen.name, folder=copied, founder=False)
         await copy.catch_up()
         await asyncio.sleep(2.0)

@@ -1,5 +1,8 @@
 """An invitation survives a chat, and no other text is accepted as one."""
 
+import io
+from pathlib import Path
+
 import base58
 import msgspec
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from diloco.engines.swarm.trust.credential import (
     MAX_EXPIRES,
 )
-from diloco.engines.swarm.trust.invitation import MAX_ADDRESSES, Invitation, invite
+from diloco.engines.swarm.trust.invitation import MAX_ADDRESSES, Invitation, invite, is_word, read_invitations
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.signatures import key_id
 from diloco.engines.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
@@ -243,13 +246,42 @@ def test_an_invitation_that_another_key_signed_or_that_was_made_to_last_longer_i
 
 
 def test_a_word_with_other_contents_is_refused() -> None:
-    good = [RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, [], INVITATION.seats]
+    good = [RUN.public, INVITATION.seed, INVITATION.expires, INVITATION.signature, []]
     assert parsed("diloco2" + encode_text(msgspec.msgpack.encode(good))).addresses == ()
     no_peer = b"\x04\x01\x02\x03\x04\x06\x0f\xa0"  # /ip4/1.2.3.4/tcp/4000
     for contents in (
-        [], good[:-3], [*good, 1], [*good[:5], 0],
-        [*good[:5], 5000], [b"short", *good[1:]], [*good[:2], -1, *good[3:]], [*good[:4], [bytes(300)]],
+        [], good[:-3], [*good, 1], [b"short", *good[1:]], [*good[:2], -1, *good[3:]], [*good[:4], [bytes(300)]],
         [*good[:4], [b"\x04"] * 9], [*good[:4], [b"\xff\xff"]], [*good[:4], [no_peer]], {"run_public": RUN.public},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="damaged"):
             parsed("diloco2" + encode_text(msgspec.msgpack.encode(contents)))
+
+
+# Where it is given
+
+
+def test_it_is_read_from_standard_input_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = invite(RUN, ADDRESSES, 3600, NOW)
+    path = tmp_path / "invitations.txt"
+    path.write_text(f"diloco join {TEXT[:80]}\n{TEXT[80:]}\n\n  '{other.text()}'\n")
+    assert read_invitations([f"@{path}"], NOW) == [INVITATION, other]
+    monkeypatch.setattr("sys.stdin", io.StringIO(path.read_text()))
+    assert read_invitations(["-"], NOW) == [INVITATION, other]
+    monkeypatch.setenv("DILOCO_INVITATION", TEXT)
+    assert read_invitations([], NOW) == [INVITATION]
+    assert read_invitations([TEXT, other.text()], NOW) == [INVITATION, other]
+    assert [is_word(one) for one in ("-", "@file", TEXT)] == [False, False, True]
+
+
+def test_what_is_not_given_right_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_INVITATION", raising=False)
+    with pytest.raises(ConfigError, match=r"no invitation is given: paste it after .*join -.*@FILE.*DILOCO_INVITATION"):
+        read_invitations([], NOW)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_invitations([f"@{tmp_path / 'nowhere'}"], NOW)
+    with pytest.raises(ConfigError, match="is there twice: each is for one worker"):
+        read_invitations([TEXT, TEXT], NOW)
+    with pytest.raises(ConfigError, match="different runs"):
+        read_invitations([TEXT, invite(RunKey.create(), [], 3600, NOW).text()], NOW)

@@ -29,11 +29,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 def test_the_first_call_begins_a_swarm_and_the_next_goes_back_to_it(tmp_path: Path, started: list[Settings]) -> None:
     diloco.join_swarm(tmp_path)
-    kept = Invitation.parse((tmp_path / "swarm" / "invitation.txt").read_text(), time.time())
+    kept = Invitation.parse((tmp_path / "swarm" / "worker-0.invitation").read_text(), time.time())
     assert kept.run_id == RunKey.load(tmp_path / "swarm" / "run.key").run_id
     diloco.join_swarm(tmp_path)
     assert started[0] == started[1] and started[0].founder  # the same port, too
-    assert Invitation.parse((tmp_path / "swarm" / "invitation.txt").read_text(), None) == kept
+    assert Invitation.parse((tmp_path / "swarm" / "worker-0.invitation").read_text(), None) == kept
 
 
 def test_with_an_invitation_another_worker_must_be_there(tmp_path: Path, started: list[Settings]) -> None:
@@ -56,3 +56,27 @@ def test_without_the_swarm_extra_it_says_what_to_install(tmp_path: Path) -> None
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert "ConfigError: the swarm engine needs hivemind, msgspec, base58 and cryptography" in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_an_own_loop_reads_its_invitation_from_a_file_or_the_environment(
+    tmp_path: Path, started: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = RunKey.create()
+    one, two = (invite(key, [], 60.0, time.time()) for _ in range(2))
+    (tmp_path / "word.txt").write_text(one.text())
+    diloco.join_swarm(tmp_path, f"@{tmp_path / 'word.txt'}")
+    monkeypatch.setenv("DILOCO_INVITATION", two.text())
+    diloco.join_swarm(tmp_path, name="worker-1")
+    saved = [Invitation.parse((tmp_path / "swarm" / f"worker-{i}.invitation").read_text(), None) for i in range(2)]
+    assert saved == [one, two] and not any(settings.founder for settings in started)
+
+
+def test_each_worker_of_a_folder_has_an_invitation_of_its_own(tmp_path: Path, started: list[Settings]) -> None:
+    diloco.join_swarm(tmp_path / "first")
+    diloco.join_swarm(tmp_path / "first", name="worker-1")
+    ids = {Invitation.parse(path.read_text(), None).id for path in (tmp_path / "first" / "swarm").glob("*.invitation")}
+    assert len(ids) == 2
+    diloco.join_swarm(tmp_path / "other", invite(RunKey.create(), [], 60.0, time.time()).text())
+    with pytest.raises(ConfigError, match=r"worker-1 of .*other has no invitation, and each worker needs its own"):
+        diloco.join_swarm(tmp_path / "other", name="worker-1")
+    assert len(started) == 3

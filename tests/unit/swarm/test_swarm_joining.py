@@ -15,7 +15,7 @@ from diloco.engines.swarm.node.membership.numbers import give_number
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.node.status import MAX_NUMBER
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
-from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
+from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file
 from diloco.errors import EngineError, Excluded, RendezvousError
 from support import virtual_clock
 from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
@@ -215,7 +215,7 @@ def test_a_worker_that_is_started_again_keeps_its_number_and_finds_the_swarm_by_
                 await asyncio.sleep(0.2)
         stop(swarm, victim)
         await asyncio.sleep(0.3)
-        (Path(victim.node.settings.folder) / INVITATION_FILE).write_text(swarm.invitation().with_addresses([]).text())
+        (Path(victim.node.settings.folder) / invitation_file()).write_text(swarm.invitation().with_addresses([]).text())
         again = await swarm.start(name=victim.name, folder=victim.node.settings.folder)
         await again.catch_up()
         return len(known), again.node.number, len(again.trainer.means)

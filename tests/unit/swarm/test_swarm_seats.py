@@ -1,6 +1,7 @@
-"""Seats: an invitation lets in as many workers as it was made for, counted by every member, and no more."""
+"""Seats: an invitation lets in one worker, for ever, as every member sees for itself."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
 from diloco.engines.swarm.node.membership.members import NEW_AT_ONCE
 from diloco.engines.swarm.node.messages import RosterEntry
 from diloco.engines.swarm.run_files import PEERS_FILE
-from diloco.engines.swarm.trust.credential import Certificate, PeerRefused
+from diloco.engines.swarm.trust.credential import Certificate, Credential, PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.errors import ConfigError
-from support.swarm.memory import NAMES, MemorySwarm
-from support.swarm.stories import founded, rounds, told
+from diloco.errors import Excluded
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, date
+from support.swarm.stories import founded, rounds, stop, told
 
 KEY = RunKey.create()
 OWN = invite(KEY, (), 3600.0, 1000.0)
@@ -25,54 +26,179 @@ def permissions() -> Permissions:
     return Permissions(KEY.public, "me", OWN.credential("me"), clock=lambda: 1000.0)
 
 
-def invitation(seats: int) -> Invitation:
-    return invite(KEY, (), 3600.0, 1000.0, seats)
+def invitation() -> Invitation:
+    return invite(KEY, (), 3600.0, 1000.0)
 
 
-def test_one_seat_is_taken_by_the_first_worker_and_kept_by_it() -> None:
-    node, one = permissions(), invitation(1)
+def test_the_seat_is_taken_by_the_first_worker_and_kept_by_it() -> None:
+    node, one = permissions(), invitation()
     node.admit("ann", one.credential("ann").data())
-    with pytest.raises(PeerRefused, match=r"seats: the one seat of the invitation \w+ is taken: ask the owner"):
+    with pytest.raises(PeerRefused, match=r"seats: the seat of the invitation \w+ is taken by another worker"):
         node.admit("bob", one.credential("bob").data())
     node.admit("ann", one.credential("ann").data())
     assert node._known.get("ann") is not None
 
 
-def test_a_guest_takes_no_seat_and_a_banned_worker_leaves_none() -> None:
-    node, two = permissions(), invitation(2)
+def test_a_guest_takes_no_seat_and_cannot_become_a_worker() -> None:
+    node, one = permissions(), invitation()
     for guest in ("status", "doctor", "join"):
-        node.admit(guest, two.credential(guest).data(), worker=False)
-    node.admit("ann", two.credential("ann").data())
+        node.admit(guest, one.credential(guest, "guest").data(), worker=False)
+        node.check_seat(guest)
+        with pytest.raises(PeerRefused, match="is a guest's, and it would be a worker"):
+            node.admit(guest, one.credential(guest, "guest").data())
+    data = one.credential("status", "guest")
+    with pytest.raises(PeerRefused, match="forged"):
+        node.admit("status", Credential(data.certificate, data.signature, "worker").data())
+    node.admit("ann", one.credential("ann").data())
+    with pytest.raises(PeerRefused, match="is taken by the worker ann"):
+        node.check_seat("join")
+
+
+def test_a_ban_uses_the_seat_up_for_workers_and_guests_also_after_a_restart() -> None:
+    node, one = permissions(), invitation()
+    node.admit("ann", one.credential("ann").data())
     for _ in range(3):
         node.record_offence("ann", "norm")
-    assert "ann" in node.bans()
-    node.admit("bob", two.credential("bob").data())
-    with pytest.raises(PeerRefused, match="2 seats"):
-        node.admit("cat", two.credential("cat").data())
+    again = permissions()
+    for peer, credential in node.seats_taken(()):
+        again.take_seat_for(peer, credential)
+    again.ban("ann", "norm")
+    for here in (node, again):
+        for worker in (True, False):
+            role = "worker" if worker else "guest"
+            with pytest.raises(PeerRefused, match=r"banned: .* its seat is used up"):
+                here.admit("ann again", one.credential("ann again", role).data(), worker=worker)  # type: ignore[arg-type]
 
 
-def test_the_number_of_seats_is_signed() -> None:
-    one = invitation(1).certificate
-    more = Certificate(one.public, one.expires, one.signature, 100)
-    assert one.is_signed_by(KEY.public) and not more.is_signed_by(KEY.public)
-    with pytest.raises(ConfigError, match="from 1 to 1023 seats, not 0"):
-        invitation(0)
-    assert Invitation.parse(invitation(7).text(), 1000.0).seats == 7
+def test_a_certificate_is_signed() -> None:
+    one = invitation().certificate
+    longer = Certificate(one.public, one.expires + 1, one.signature)
+    assert one.is_signed_by(KEY.public) and not longer.is_signed_by(KEY.public)
 
 
 def test_a_member_that_restarts_remembers_the_seats_from_its_list_of_peers() -> None:
-    node, one = permissions(), invitation(1)
+    node, one = permissions(), invitation()
     node.reserve_seats([KnownPeer("ann", 1, (), one.id), KnownPeer("a guest", None, (), one.id)])
     with pytest.raises(PeerRefused, match="is taken"):
         node.admit("bob", one.credential("bob").data())
     node.admit("ann", one.credential("ann").data())
 
 
+def test_a_newcomer_is_told_whose_seats_are_taken_and_believes_no_guests_credential() -> None:
+    node, newcomer, one, other = permissions(), permissions(), invitation(), invitation()
+    node.admit("ann", one.credential("ann").data())
+    node.admit("guest", other.credential("guest", "guest").data(), worker=False)
+    node.ban("ann", "NaN")
+    assert [peer for peer, _ in node.seats_taken(())] == ["ann"] and not node.seats_taken({"ann"})
+    newcomer.take_seat_for("ann", one.credential("ann").data())
+    newcomer.take_seat_for("guest", other.credential("guest", "guest").data())
+    newcomer.take_seat_for("mallory", b"noise")
+    with pytest.raises(PeerRefused, match="is taken"):
+        newcomer.admit("ann again", one.credential("ann again").data())
+    newcomer.admit("bob", other.credential("bob").data())
+
+
+# In a swarm
+
+
+def with_invitation(swarm: MemorySwarm, shared: Invitation) -> None:
+    """The workers that are started next come with this invitation."""
+    swarm.invitation = lambda: shared.with_addresses(  # type: ignore[method-assign]
+        [f"/ip4/127.0.0.1/tcp/1/p2p/{worker.name}" for worker in swarm.workers]
+    )
+
+
+def test_a_banned_person_does_not_come_back_with_a_new_key_and_the_same_invitation() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[str], tuple[int, ...], dict[str, str]]:
+        workers = await founded(swarm, 3)
+        usual = swarm.invitation
+        bad = invite(swarm.run_key, [], 4e9, 0.0)
+        with_invitation(swarm, bad)
+        liar = await swarm.start()
+        await liar.catch_up()
+        for worker in workers[:3]:
+            worker.node.outcomes.liars.ban(liar.name, "NaN")
+        stop(swarm, liar)
+        swarm.invitation = usual  # type: ignore[method-assign]
+        newcomer = await swarm.start()
+        await newcomer.catch_up()
+        with_invitation(swarm, bad)
+        refused = []
+        for name in NAMES[10:13]:
+            with pytest.raises(Excluded) as caught:
+                await swarm.start(name=name)
+            refused.append(str(caught.value))
+        saved = json.loads((Path(workers[0].node.settings.folder) / "worker-0.json").read_text())
+        await rounds([*workers[:3], newcomer], 1)
+        return refused, newcomer.node.members.roster(), saved["seats"]
+
+    refused, roster, seats = told(story)
+    assert len(refused) == 3 and all("seat" in reason for reason in refused)
+    assert len(roster) == 4 and list(seats) == [NAMES[3]]
+
+
+async def _friend_and_stranger(swarm: MemorySwarm) -> tuple[list[MemoryWorker], RosterEntry]:
+    """Three members with expired invitations; the second one names a stranger that has an expired one, too."""
+    workers = await founded(swarm, 3)
+    expired = invite(swarm.run_key, [], 60.0, date())
+    await asyncio.sleep(4000.0)  # all invitations so far are for an hour
+    entry = RosterEntry(NAMES[9], expired.credential(NAMES[9]).data(), ("/ip4/127.0.0.1/tcp/1",), 7)
+    return workers, entry
+
+
+def test_an_expired_invitation_that_a_friend_introduces_is_refused_by_every_member() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[bool], str]:
+        workers, entry = await _friend_and_stranger(swarm)
+        for worker in workers:
+            worker.node.members.add_roster(workers[1].name, [entry])
+        named = [NAMES[9] in worker.node.members.peers for worker in workers]
+        hello = workers[0].node.permissions
+        with pytest.raises(PeerRefused) as caught:
+            hello.admit(NAMES[9], entry.credential)
+        return named, caught.value.kind
+
+    assert told(story) == ([False] * 3, "expired")
+
+
+def test_a_newcomer_takes_in_members_whose_invitations_have_expired_and_not_a_friend_of_one() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[bool, bool, bool, tuple[int, ...]]:
+        workers, entry = await _friend_and_stranger(swarm)
+        newcomer = await swarm.start()
+        await newcomer.catch_up()
+        members = newcomer.node.members
+        for peer in members.peers.values():  # at its start it may have heard of one member only, the friend
+            peer.knows = frozenset([NAMES[9][-8:]]) if peer.name == workers[1].name else None
+        members.add_roster(workers[1].name, [entry])
+        at_first = NAMES[9] in members.peers
+        await asyncio.sleep(5.0)
+        expelled = [event for event in newcomer.trainer.events if event[0] == "member_expelled"]
+        await rounds([*workers[:3], newcomer], 1)
+        return at_first, NAMES[9] in members.peers, "expired" in expelled[0][1]["reason"], members.roster()
+
+    assert told(story) == (True, False, True, (0, 1, 2, 3))
+
+
+def test_a_member_whose_invitation_has_expired_returns_with_its_key() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, ...]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        await asyncio.sleep(4000.0)
+        stop(swarm, workers[2])
+        await asyncio.sleep(5.0)
+        swarm.network.dead.discard(workers[2].name)
+        again = await swarm.start(name=workers[2].name, folder=workers[2].node.settings.folder)
+        await again.catch_up()
+        await rounds([workers[0], workers[1], again], 1)
+        return again.node.members.roster()
+
+    assert told(story) == (0, 1, 2)
+
+
 def test_invented_members_of_one_invitation_are_never_called() -> None:
     async def story(swarm: MemorySwarm) -> list[str]:
         workers = await founded(swarm, 2)
         members = workers[0].node.members
-        one = invite(swarm.run_key, [], 1e9, 0.0, seats=1)
+        one = invite(swarm.run_key, [], 4e9, 0.0)
         names = [f"{NAMES[5][:-4]}{index:04d}" for index in range(60)]
         members.add_roster("teller", (RosterEntry(name, one.credential(name).data(), (), 9) for name in names))
         return [name for name in names if name in members.peers]
@@ -86,47 +212,26 @@ def test_of_10_000_invented_members_only_a_rosters_worth_is_looked_at_and_anothe
         members, looked = workers[0].node.members, list[str]()
         admit = members.permissions.admit
 
-        def count(peer: str, credential: bytes, *, worker: bool = True, teller: str | None = None) -> None:
+        def count(peer: str, credential: bytes, *, worker: bool = True, named: bool = False) -> None:
             looked.append(peer)
-            admit(peer, credential, worker=worker, teller=teller)
+            admit(peer, credential, worker=worker, named=named)
 
         members.permissions.admit = count  # type: ignore[method-assign]
         names = [f"{NAMES[5][:-5]}{index:05d}" for index in range(10_000)]
         members.add_roster("liar", (RosterEntry(name, b"invented", (), 9) for name in names))
-        credential = invite(swarm.run_key, [], 1e9, 0.0, seats=1).credential(NAMES[6]).data()
+        credential = invite(swarm.run_key, [], 4e9, 0.0).credential(NAMES[6]).data()
         members.add_roster("another", [RosterEntry(NAMES[6], credential, (), 9)])
         return len(looked), NAMES[6] in members.peers
 
     assert told(story) == (NEW_AT_ONCE + 1, True)
 
 
-def test_workers_that_a_member_invents_take_no_seat_from_those_that_come() -> None:
-    node, three = permissions(), invitation(3)
-
-    def named(peer: str, teller: str) -> bool:
-        try:
-            node.admit(peer, three.credential(peer).data(), teller=teller)
-        except PeerRefused:
-            return False
-        return True
-
-    node.admit("ann", three.credential("ann").data())
-    assert sum(named(f"invented {index}", "liar") for index in range(50)) == 2, "as many as seats are free"
-    assert named("ann", "liar") and named("bob", "honest"), "another member still names its own"
-    for worker in ("bob", "cat"):
-        node.admit(worker, three.credential(worker).data())
-    with pytest.raises(PeerRefused, match="3 seats"):
-        node.admit("invented 0", three.credential("invented 0").data())
-    assert not named("dan", "honest")
-
-
-def test_a_joiner_gets_its_seat_though_a_member_has_invented_others_and_these_are_not_passed_on() -> None:
+def test_workers_that_a_member_invents_take_no_seat_but_its_own_and_are_not_passed_on() -> None:
     async def story(swarm: MemorySwarm) -> tuple[tuple[int, ...], list[str], set[str]]:
-        shared = invite(swarm.run_key, [], 4e9, 0.0, seats=3)
-        swarm.invitation = lambda: shared.with_addresses([f"/ip4/127.0.0.1/tcp/1/p2p/{NAMES[0]}"])  # type: ignore[method-assign]
         workers = await founded(swarm, 2)
+        own = invite(swarm.run_key, [], 4e9, 0.0)  # of the member that lies
         invented = [f"{NAMES[5][:-4]}{index:04d}" for index in range(60)]
-        roster = [RosterEntry(name, shared.credential(name).data(), (), 9) for name in invented]
+        roster = [RosterEntry(name, own.credential(name).data(), (), 9) for name in invented]
         for worker in workers:
             worker.node.members.add_roster(NAMES[1], roster)
         await asyncio.sleep(3.0)  # they are called, and do not answer

@@ -8,7 +8,7 @@ import pytest
 from diloco.engines.swarm.run_files import REVOCATIONS_FILE, append_line
 from diloco.engines.swarm.trust import permissions as module
 from diloco.engines.swarm.trust.credential import Credential, PeerRefused
-from diloco.engines.swarm.trust.invitation import invite
+from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 
@@ -37,8 +37,16 @@ def permissions(clock: Clock) -> Permissions:
     return Permissions(RUN.public, "me", FIRST.credential("me"), clock=clock)
 
 
+INVITATIONS = dict[str, Invitation]()
+
+
+def invited(peer: str) -> Invitation:
+    """Each peer has an invitation of its own, valid for as long as FIRST."""
+    return INVITATIONS.setdefault(peer, invite(RUN, [], 3600, START))
+
+
 def shown(peer: str) -> bytes:
-    return FIRST.credential(peer).data()
+    return invited(peer).credential(peer).data()
 
 
 def refusal(permissions: Permissions, peer: str, credential: bytes | None = None) -> str:
@@ -54,7 +62,7 @@ def refusal(permissions: Permissions, peer: str, credential: bytes | None = None
 def test_a_peer_that_has_shown_its_credential_is_in_good_standing(permissions: Permissions) -> None:
     permissions.admit("bob", shown("bob"))
     permissions.check("bob")
-    assert permissions.invitation_of("bob") == FIRST.id
+    assert permissions.invitation_of("bob") == invited("bob").id
 
 
 def test_this_node_is_in_good_standing_with_itself_and_shows_a_credential_that_others_take(clock: Clock) -> None:
@@ -69,7 +77,7 @@ def test_this_node_is_in_good_standing_with_itself_and_shows_a_credential_that_o
 
 def test_a_node_does_not_start_with_a_credential_of_another(clock: Clock) -> None:
     with pytest.raises(PeerRefused, match="forged"):
-        Permissions(RUN.public, "me", FIRST.credential("you"), clock=clock)
+        Permissions(RUN.public, "me", SECOND.credential("you"), clock=clock)
 
 
 def test_a_peer_that_has_not_said_hello_is_unknown(permissions: Permissions) -> None:
@@ -93,11 +101,30 @@ def test_an_expired_invitation_is_refused_from_unknown_peers_only(permissions: P
     permissions.check("member")
     permissions.admit("member", shown("member"))
     assert refusal(permissions, "stranger", shown("stranger")) == "expired"
-    permissions.vouch_for(["stranger"])
+    permissions.vouch_for(["stranger"])  # by this machine's own files
     permissions.admit("stranger", shown("stranger"))
     permissions.check("stranger")
     permissions.admit("newcomer", SECOND.credential("newcomer").data())
-    permissions.admit("member", THIRD.credential("member").data())  # known already: another expired one will do
+    assert refusal(permissions, "member", THIRD.credential("member").data()) == "expired"
+    guest = invited("member").credential("status", "guest").data()
+    permissions.admit("status", guest, worker=False)  # of the machine of a member
+    with pytest.raises(PeerRefused, match="expired"):
+        permissions.admit("doctor", THIRD.credential("doctor", "guest").data(), worker=False)
+
+
+def test_a_peer_that_most_members_know_may_come_with_an_expired_invitation(
+    permissions: Permissions, clock: Clock
+) -> None:
+    clock.now = FIRST.expires
+    known: dict[str, bool | None] = {"bob": True, "eve": False, "nobody tells": None}
+    permissions.is_known_to_most = lambda peer: known[peer]
+    permissions.admit("bob", shown("bob"))
+    for peer in ("eve", "nobody tells"):
+        assert refusal(permissions, peer, shown(peer)) == "expired"
+    known["bob"] = None  # cut off from all others
+    assert permissions.drop_unknown() == []
+    known["bob"] = False
+    assert permissions.drop_unknown() == ["bob"] and refusal(permissions, "bob") == "unknown"
 
 
 def test_being_vouched_for_replaces_no_signature(permissions: Permissions) -> None:
@@ -119,35 +146,33 @@ def test_a_known_peer_may_come_with_a_newer_invitation(permissions: Permissions)
 
 def test_a_revoked_peer_is_out_whatever_it_shows(permissions: Permissions) -> None:
     permissions.admit("bob", shown("bob"))
-    assert permissions.add_revocation(RUN.revoke(["bob"], None, [], START).data)
+    assert permissions.add_revocation(RUN.revoke(["bob"], None, START).data)
     assert refusal(permissions, "bob") == "revoked"
     assert refusal(permissions, "bob", shown("bob")) == "revoked"
     permissions.vouch_for(["bob"])
     assert refusal(permissions, "bob", SECOND.credential("bob").data()) == "revoked"
 
 
-def test_with_an_invitation_all_its_peers_are_revoked_except_the_kept(permissions: Permissions) -> None:
-    for peer in ("bad", "kept", "other"):
-        permissions.admit(peer, shown(peer))
+def test_with_an_invitation_every_peer_that_comes_with_it_is_revoked(permissions: Permissions) -> None:
+    permissions.admit("bad", shown("bad"))
     permissions.admit("elsewhere", SECOND.credential("elsewhere").data())
-    permissions.add_revocation(RUN.revoke(["bad"], FIRST.id, ["kept", "me"], START).data)
-    for peer in ("kept", "elsewhere", "me"):
+    permissions.add_revocation(RUN.revoke(["bad"], invited("bad").id, START).data)
+    for peer in ("elsewhere", "me"):
         permissions.check(peer)
-    assert refusal(permissions, "bad") == refusal(permissions, "other") == "revoked"
-    assert refusal(permissions, "bad under a new name", shown("bad under a new name")) == "revoked"
-    permissions.admit("other", SECOND.credential("other").data())  # invited again
-    permissions.check("other")
+    assert refusal(permissions, "bad") == "revoked"
+    new_name = "bad under a new name"
+    assert refusal(permissions, new_name, invited("bad").credential(new_name).data()) == "revoked"
 
 
 def test_a_node_learns_that_it_is_revoked_itself(permissions: Permissions) -> None:
-    permissions.add_revocation(RUN.revoke(["bad"], FIRST.id, [], START).data)
+    permissions.add_revocation(RUN.revoke([], FIRST.id, START).data)
     assert refusal(permissions, "me") == "revoked"
 
 
 def test_a_revocation_is_news_once_and_is_passed_on_as_it_came(permissions: Permissions, clock: Clock) -> None:
-    other = Permissions(RUN.public, "you", FIRST.credential("you"), clock=clock)
+    other = Permissions(RUN.public, "you", SECOND.credential("you"), clock=clock)
     assert permissions.revocations() == [] and permissions.revocations_digest() == other.revocations_digest()
-    records = [RUN.revoke([name], None, [], START).data for name in ("a", "b", "c")]
+    records = [RUN.revoke([name], None, START).data for name in ("a", "b", "c")]
     assert [permissions.add_revocation(record) for record in (*records, *records)] == [True] * 3 + [False] * 3
     assert permissions.revocations_digest() != other.revocations_digest()
     assert [other.add_revocation(record) for record in reversed(permissions.revocations())] == [True] * 3
@@ -158,7 +183,7 @@ def test_a_revocation_is_news_once_and_is_passed_on_as_it_came(permissions: Perm
 def test_a_forged_revocation_changes_nothing(permissions: Permissions) -> None:
     permissions.admit("bob", shown("bob"))
     before = permissions.revocations_digest()
-    for data in (RunKey.create().revoke(["bob"], None, [], START).data, b"", b"x" * 200_000):
+    for data in (RunKey.create().revoke(["bob"], None, START).data, b"", b"x" * 200_000):
         with pytest.raises(PeerRefused, match="forged"):
             permissions.add_revocation(data)
     permissions.check("bob")
@@ -260,10 +285,9 @@ def test_memory_does_not_grow_with_the_number_of_peers(
         permissions._hellos._buckets,
     ):
         table._max_entries = 50  # type: ignore[attr-defined]
-    data = shown("anyone")
     for i in range(300):
         clock.now += 1
-        permissions.admit(f"peer {i}", data)
+        permissions.admit(f"peer {i}", shown(f"peer {i}"))
         permissions.check("peer 0")
         permissions.vouch_for([f"other {i}"])
         permissions.record_offence(f"peer {i}", "NaN")
@@ -286,9 +310,9 @@ def test_memory_does_not_grow_with_the_number_of_peers(
 def test_no_more_revocations_are_kept_than_the_limit(permissions: Permissions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_REVOCATIONS", 2)
     for name in ("a", "b"):
-        permissions.add_revocation(RUN.revoke([name], None, [], START).data)
+        permissions.add_revocation(RUN.revoke([name], None, START).data)
     with pytest.raises(PeerRefused, match="no more than 2"):
-        permissions.add_revocation(RUN.revoke(["c"], None, [], START).data)
+        permissions.add_revocation(RUN.revoke(["c"], None, START).data)
 
 
 # Files
@@ -296,13 +320,13 @@ def test_no_more_revocations_are_kept_than_the_limit(permissions: Permissions, m
 
 def test_revocations_are_on_the_disk_and_a_running_node_sees_a_change(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "swarm" / REVOCATIONS_FILE
-    writer, reader = (Permissions(RUN.public, name, FIRST.credential(name), clock=clock) for name in ("me", "you"))
+    writer, reader = (Permissions(RUN.public, me, invited(me).credential(me), clock=clock) for me in ("me", "you"))
     assert not reader.load_revocations(path)
-    writer.add_revocation(RUN.revoke(["a"], None, [], START).data)
+    writer.add_revocation(RUN.revoke(["a"], None, START).data)
     writer.save_revocations(path)
     writer.save_revocations(path)
     assert reader.load_revocations(path) and not reader.load_revocations(path)
-    append_line(path, RUN.revoke(["b"], None, [], START).data.decode())
+    append_line(path, RUN.revoke(["b"], None, START).data.decode())
     assert reader.load_revocations(path)
     assert refusal(reader, "b", shown("b")) == "revoked"
     reader.save_revocations(path)
@@ -311,8 +335,8 @@ def test_revocations_are_on_the_disk_and_a_running_node_sees_a_change(tmp_path: 
 
 def test_a_cut_or_foreign_line_of_the_file_hides_no_other(tmp_path: Path, permissions: Permissions) -> None:
     path = tmp_path / REVOCATIONS_FILE
-    first, second = (RUN.revoke([name], None, [], START).data.decode() for name in ("a", "b"))
-    append_line(path, RunKey.create().revoke(["me"], None, [], START).data.decode())
+    first, second = (RUN.revoke([name], None, START).data.decode() for name in ("a", "b"))
+    append_line(path, RunKey.create().revoke(["me"], None, START).data.decode())
     append_line(path, first)
     with path.open("a") as file:
         file.write(second[:100])  # the power went
@@ -328,7 +352,7 @@ def test_processes_that_write_at_once_lose_no_revocation(tmp_path: Path, clock: 
     def write(name: str) -> None:
         node = Permissions(RUN.public, "me", FIRST.credential("me"), clock=clock)
         for i in range(5):
-            node.add_revocation(RUN.revoke([f"{name} {i}"], None, [], START).data)
+            node.add_revocation(RUN.revoke([f"{name} {i}"], None, START).data)
             node.save_revocations(path)
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]

@@ -108,7 +108,7 @@ def test_a_guest_with_an_invitation_sees_the_status_and_is_in_no_round() -> None
 def test_a_revoked_worker_is_out_everywhere_and_told_why() -> None:
     async def story(swarm: MemorySwarm) -> tuple[str | None, bool, list[tuple[int, ...]]]:
         workers = await founded(swarm, 3)
-        record = swarm.run_key.revoke([workers[2].name], None, [], date())
+        record = swarm.run_key.revoke([workers[2].name], None, date())
         for worker in workers[:1]:  # one hears of it, beats carry it on
             worker.node.permissions.add_revocation(record.data)
             worker.node.members.expel()

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.engines.swarm.run_files import SWARM_FOLDER
-from diloco.errors import ConfigError
 from diloco.own_command import command
+from diloco.training.config.run import RunConfig
 from diloco.training.records.events import EventReader
 
 _PATIENT_SECONDS = 20.0
@@ -22,7 +22,7 @@ _SEARCHING = (
 )
 
 
-def joining_hint(console: Console, folder: Path) -> Callable[[], None]:
+def joining_hint(console: Console, config: RunConfig, folder: Path) -> Callable[[], None]:
     """A function to call several times a second. Once a worker of this machine is in the swarm it prints, one time, how
     others can join; after _PATIENT_SECONDS without one, what the worker waits for."""
     reader, printed = EventReader(folder), False
@@ -39,28 +39,39 @@ def joining_hint(console: Console, folder: Path) -> Callable[[], None]:
         for event in reader.new_events():
             if event["type"] == "swarm" and not printed:
                 printed = True
-                _print_hint(console, folder, bool(event["founded"]), bool(event["going_on"]))
+                _print_hint(console, config, folder, bool(event["founded"]), bool(event["going_on"]))
 
     return poll
 
 
-def _print_hint(console: Console, folder: Path, founded: bool, going_on: bool) -> None:
-    """The worker that starts the swarm prints the invitation; the others say how to print theirs."""
+def _print_hint(console: Console, config: RunConfig, folder: Path, founded: bool, going_on: bool) -> None:
+    """The worker that starts the swarm prints the first invitations; the others say how it goes on."""
+    invite = command("invite", shlex.quote(str(folder)))
     if not founded:
         console.print(Text("joined the swarm: continuing from its state"), soft_wrap=True)
-        console.print(Text(f"to invite others: {command('invite', shlex.quote(str(folder)))}"), soft_wrap=True)
-        return
-    from diloco.engines.swarm.trust.run_owner import own_invitation
+    elif going_on:
+        alone = "no other member of the swarm answers: continuing from this machine's newest checkpoint"
+        console.print(Text(alone), soft_wrap=True)
+    else:
+        console.print(Text("the swarm starts here"), soft_wrap=True)
+    from diloco.engines.swarm.trust.run_owner import may_invite, new_invitations
 
-    alone = "no other member of the swarm answers: continuing from this machine's newest checkpoint; others can join"
-    console.print(Text(alone if going_on else "the swarm starts here"), soft_wrap=True)
-    try:
-        invitation = own_invitation(folder / SWARM_FOLDER, time.time())
-    except ConfigError as error:
-        console.print(Text(f"there is no invitation to give away now: {error}", style="yellow"), soft_wrap=True)
+    swarm = folder / SWARM_FOLDER
+    if not may_invite(swarm):
+        console.print(Text("to invite others: on the machine where the run began"), soft_wrap=True)
         return
-    until = f"{datetime.fromtimestamp(invitation.expires, UTC):%Y-%m-%d}"
-    seats = f"{invitation.seats} workers in all, until {until}"
-    console.print(Text(f"to join from other machines or terminals ({seats}):"), soft_wrap=True)
-    join = command("join", invitation.text())
-    console.print(Text(f"  {join}", style="bold green"), soft_wrap=True, highlight=False)
+    seats = config.swarm.seats
+    if founded and not going_on and seats:
+        made = new_invitations(swarm, config.swarm.invitation_days, time.time(), seats)
+        until = f"{datetime.fromtimestamp(made[0].expires, UTC):%Y-%m-%d}"
+        each = "one more worker" if seats == 1 else f"{seats} more workers, one line each"
+        console.print(
+            Text(f"for {each}, until {until}: run `{command('join', '-')}` on its machine, or in another terminal, and "
+                 "paste"),
+            soft_wrap=True,
+        )  # fmt: skip
+        for invitation in made:
+            console.print(Text(f"  {invitation.text()}", style="bold green"), soft_wrap=True, highlight=False)
+        console.print(Text(f"for others (each invitation is for one worker): {invite}"), soft_wrap=True)
+    else:
+        console.print(Text(f"to invite others: {invite}"), soft_wrap=True)

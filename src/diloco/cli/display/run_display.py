@@ -57,7 +57,7 @@ class RunDisplay(Observer):
                 self._console.print(Text(f"dashboard: {link(self._listener, LOOPBACK, None)}"), soft_wrap=True)
                 polls.append(beside.enter_context(DashboardProcess(self._listener, folder, self.note)).poll)
             if self._config.engine == "swarm":
-                polls.append(joining_hint(self._console, folder))
+                polls.append(joining_hint(self._console, self._config, folder))
 
             def poll() -> None:
                 for one in polls:

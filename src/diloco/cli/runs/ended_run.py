@@ -1,10 +1,11 @@
 """What this machine knows of a swarm's run that no worker answers for: its end, from the run folders that are here."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.cli.display.view import duration
-from diloco.engines.swarm.run_files import INVITATION_FILE, SWARM_FOLDER
+from diloco.engines.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.errors import ConfigError
 from diloco.training.config.run_file import read_run_file
 from diloco.training.processes.run_lock import is_training
@@ -19,16 +20,31 @@ _RUNS = Path("runs")
 
 def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
     """The folder of the same run on this machine; of several one that is complete, then the newest."""
+    found = [folder for folder, one in _invitations(runs) if one.run_id == invitation.run_id]
+    return max(found, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
+
+
+def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
+    """The folder on this machine whose worker has joined with this very invitation."""
+    return next(
+        (
+            folder
+            for folder, one in _invitations(runs)
+            if one.id == invitation.id and any((folder / SWARM_FOLDER).glob("worker-*.key"))
+        ),
+        None,
+    )
+
+
+def _invitations(runs: Path) -> "Iterator[tuple[Path, Invitation]]":
+    """The run folders here, each with its workers' invitations."""
     from diloco.engines.swarm.trust.invitation import Invitation
 
-    found = []
-    for path in runs.glob(f"*/{SWARM_FOLDER}/{INVITATION_FILE}"):
+    for path in runs.glob(f"*/{SWARM_FOLDER}/{INVITATION_FILES}"):
         try:
-            if Invitation.parse(path.read_text(), None).run_id == invitation.run_id:
-                found.append(path.parent.parent)
+            yield path.parent.parent, Invitation.parse(path.read_text(), None)
         except (ConfigError, OSError, ValueError):
             continue
-    return max(found, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
 
 
 def summary_of(folder: Path | None) -> Summary | None:

@@ -53,7 +53,7 @@ def status(
     Parameters
     ----------
     run
-        A run folder of a swarm, or an invitation.
+        A run folder of a swarm, or an invitation: `-` (standard input), `@FILE` or the word.
     watch
         Show it again every two seconds, until Ctrl-C or the end of the run.
     as_json
@@ -144,13 +144,13 @@ def _here(folder: Path) -> str:
 def _invitation(run: str, folder: Path | None) -> Any:
     """The invitation given, or the one of the run folder with the addresses that are known there."""
     from diloco.engines.swarm.trust import run_owner
-    from diloco.engines.swarm.trust.invitation import Invitation
+    from diloco.engines.swarm.trust.invitation import is_word, read_invitations
 
     if folder is None:
-        if "/" in run or run.startswith("."):
+        if is_word(run) and ("/" in run or run.startswith(".")):
             raise ConfigError(f"{run} is not a run folder: there is no such folder, and it is not an invitation")
-        return Invitation.parse(run, time.time())
-    return run_owner.own_invitation(run_owner.swarm_folder(folder), time.time())
+        return read_invitations([run], time.time())[0]
+    return run_owner.own_invitation(run_owner.swarm_folder(folder), None)
 
 
 def _steps(guest: "Guest") -> int | None:

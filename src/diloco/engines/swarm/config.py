@@ -24,10 +24,10 @@ class SwarmConfig:
     """A side without a majority goes on as a run of its own after this many minutes."""
     refusals_to_ban: int = 3
     """A worker is banned after this many refused contributions; ten good ones make up for one."""
-    seats: int = option(16, may_differ="in a swarm")
-    """The first invitation is for this many workers, those of this machine included; `diloco invite RUN` makes more."""
+    seats: int = option(1, may_differ="in a swarm")
+    """So many invitations are printed at the start, each for one worker; `diloco invite RUN` makes more."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
-    """The first invitation is valid for this many days; `diloco invite RUN` makes more."""
+    """Those invitations are valid for this many days."""
 
     def __post_init__(self) -> None:
         for name, least in (("min_workers", 1), ("refusals_to_ban", 1)):
@@ -41,7 +41,7 @@ class SwarmConfig:
             raise ConfigError(f"swarm.quorum = {self.quorum!r} must be majority or any")
         if not 0 < self.minority_minutes <= 100_000:
             raise ConfigError(f"swarm.minority_minutes = {self.minority_minutes} must be above 0 and at most 100,000")
-        if not 1 <= self.seats <= 1023:
-            raise ConfigError(f"swarm.seats = {self.seats} must be from 1 to 1023")
+        if not 0 <= self.seats <= 1023:
+            raise ConfigError(f"swarm.seats = {self.seats} must be from 0 to 1023")
         if not 0 < self.invitation_days <= 3650:
             raise ConfigError(f"swarm.invitation_days = {self.invitation_days} must be above 0 and at most 3650")

@@ -10,11 +10,16 @@ from diloco.atomic_files import PRIVATE, append_file, write_file
 SWARM_FOLDER = "swarm"
 RUN_KEY_FILE = "run.key"
 """The run's private key; only on the machine that founded the run."""
-INVITATION_FILE = "invitation.txt"
-"""The invitation with which this machine's workers joined."""
+INVITATION_FILES = "*.invitation"
+"""The invitations with which this machine's workers joined, one each."""
 PEERS_FILE = "peers.json"
 REVOCATIONS_FILE = "revocations.txt"
 """Signed records, one per line."""
+
+
+def invitation_file(name: str = "worker-0") -> str:
+    """The file of the invitation with which the worker of this name joined."""
+    return f"{name}.invitation"
 
 
 def write_private(path: Path, text: str, *, new: bool = False) -> None:

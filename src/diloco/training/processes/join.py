@@ -25,11 +25,12 @@ from diloco.data.preparation.received_corpus import (
     receive_metadata,
     received_corpus_folder,
 )
-from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, SWARM_FOLDER, write_private
+from diloco.engines.swarm.run_files import PEERS_FILE, SWARM_FOLDER, invitation_file, write_private
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
+from diloco.training.processes.local_process import worker_name
 from diloco.training.processes.run import EndedRun, Observer
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import check_device, check_out, check_room, create_run_folder
@@ -58,15 +59,18 @@ class FetchFile(Protocol):
 
 
 def join_run(
-    invitation: "Invitation",
+    invitations: "Sequence[Invitation]",
     configure: Callable[[RunDescription], RunConfig],
     observe: Callable[[RunConfig, int], AbstractContextManager[Observer]],
 ) -> EndedRun:
-    """Ask the swarm for the run's description and text, and train. `observe` also receives the number of members."""
+    """Ask the swarm for the run's description and text, and train. `invitations`: one for each worker of this machine.
+
+    `observe` also receives the number of members.
+    """
     from diloco.engines.swarm.node.guest import Guest
 
     with ExitStack() as until_summarized:
-        with Guest(invitation) as guest:
+        with Guest(invitations[0], joins=True) as guest:
             check_clock(guest.clock())
             description = _fetch_description(guest)
             members = check_unfinished(description, guest.status())
@@ -81,7 +85,8 @@ def join_run(
             check_text(config, text)
             folder = create_run_folder(config)
             until_summarized.enter_context(run_lock(folder))
-            write_private(folder / SWARM_FOLDER / INVITATION_FILE, invitation.text() + "\n")
+            for index, invitation in enumerate(invitations):
+                write_private(folder / SWARM_FOLDER / invitation_file(worker_name(index)), invitation.text() + "\n")
             write_private(folder / SWARM_FOLDER / RUN_JSON, description.text())
             guest.remember(folder / SWARM_FOLDER / PEERS_FILE)
         return run_swarm_workers(config, folder, text, observer, founder=False)

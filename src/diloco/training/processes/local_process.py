@@ -68,6 +68,11 @@ class LocalRank:
         return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
 
 
+def worker_name(index: int) -> str:
+    """The name of a swarm's local worker, which its files have."""
+    return f"worker-{index}"
+
+
 @dataclass(frozen=True)
 class SwarmSlot:
     """A local worker of a swarm. The swarm gives it its worker number when it joins."""
@@ -87,7 +92,7 @@ class SwarmSlot:
     @property
     def name(self) -> str:
         """Of its files in RUN/swarm and RUN/logs."""
-        return f"worker-{self.index}"
+        return worker_name(self.index)
 
     def __str__(self) -> str:
         return f"local worker {self.index}"

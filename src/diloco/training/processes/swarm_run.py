@@ -14,14 +14,14 @@ from diloco.data.order import WorkerBatches, check_validation
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.received_corpus import find_corpus
 from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.run_files import INVITATION_FILE, RUN_KEY_FILE, SWARM_FOLDER, write_private
+from diloco.engines.swarm.run_files import INVITATION_FILES, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError
 from diloco.own_command import command
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.local_process import SwarmSlot
+from diloco.training.processes.local_process import SwarmSlot, worker_name
 from diloco.training.processes.run import EndedRun, Observe, Observer, run_to_end
 from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
@@ -38,7 +38,6 @@ from diloco.training.swarm.shard_claims import shards_of
 
 SWARM_TEXT = "swarm"
 """data.source of a worker that reads its share of the swarm's text."""
-_DAY_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,12 @@ def run_swarm_workers(
     config: RunConfig, folder: Path, text: SwarmText, observer: Observer, *, founder: bool, resumed: bool = False
 ) -> EndedRun:
     """Run the local workers to their end. `founder`: the first of them starts the swarm if no member answers."""
+    from diloco.engines.swarm.trust.run_owner import check_seats, give_seats, may_invite
+
+    swarm, names = folder / SWARM_FOLDER, [worker_name(index) for index in range(config.workers)]
+    check_seats(swarm, names)
+    if may_invite(swarm):
+        give_seats(swarm, names, config.swarm.invitation_days, time.time())
     own = None if text.own is None else text.own.folder
     slots = [
         SwarmSlot(index, config.workers, folder, text.shared.folder, own, os.getpid(), founder and index == 0)
@@ -121,7 +126,7 @@ def _prepare_text(config: RunConfig, resume: Path | None, observer: Observer) ->
     if shared is None:
         raise ConfigError(
             f"the text of this run (digest {description.corpus[:16]}) is no longer in the cache of this machine: join "
-            f"again, with {command('join', 'INVITATION')}"
+            f"again, with {command('join', '-')}"
         )
     return SwarmText(
         shared, None if config.data.source == SWARM_TEXT else prepare(config.data, observer.show_preparation)
@@ -129,15 +134,12 @@ def _prepare_text(config: RunConfig, resume: Path | None, observer: Observer) ->
 
 
 def _write_swarm_files(folder: Path, config: RunConfig, corpus_digest: str) -> None:
-    """The run's key, its first invitation, and the description that joiners receive."""
-    from diloco.engines.swarm.trust.invitation import invite
+    """The run's key, and the description that joiners receive."""
     from diloco.engines.swarm.trust.run_key import RunKey
 
     swarm = folder / SWARM_FOLDER
     key = RunKey.create()
     key.save(swarm / RUN_KEY_FILE)
-    first = invite(key, (), config.swarm.invitation_days * _DAY_SECONDS, time.time(), config.swarm.seats)
-    write_private(swarm / INVITATION_FILE, first.text() + "\n")
     _write_description(swarm, RunDescription.of(config, corpus_digest))
 
 
@@ -156,8 +158,9 @@ def _write_description(swarm: Path, description: RunDescription) -> None:
 
 def _check_resumable(folder: Path, config: RunConfig, corpus_digest: str) -> None:
     """Before anything in the run folder is changed. Renews the description for joiners: `steps` may have changed."""
-    if not (folder / SWARM_FOLDER / INVITATION_FILE).is_file():
-        raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILE}: it is not a run of a swarm")
+    swarm = folder / SWARM_FOLDER
+    if not (swarm / RUN_KEY_FILE).exists() and not any(swarm.glob(INVITATION_FILES)):
+        raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILES}: it is not a run of a swarm")
     for checkpoint in find_checkpoints(folder)[0][-1:]:
         model = str(checkpoint.manifests[0].config["model"])  # no option can change it
         check_same_run(checkpoint, config.lasting(corpus_digest, model))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from diloco.engines.swarm.node.guest_messages import AskStatus, AskTime, Measure
 from diloco.engines.swarm.node.messages import Hello, expect
 from diloco.engines.swarm.node.status import MemberStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, encode
-from diloco.engines.swarm.trust.invitation import Invitation
+from diloco.engines.swarm.trust.invitation import Invitation, read_invitations
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.own_command import command
 from diloco.version import __version__
@@ -42,9 +42,10 @@ _NO_ANSWER = "is a worker running there, its port open, or behind a router with 
 Problem = (Unreachable, CallRefused, Malformed)
 
 
-def check_invitation(text: str) -> tuple[Finding, Invitation | None]:
+def check_invitation(given: Sequence[str]) -> tuple[Finding, Invitation | None]:
+    """`given`: as read_invitations takes it. The first invitation is tried."""
     try:
-        invitation = Invitation.parse(text, time.time())
+        invitation = read_invitations(given, time.time())[0]
     except ConfigError as error:
         return Finding("invitation", "failed", str(error), f"ask for a new one: {command('invite', 'RUN')}"), None
     message = f"to the run {invitation.run_id}, valid until {invitation.until}; addresses: {len(invitation.addresses)}"
@@ -112,7 +113,7 @@ class _SwarmChecks:
         ]
 
     async def _hello(self, peer: str) -> None:
-        credential = self._invitation.credential(self._transport.peer).data()
+        credential = self._invitation.credential(self._transport.peer, "guest").data()
         hello = Hello(PROTOCOL, __version__, "guest", credential, (), Status())
         expect(await self._transport.call(peer, encode(hello), _SECONDS), Hello)
         if peer not in self._hosts:

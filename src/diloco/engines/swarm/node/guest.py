@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
@@ -41,15 +41,17 @@ Answer = TypeVar("Answer", bound=PeerMessage)
 class Guest:
     """A context. Raises RendezvousError with what to do if no member admits it."""
 
-    def __init__(self, invitation: Invitation, network: ListenConfig | None = None) -> None:
+    def __init__(self, invitation: Invitation, network: ListenConfig | None = None, *, joins: bool = False) -> None:
+        """`joins`: a worker comes with this invitation next; Excluded if its seat is taken."""
         self._invitation, self._network = invitation, replace(network or ListenConfig(), guest=True)
+        self._role: Literal["joiner", "guest"] = "joiner" if joins else "guest"
         self._hosts: list[str] = []
         """The members that have admitted this guest."""
 
     def __enter__(self) -> "Guest":
         if not self._invitation.addresses:
             raise RendezvousError(
-                "the invitation has no address of a worker; the copy in a run folder (swarm/invitation.txt) may have "
+                "the invitation has no address of a worker; the copy in a run folder (swarm/*.invitation) may have "
                 f"none. Make an invitation for others with {command('invite', 'RUN')}"
             )
         self._folder = TemporaryDirectory(prefix="diloco-guest-")
@@ -146,7 +148,7 @@ class Guest:
             raise RendezvousError(
                 f"no worker of this run answers at {where}: the run has ended (its members' run folders say how), or "
                 f"its port is not open to this machine. Ask for a fresh invitation ({command('invite', 'RUN')}), and "
-                f"see {command('doctor', 'INVITATION')}"
+                f"see {command('doctor', '-')}"
             )
 
     async def _greet_all(self, at: dict[str, list[str]]) -> list[Exception | None]:
@@ -167,8 +169,8 @@ class Guest:
 
     async def _greet(self, peer: str, addresses: list[str]) -> Exception | None:
         assert self._transport is not None
-        credential = self._invitation.credential(self._transport.peer).data()
-        hello = Hello(PROTOCOL, __version__, "guest", credential, (), Status())
+        credential = self._invitation.credential(self._transport.peer, "guest").data()
+        hello = Hello(PROTOCOL, __version__, self._role, credential, (), Status())
         try:
             await self._transport.connect(peer, addresses, _CALL_SECONDS)
             expect(await self._transport.call(peer, encode(hello), _CALL_SECONDS), Hello)

@@ -50,12 +50,15 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
 
     protocol: int
     version: Text
-    role: Literal["worker", "guest"]
+    role: Literal["worker", "guest", "joiner"]
+    """A joiner is a guest that is about to become a worker with the invitation that it shows."""
     credential: Credential
     addresses: Addresses
     status: Status
     roster: Roster = ()
     revocations: Revocations = ()
+    seats: Annotated[tuple[tuple[PeerName, Credential], ...], Meta(max_length=64)] = ()
+    """Workers that are away or banned, with the credentials that show whose seats are taken."""
 
 
 class HelloVersion(Struct, frozen=True, tag="hello", tag_field="t"):

@@ -88,7 +88,9 @@ class Node:
         self.states = StateTransfer(self.outcomes, trainer)
         self.files = SharedFiles()
         self._own_checks = OwnChecks(self.participant, trainer, self._emit)
-        self._peers_file = PeersFile(settings.path(PEERS_FILE), lambda: refresh_invitation(Path(settings.folder)))
+        self._peers_file = PeersFile(
+            settings.path(PEERS_FILE), lambda: refresh_invitation(Path(settings.folder), settings.name)
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls_of = PeerRateLimit(CALLS_AT_ONCE, CALLS_PER_SECOND, MAX_PEERS)
 
@@ -161,6 +163,7 @@ class Node:
             await asyncio.sleep(_CHECK_SECONDS)
             if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
                 self.members.expel()
+            self.members.drop_unknown()
             self.members.addresses = tuple(await self.transport.addresses())
             if not self.participant.rounds:  # in a round, its leader says so
                 await settle_number(self.heartbeats)

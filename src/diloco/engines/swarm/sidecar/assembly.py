@@ -10,7 +10,7 @@ from diloco.engines.swarm.network.known_peers import read_peers
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Trainer
-from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE
+from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.sidecar.process import NodeWithNetwork
 from diloco.engines.swarm.trust.invitation import Invitation
@@ -45,7 +45,7 @@ async def build(settings: Settings, trainer: Trainer, next_round: int | None) ->
 
 
 def _invitation(settings: Settings) -> Invitation:
-    path = settings.path(INVITATION_FILE)
+    path = settings.path(invitation_file(settings.name))
     try:
         return Invitation.parse(path.read_text(), None)
     except OSError as error:

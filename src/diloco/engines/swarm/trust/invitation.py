@@ -1,12 +1,19 @@
-"""Invitations: one word that lets workers join a run, as many as it has seats, until it expires.
+"""Invitations: one word that lets one worker join a run, until it expires.
 
 An invitation is a key pair whose public half the run's key has signed (the certificate), and a few addresses of peers.
 The word holds the private half: with it a peer signs its libp2p id, and that is its credential (credential.py).
 
-    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses, seats])
+    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
+
+The command line takes invitations where the list of processes does not show them: `read_invitations`.
 """
 
-from collections.abc import Iterable
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -14,11 +21,10 @@ import msgspec
 from diloco.engines.swarm.network import multiaddr
 from diloco.engines.swarm.trust.credential import (
     MAX_EXPIRES,
-    MAX_SEATS,
     Certificate,
     Credential,
     Expires,
-    Seats,
+    Role,
     certified_bytes,
     claimed_bytes,
     format_time,
@@ -31,10 +37,14 @@ from diloco.own_command import command
 
 VERSION = 2
 _NAME = "diloco"
-_MARK = f"{_NAME}{VERSION}"
+MARK = f"{_NAME}{VERSION}"
 """Every invitation begins with this. Base58 has no l, so it cannot occur a second time."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_BYTES = 200
+VARIABLE = "DILOCO_INVITATION"
+"""The environment variable that a command without an invitation reads."""
+_MAX_TEXT = 1 << 20
+"""Letters that are read of a file or of standard input."""
 _PackedAddress = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
 
 
@@ -48,8 +58,6 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     signature: Signature
     packed_addresses: Annotated[tuple[_PackedAddress, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     """Binary multiaddrs."""
-    seats: Seats = 1
-    """How many workers may come with it; a worker that returns keeps its seat."""
 
     @classmethod
     def parse(cls, text: str, now: float | None) -> "Invitation":
@@ -57,7 +65,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         try:
             data = decode_text(_without_mark(text))
         except DamagedText as error:
-            raise ConfigError(f"the invitation {error}; copy it again, from {_MARK} to its last letter") from error
+            raise ConfigError(f"the invitation {error}; copy it again, from {MARK} to its last letter") from error
         try:
             found = msgspec.msgpack.decode(data, type=cls)
             _check_addresses(found.addresses)
@@ -87,7 +95,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def certificate(self) -> Certificate:
-        return Certificate(public_key(self.seed), self.expires, self.signature, self.seats)
+        return Certificate(public_key(self.seed), self.expires, self.signature)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -107,24 +115,72 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return msgspec.structs.replace(self, packed_addresses=_pack_addresses(addresses))
 
     def text(self) -> str:
-        return _MARK + encode_text(msgspec.msgpack.encode(self))
+        return MARK + encode_text(msgspec.msgpack.encode(self))
 
-    def credential(self, peer: str) -> Credential:
-        """What the peer of this id shows to the others."""
-        return Credential(self.certificate, sign(self.seed, "credential", claimed_bytes(self.run_public, peer)))
+    def credential(self, peer: str, role: Role = "worker") -> Credential:
+        """What the peer of this id shows to the others. That of a worker gives it the invitation's seat, for ever."""
+        signature = sign(self.seed, "credential", claimed_bytes(self.run_public, peer, role))
+        return Credential(self.certificate, signature, role)
 
 
-def invite(
-    run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float, seats: int = MAX_SEATS
-) -> Invitation:
+def invite(run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float) -> Invitation:
     """A new invitation, with a key pair of its own."""
     if not 1 <= valid_seconds <= MAX_EXPIRES - now:
         raise ConfigError(f"an invitation must be valid for 1 s or more and end before 2106, not {valid_seconds} s")
-    if not 1 <= seats <= MAX_SEATS:
-        raise ConfigError(f"an invitation must have from 1 to {MAX_SEATS} seats, not {seats}")
-    seed, expires = new_seed(), int(now + valid_seconds)
-    signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires, seats))
-    return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses), seats)
+    seed = new_seed()
+    expires = int(now + valid_seconds)
+    signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires))
+    return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses))
+
+
+# Where a user gives it
+
+
+def read_invitations(given: Sequence[str], now: float | None) -> list[Invitation]:
+    """The invitations that a command was given: words, `-` for standard input, `@FILE`; none: of DILOCO_INVITATION.
+
+    Raises ConfigError, also for invitations to different runs and for one that is there twice.
+    """
+    texts = [_text_of(source) for source in given] or [os.environ.get(VARIABLE, "")]
+    if not given and not texts[0].strip():
+        raise ConfigError(
+            f"no invitation is given: paste it after `{command('join', '-')}`, name a file that has it with @FILE, or "
+            f"set {VARIABLE}"
+        )
+    found = [Invitation.parse(word, now) for text in texts for word in split_invitations(text)]
+    if len({one.run_id for one in found}) > 1:
+        raise ConfigError("the invitations are to different runs: give those of one run")
+    if len({one.id for one in found}) < len(found):
+        raise ConfigError("one invitation is there twice: each is for one worker")
+    return found
+
+
+def is_word(source: str) -> bool:
+    """Whether this argument is an invitation itself, which other users of the machine can read in the process list."""
+    return source != "-" and not source.startswith("@")
+
+
+def split_invitations(text: str) -> list[str]:
+    """The invitations in a text, each from its mark on; the whole text if it has no mark."""
+    letters = "".join(letter for letter in text if letter.isalnum())
+    starts = [mark.start() for mark in re.finditer(rf"{_NAME}(?=\d)", letters, re.IGNORECASE)]
+    return [letters[start:end] for start, end in pairwise([*starts, None])] or [text]
+
+
+def _text_of(source: str) -> str:
+    if source == "-":
+        if sys.stdin.isatty():
+            sys.stderr.write("paste the invitation, then press Enter: ")
+            sys.stderr.flush()
+            return sys.stdin.readline()
+        return sys.stdin.read(_MAX_TEXT)
+    if source.startswith("@"):
+        try:
+            with Path(source[1:]).open() as file:
+                return file.read(_MAX_TEXT)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the file of invitations {source[1:]} cannot be read: {error}") from error
+    return source
 
 
 def _without_mark(text: str) -> str:
@@ -134,7 +190,7 @@ def _without_mark(text: str) -> str:
         raise ConfigError(f"the invitation is empty: paste the whole word that `{command('invite', 'RUN')}` prints")
     start = letters.lower().rfind(_NAME)
     if start < 0:
-        raise ConfigError(f"this is not an invitation: one begins with {_MARK}; copy it again, whole")
+        raise ConfigError(f"this is not an invitation: one begins with {MARK}; copy it again, whole")
     body = letters[start + len(_NAME) :]
     if body[:1] != str(VERSION):
         raise ConfigError(

@@ -1,15 +1,22 @@
 """Which peers may talk to a node: the one place that decides it. Every call and every stream asks `check` first.
 
-A peer begins with a hello that carries its credential (`admit`). The rules are in docs/adr/0014: an expired invitation
-is refused from unknown peers only; a revocation holds for ever and is passed on; a ban is made of offences that this
-node has counted itself, or follows from a proof that it has checked (node/proofs/liars.py). This module only decides:
-it opens no connection, waits for nothing, and reads and writes no file except the revocations', when told to.
+A peer begins with a hello that carries its credential (`admit`). The rules are in docs/adr/0014 and 0041:
+
+- An invitation is for one worker: its seat belongs to the first key that shows a worker's credential of it, for ever.
+  No other key gets it, and with a ban it is used up. Only the holder of the invitation can sign such a credential, so
+  that a member which passes one on can give away no seat but its own.
+- An expired invitation is good for the worker that has its seat here, and for one that most live members know.
+- A revocation holds for ever and is passed on. A ban is made of offences that this node has counted itself, or follows
+  from a proof that it has checked (node/proofs/liars.py).
+
+This module only decides: it opens no connection, waits for nothing, and reads and writes no file except the
+revocations', when told to.
 """
 
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from diloco.engines.swarm.network.known_peers import KnownPeer
@@ -17,11 +24,12 @@ from diloco.engines.swarm.network.limits import LruCache, PeerRateLimit, TokenBu
 from diloco.engines.swarm.run_files import append_line
 from diloco.engines.swarm.trust.credential import Credential, PeerRefused, RefusalKind
 from diloco.engines.swarm.trust.revocation import Revocation
-from diloco.engines.swarm.trust.seats import Seats
 from diloco.engines.swarm.trust.signatures import key_id
 
 MAX_PEERS = 4096
-"""Entries of each table: peers with a credential, vouched for, banned, saying hello."""
+"""Entries of each table: peers with a credential, vouched for, banned, saying hello; seats."""
+MAX_SEATS_TOLD = 64
+"""Seats of workers that are away or banned, of which a newcomer is told."""
 MAX_REVOCATIONS = 1024
 HELLOS_AT_ONCE, HELLOS_PER_SECOND = 5.0, 0.2
 """Of one peer."""
@@ -59,39 +67,102 @@ class Permissions:
         self._offence_points: LruCache[int] = LruCache(MAX_PEERS)
         self._hellos = PeerRateLimit(HELLOS_AT_ONCE, HELLOS_PER_SECOND, MAX_PEERS)
         self._strangers = TokenBucket.full(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND, clock())
-        self._seats = Seats()
-        self._seats.take(credential, peer)
+        self._seats: LruCache[str] = LruCache(MAX_PEERS)
+        """Invitation -> the worker that has its seat."""
+        self._seats.put(credential.certificate.id, peer)
+        self._on_word: dict[str, None] = {}
+        """Workers whose invitation had expired when this node first heard of them, admitted as most members know them.
+        """
+        self.is_known_to_most: Callable[[str], bool | None] = lambda _: None
+        """Whether most live members know this peer; None if none tells."""
         self._revocations: dict[bytes, Revocation] = {}
         self._file_stamp: tuple[int, int] | None = None
 
     # Hellos
 
-    def admit(self, peer: str, credential: bytes, *, worker: bool = True, teller: str | None = None) -> None:
-        """A peer says hello: it may talk to this node from now on, or PeerRefused is raised. A worker takes a seat.
+    def admit(self, peer: str, credential: bytes, *, worker: bool = True, named: bool = False) -> None:
+        """A peer says hello, or a member names it: it may talk to this node from now on, or PeerRefused is raised.
 
-        `teller`: the member that names this worker, which has not proved its key here and takes no seat yet.
+        A worker takes the seat of its invitation. What members name is limited elsewhere (members.py) and is no hello.
         """
         try:
-            self._admit(peer, credential)
-            if teller is not None:
-                self._seats.name(self._known.get(peer), peer, teller)
-            elif worker:
-                self._seats.take(self._known.get(peer), peer)
+            self._admit(peer, credential, worker, named)
         except PeerRefused as error:
             self.refusals[error.kind] += 1
             raise
 
-    def _admit(self, peer: str, data: bytes) -> None:
+    def _admit(self, peer: str, data: bytes, worker: bool, named: bool) -> None:
         known = self._known.get(peer)
         if known is not None and known.data() == data:
             self._check_not_excluded(peer, known)
+            self._check_role(peer, known, worker)
             return
-        remembered = known is not None or peer in self._vouched
-        self._count_hello(peer, remembered)
-        credential = Credential.read(data)
-        credential.verify(self.run_public, peer, None if remembered else self._clock())
-        self._check_not_excluded(peer, credential)
+        if not named:
+            self._count_hello(peer, known is not None or peer in self._vouched)
+        credential = self._verified(peer, data)
+        if self._clock() >= credential.certificate.expires:
+            self._check_known_before(peer, credential)
+        self._check_role(peer, credential, worker)
+        if credential.role == "worker":
+            self._seats.put(credential.certificate.id, peer)
         self._known.put(peer, credential)
+
+    def _verified(self, peer: str, data: bytes) -> Credential:
+        """The credential, if it is valid or expired, the peer is not excluded, and its seat is free or its own."""
+        credential = Credential.read(data)
+        credential.verify(self.run_public, peer, None)
+        self._check_not_excluded(peer, credential)
+        invitation = credential.certificate.id
+        if credential.role == "worker" and self._seats.get(invitation) not in (None, peer):
+            raise PeerRefused(
+                "seats",
+                f"the seat of the invitation {invitation} is taken by another worker: come back with the run folder "
+                "that has joined with it (diloco train --resume RUN), or ask the owner of the run for another one "
+                "(diloco invite RUN)",
+            )
+        return credential
+
+    def _check_known_before(self, peer: str, credential: Credential) -> None:
+        """The invitation has expired: its worker must have come before, as this node or most members know.
+
+        A worker's machine may still send guests (`diloco status`).
+        """
+        holder = self._seats.get(credential.certificate.id)
+        if peer in self._vouched or (holder is not None if credential.role == "guest" else holder == peer):
+            return
+        if credential.role == "worker" and self.is_known_to_most(peer):
+            self._on_word[peer] = None
+            return
+        credential.verify(self.run_public, peer, self._clock())
+
+    def _check_role(self, peer: str, credential: Credential, worker: bool) -> None:
+        if worker and credential.role != "worker":
+            raise PeerRefused("forged", f"the credential that {peer} shows is a guest's, and it would be a worker")
+
+    def check_seat(self, guest: str) -> None:
+        """A guest is about to join with its invitation: raises PeerRefused if another worker has the seat."""
+        invitation = self.invitation_of(guest)
+        holder = None if invitation is None else self._seats.get(invitation)
+        if holder is not None:
+            raise PeerRefused(
+                "seats",
+                f"the seat of the invitation {invitation} is taken by the worker {holder[-8:]}: come back with its run "
+                "folder (diloco train --resume RUN), or ask the owner of the run for another invitation",
+            )
+
+    def drop_unknown(self) -> list[str]:
+        """Forget the workers that were admitted on the word of others, and that most members do not know any more.
+
+        The first member that a newcomer meets may be the only one that knows a worker with an expired invitation.
+        """
+        dropped = [peer for peer in self._on_word if self.is_known_to_most(peer) is False]
+        for peer in dropped:
+            del self._on_word[peer]
+            credential = self._known.get(peer)
+            if credential is not None:
+                self._seats.drop(credential.certificate.id)
+            self._known.drop(peer)
+        return dropped
 
     def _count_hello(self, peer: str, remembered: bool) -> None:
         now = self._clock()
@@ -99,7 +170,7 @@ class Permissions:
             raise PeerRefused("busy", "too many hellos; try again in some seconds")
 
     def vouch_for(self, peers: Iterable[str]) -> None:
-        """These peers are named by a member's list of members, an invitation's addresses or peers.json.
+        """These peers are named by this machine's own files: its invitation's addresses, workers that it has met.
 
         An expired invitation is accepted from them; every other rule holds for them as for any peer.
         """
@@ -107,11 +178,35 @@ class Permissions:
             if 0 < len(peer) <= 128:
                 self._vouched.put(peer, None)
 
+    # Seats
+
     def reserve_seats(self, peers: Iterable[KnownPeer]) -> None:
         """Of peers.json: the seats of these workers are taken."""
         for known in peers:
             if known.invitation is not None and known.worker is not None:
-                self._seats.reserve(known.invitation, known.peer)
+                self._seats.put(known.invitation, known.peer)
+
+    def seats_taken(self, without: Collection[str]) -> list[tuple[str, bytes]]:
+        """For a newcomer: workers that are away or banned, and the credentials that prove their seats."""
+        held = [peer for peer in reversed([*self._bans, *self._known]) if peer not in without and peer != self.peer]
+        found = [(peer, self.credential_of(peer)) for peer in dict.fromkeys(held)]
+        workers = [(peer, data) for peer, data in found if data is not None and Credential.read(data).role == "worker"]
+        return workers[:MAX_SEATS_TOLD]
+
+    def take_seat_for(self, peer: str, data: bytes) -> None:
+        """Another member has shown the credential of a worker that is not here: no other key gets its seat.
+
+        A credential that is not valid changes nothing, nor does one for a seat that is taken.
+        """
+        try:
+            credential = Credential.read(data)
+            if credential.role != "worker" or self._seats.get(credential.certificate.id) is not None:
+                return
+            credential.verify(self.run_public, peer, None)
+        except PeerRefused:
+            return
+        self._passed_on.put(peer, data)
+        self._seats.put(credential.certificate.id, peer)
 
     # Calls and streams
 
@@ -130,10 +225,11 @@ class Permissions:
         """A credential that another member passes on: what `peer` has signed counts from now on, if it is valid."""
         if self.credential_of(peer) is None:
             try:
-                Credential.read(data).verify(self.run_public, peer, None)
+                credential = self._verified(peer, data)
             except PeerRefused:
                 return
-            self._passed_on.put(peer, data)
+            if credential.role == "worker":
+                self._passed_on.put(peer, data)
 
     def credential_of(self, peer: str) -> bytes | None:
         """What a peer has shown, or another has passed on; None: it is not known to be invited."""
@@ -153,6 +249,11 @@ class Permissions:
         if reason is not None:
             raise PeerRefused("banned", f"{peer} is banned from the run {self.run_id}: {reason}")
         invitation = credential.certificate.id
+        holder = self._seats.get(invitation)
+        if holder is not None and holder in self._bans:
+            raise PeerRefused(
+                "banned", f"the worker that came with the invitation {invitation} is banned: its seat is used up"
+            )
         for record in self._revocations.values():
             if record.excludes(peer, invitation):
                 what = peer if peer in record.peers else f"the invitation that {peer} came with"
@@ -233,7 +334,10 @@ class Permissions:
             self._offence_points.put(peer, max(0, points - 1))
 
     def ban(self, peer: str, reason: str) -> None:
-        """For the rest of the run. A node that starts again restores its bans with this."""
+        """For the rest of the run, and its invitation's seat is used up. A node that starts again restores its bans."""
+        data = self.credential_of(peer)
+        if data is not None:
+            self._seats.put(Credential.read(data).certificate.id, peer)
         self._bans.put(peer, reason)
         self._offence_points.drop(peer)
 

@@ -16,19 +16,16 @@ _HEX_DIGITS = set(string.hexdigits.lower().encode())
 
 
 class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`peers` are excluded; so is every peer that came with `invitation` (its id), except `kept`."""
+    """`peers` are excluded; so is every peer that comes with `invitation` (its id)."""
 
     peers: frozenset[str]
     invitation: str | None
-    kept: frozenset[str]
     at: int
     """Unix time in seconds."""
 
     def excludes(self, peer: str, invitation: str | None) -> bool:
         """Whether this peer, which came with that invitation, is excluded."""
-        if peer in self.peers:
-            return True
-        return self.invitation is not None and invitation == self.invitation and peer not in self.kept
+        return peer in self.peers or (self.invitation is not None and invitation == self.invitation)
 
 
 class Revocation(RevocationClaims, frozen=True):
@@ -41,7 +38,7 @@ class Revocation(RevocationClaims, frozen=True):
         body = msgspec.json.encode(claims, order="deterministic")
         data = sign(seed, "revocation", body).hex().encode() + b" " + body
         if len(data) > MAX_REVOCATION_BYTES:
-            raise ConfigError(f"a revocation that keeps {len(claims.kept)} peers is longer than a message may be")
+            raise ConfigError(f"a revocation of {len(claims.peers)} peers is longer than a message may be")
         return cls.read(data, run_public)
 
     @classmethod

@@ -43,7 +43,7 @@ class RunKey:
     def run_id(self) -> str:
         return key_id(self.public)
 
-    def revoke(self, peers: Iterable[str], invitation: str | None, kept: Iterable[str], now: float) -> Revocation:
-        """Exclude `peers`, and every peer that came with `invitation` (its id) except `kept`."""
-        claims = RevocationClaims(frozenset(peers), invitation, frozenset(kept), int(now))
+    def revoke(self, peers: Iterable[str], invitation: str | None, now: float) -> Revocation:
+        """Exclude `peers`, and every peer that comes with `invitation` (its id)."""
+        claims = RevocationClaims(frozenset(peers), invitation, int(now))
         return Revocation.create(self.seed, self.public, claims)

@@ -12,16 +12,17 @@ from diloco.engines.swarm.network import identity
 from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
 from diloco.engines.swarm.network.multiaddr import ip_of, is_public
 from diloco.engines.swarm.run_files import (
-    INVITATION_FILE,
+    INVITATION_FILES,
     PEERS_FILE,
     REVOCATIONS_FILE,
     RUN_KEY_FILE,
     SWARM_FOLDER,
     append_line,
+    invitation_file,
     write_private,
 )
 from diloco.engines.swarm.trust.credential import PeerRefused
-from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.invitation import MARK, Invitation, invite
 from diloco.engines.swarm.trust.revocation import Revocation
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
@@ -29,6 +30,8 @@ from diloco.errors import ConfigError
 DAYS = 30.0
 """How long a new invitation is valid if the user does not say."""
 MAX_DAYS = 3650.0
+MAX_SEATS = 1023
+"""Invitations that are made at once."""
 _MAX_ADDRESSES = 4
 _LIVE_SECONDS = 60.0
 """A peer that was silent for so long before the latest news of any peer is left out of invitations."""
@@ -40,14 +43,11 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class RevokeResult:
-    peer: str
+    peer: str | None
+    """None: no peer is known to have come with the invitation that was revoked."""
     record: Revocation
     is_new: bool
     """False: the peer had been revoked before."""
-    renewed: Invitation | None
-    """The new invitation of this machine, if its own was revoked together with the peer."""
-    staying: int
-    """How many other peers use the revoked invitation and stay, as far as is known here."""
 
 
 def swarm_folder(run: Path) -> Path:
@@ -55,8 +55,8 @@ def swarm_folder(run: Path) -> Path:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     folder = run / SWARM_FOLDER
-    if not (folder / INVITATION_FILE).is_file():
-        raise ConfigError(f"{run} is not a run of a swarm: it has no {SWARM_FOLDER}/{INVITATION_FILE}")
+    if not any(folder.glob(INVITATION_FILES)):
+        raise ConfigError(f"{run} is not a run of a swarm: it has no {SWARM_FOLDER}/{INVITATION_FILES}")
     return folder
 
 
@@ -65,17 +65,32 @@ def may_invite(folder: Path) -> bool:
     return (folder / RUN_KEY_FILE).exists()
 
 
-def new_invitation(folder: Path, days: float, now: float, seats: int = 1) -> Invitation:
-    """Signed with the run's key."""
+def new_invitations(folder: Path, days: float, now: float, seats: int = 1) -> list[Invitation]:
+    """Signed with the run's key, one for each of `seats` workers."""
+    check_days(days)
+    if not 1 <= seats <= MAX_SEATS:
+        raise ConfigError(f"--seats {seats} must be from 1 to {MAX_SEATS}: each seat is an invitation of its own")
+    key = _run_key(folder, "makes new invitations")
+    addresses = _addresses(folder)
+    return [invite(key, addresses, max(1.0, days * _DAY_SECONDS), now) for _ in range(seats)]
+
+
+def check_days(days: float) -> None:
     if not (math.isfinite(days) and 0 < days <= MAX_DAYS):
         raise ConfigError(f"--days {days:g} must be above 0 and at most {MAX_DAYS:g}")
-    key = _run_key(folder, "makes new invitations")
-    return invite(key, _addresses(folder), max(1.0, days * _DAY_SECONDS), now, seats)
 
 
-def own_invitation(folder: Path, now: float) -> Invitation:
-    """The invitation that this machine came with, with the addresses that are known now."""
-    own = Invitation.parse((folder / INVITATION_FILE).read_text(), now)
+def renewed(folder: Path, invitation: Invitation) -> Invitation:
+    """The same invitation, with the addresses that this machine knows now: those that it had may be gone."""
+    own = _own(folder)
+    if invitation.run_id != own.run_id:
+        raise ConfigError(f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {own.run_id}")
+    return invitation.with_addresses(_addresses(folder))
+
+
+def own_invitation(folder: Path, now: float | None) -> Invitation:
+    """The invitation of this machine's first worker, with the addresses that are known now."""
+    own = Invitation.parse(_own_file(folder).read_text(), now)
     if any(record.invitation == own.id for record in revocations(folder, own.run_public)):
         raise ConfigError(
             "the invitation that this machine came with was revoked: ask the owner of the run for a new one"
@@ -83,10 +98,10 @@ def own_invitation(folder: Path, now: float) -> Invitation:
     return own.with_addresses(_addresses(folder))
 
 
-def refresh_invitation(folder: Path) -> bool:
-    """Write the addresses that are known now into invitation.txt, before older ones: the machine that they were of may
-    be gone. Returns whether anything has changed."""
-    path = folder / INVITATION_FILE
+def refresh_invitation(folder: Path, name: str = "worker-0") -> bool:
+    """Write the addresses that are known now into a worker's invitation, before older ones: the machine that they were
+    of may be gone. Returns whether anything has changed."""
+    path = folder / invitation_file(name)
     own = Invitation.parse(path.read_text(), None)
     fresh = own.with_addresses(list(dict.fromkeys([*_addresses(folder), *own.addresses]))[:_MAX_ADDRESSES])
     if fresh == own:
@@ -95,36 +110,68 @@ def refresh_invitation(folder: Path) -> bool:
     return True
 
 
-def revoke(folder: Path, which: str, now: float) -> RevokeResult:
-    """Exclude a peer and its invitation. `which`: its worker number, its id, or a unique beginning or end of the id.
+def give_seats(folder: Path, names: Iterable[str], days: float, now: float) -> None:
+    """Write an invitation for each of this machine's own workers that has none; only where the run began."""
+    for name in names:
+        path = folder / invitation_file(name)
+        if not path.exists():
+            key = _run_key(folder, f"gives its workers invitations, and {name} has none")
+            addresses = Invitation.parse(_own_file(folder).read_text(), None).addresses if _has_own(folder) else ()
+            write_private(path, invite(key, addresses, max(1.0, days * _DAY_SECONDS), now).text() + "\n")
 
-    The record names the peers that stay: the others that came with the same invitation, and this machine's workers,
-    which may have come with it.
-    """
+
+def check_seats(folder: Path, names: Iterable[str]) -> None:
+    """ConfigError if a worker of this machine has no invitation and none can be made here."""
+    missing = [name for name in names if not (folder / invitation_file(name)).exists()]
+    if missing and not may_invite(folder):
+        raise ConfigError(
+            f"{', '.join(missing)} of {folder.parent} {'has' if len(missing) == 1 else 'have'} no invitation, and each "
+            "worker needs its own: start as many workers as have joined (--workers), and the others with `diloco join` "
+            "and new invitations"
+        )
+
+
+def _has_own(folder: Path) -> bool:
+    return any(folder.glob(INVITATION_FILES))
+
+
+def _own_file(folder: Path) -> Path:
+    return min(folder.glob(INVITATION_FILES))
+
+
+def _own(folder: Path) -> Invitation:
+    return Invitation.parse(_own_file(folder).read_text(), None)
+
+
+def revoke(folder: Path, which: str, now: float) -> RevokeResult:
+    """Exclude a peer and its invitation. `which`: its worker number, its id, a unique beginning or end of the id, or an
+    invitation that was given away, whether a worker has come with it or not."""
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
-    peer = _find(peers, which)
+    if which.lower().startswith(MARK):
+        invitation = Invitation.parse(which, None)
+        if invitation.run_id != key.run_id:
+            raise ConfigError(
+                f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {key.run_id}"
+            )
+        peer = next((one for one in peers if one.invitation == invitation.id), KnownPeer("", None, (), invitation.id))
+    else:
+        peer = _find(peers, which)
     own = _own_peers(folder)
     if peer.local_name is not None or peer.peer in own:
         name = peer.local_name or own[peer.peer]
         raise ConfigError(f"{peer.peer} is this machine's own {name}: stop it instead")
-    records = revocations(folder, key.public)
-    before = [one for one in records if peer.peer in one.peers and peer.invitation in (None, one.invitation)]
-    out = {peer.peer}.union(*(one.peers for one in records))
+    excluded = [peer.peer] if peer.peer else []
+    before = [
+        one
+        for one in revocations(folder, key.public)
+        if one.peers.issuperset(excluded) and peer.invitation in (None, one.invitation)
+    ]
     if before:
-        record = before[-1]
-        return RevokeResult(peer.peer, record, False, None, len(_came_with(record.invitation, peers) - out))
-    companions = _came_with(peer.invitation, peers) - out
-    record = key.revoke([peer.peer], peer.invitation, companions | own.keys() if peer.invitation else set(), now)
+        return RevokeResult(peer.peer or None, before[-1], False)
+    record = key.revoke(excluded, peer.invitation, now)
     append_line(folder / REVOCATIONS_FILE, record.data.decode())
-    renewed = _renew(folder, key, record, now)
-    if renewed is not None:  # this machine's workers came with it too
-        companions |= own.keys()
-    return RevokeResult(peer.peer, record, True, renewed, len(companions))
-
-
-def _came_with(invitation: str | None, peers: Iterable[KnownPeer]) -> set[str]:
-    return {peer.peer for peer in peers if invitation is not None and peer.invitation == invitation}
+    return RevokeResult(peer.peer or None, record, True)
 
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
@@ -148,18 +195,6 @@ def _own_peers(folder: Path) -> dict[str, str]:
     """This machine's own workers: peer id -> name. Read from their keys: peers.json is a cache and may lack them."""
     keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
     return {identity.load_or_create(path): path.stem for path in keys}
-
-
-def _renew(folder: Path, key: RunKey, record: Revocation, now: float) -> Invitation | None:
-    """Replace invitation.txt if it was revoked: the workers that this machine starts later come with it."""
-    path = folder / INVITATION_FILE
-    own = Invitation.parse(path.read_text(), None)
-    if own.id != record.invitation:
-        return None
-    left = own.expires - now
-    fresh = invite(key, own.addresses, left if left > 0 else DAYS * _DAY_SECONDS, now, own.seats)
-    write_private(path, fresh.text() + "\n")
-    return fresh
 
 
 def _find(peers: list[KnownPeer], which: str) -> KnownPeer:
@@ -188,7 +223,7 @@ def _name(peer: KnownPeer) -> str:
 
 def _addresses(folder: Path) -> list[str]:
     """The addresses for an invitation: of peers met lately, else those of this machine's own invitation."""
-    own = Invitation.parse((folder / INVITATION_FILE).read_text(), None)
+    own = _own(folder)
     revoked = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
     found = choose_addresses(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked)
     found = found or list(own.addresses)

@@ -65,8 +65,15 @@ class Heartbeats:
         permissions.check(name)
         if hello.role == "worker":
             self._add(name, hello)
-        known = tuple(peer.roster_entry() for peer in self._known())
-        return structs.replace(self.hello(), roster=known, revocations=tuple(permissions.revocations()))
+        elif hello.role == "joiner":
+            permissions.check_seat(name)
+        known = self._known()
+        return structs.replace(
+            self.hello(),
+            roster=tuple(peer.roster_entry() for peer in known),
+            revocations=tuple(permissions.revocations()),
+            seats=tuple(permissions.seats_taken({peer.name for peer in known})),
+        )
 
     def _add(self, name: str, hello: Hello) -> None:
         if name in self.members.peers:
@@ -75,7 +82,10 @@ class Heartbeats:
         peer = self.members.add(name, hello.credential, hello.addresses)
         peer.left = False
         self.members.record_heard(peer, hello.status)
+        if hello.roster:
+            peer.knows = frozenset(entry.peer[-8:] for entry in hello.roster)
         self.members.add_roster(name, hello.roster)
+        self.members.take_seats(name, hello.seats)
 
     def _known(self) -> list[Peer]:
         """Those to name to others: of peers that this node has heard itself, since others may be invented."""
@@ -203,9 +213,9 @@ class Heartbeats:
         members = self.members
         peer = members.peers[name]
         members.record_heard(peer, beat.status)
+        peer.knows = frozenset(beat.known)
         members.add_roster(name, beat.roster)
         members.add_revocations(beat.revocations)
-        peer.knows = frozenset(beat.known)
         peer.addresses = beat.addresses or peer.addresses  # they change when a relay is lost and another one found
         answer = self._beat_for(peer)
         if beat.revocations_digest != answer.revocations_digest:

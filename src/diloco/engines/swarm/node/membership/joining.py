@@ -19,7 +19,7 @@ from diloco.engines.swarm.node.membership.processes import addressed
 from diloco.engines.swarm.node.messages import AskNumber, Number, expect
 from diloco.engines.swarm.node.refusals import NOT_ADMITTED
 from diloco.engines.swarm.node.wire import Malformed
-from diloco.engines.swarm.run_files import INVITATION_FILE, PEERS_FILE, write_private
+from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file, write_private
 from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.credential import PeerRefused
 from diloco.engines.swarm.trust.invitation import Invitation
@@ -38,6 +38,8 @@ async def join(heartbeats: Heartbeats) -> None:
     """Afterwards this node has a number. Raises RendezvousError, and Excluded for a worker that is not let in."""
     members = heartbeats.members
     saved = _read_saved(members.settings)
+    for peer, credential in saved.get("seats", {}).items():
+        members.permissions.take_seat_for(str(peer), bytes.fromhex(credential))
     for peer, reason in saved.get("banned", {}).items():
         members.permissions.ban(str(peer), str(reason))
     wished = int(saved.get("number", -1))
@@ -55,7 +57,7 @@ async def join(heartbeats: Heartbeats) -> None:
         raise RendezvousError(
             f"no worker of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
             f"{_SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
-            f"({command('invite', 'RUN')}), and see {command('doctor', 'INVITATION')}"
+            f"({command('invite', 'RUN')}), and see {command('doctor', '-')}"
         )
     save(members)
     members.numbers[members.me] = members.status.number
@@ -64,9 +66,12 @@ async def join(heartbeats: Heartbeats) -> None:
 
 
 def save(members: Members) -> None:
-    """For this worker's next start: its number, the peers that it has banned, and the process that this one was."""
-    status = members.status
-    values = {"number": status.number, "banned": members.permissions.bans(), "process": status.process}
+    """For this worker's next start: its number, the peers that it has banned with the seats that they have used up,
+    and the process that this one was."""
+    status, permissions = members.status, members.permissions
+    credentials = {peer: permissions.credential_of(peer) for peer in permissions.bans()}
+    seats = {peer: credential.hex() for peer, credential in credentials.items() if credential is not None}
+    values = {"number": status.number, "banned": permissions.bans(), "seats": seats, "process": status.process}
     write_private(members.settings.path(f"{members.settings.name}.json"), json.dumps(values) + "\n")
 
 
@@ -74,7 +79,8 @@ def _read_saved(settings: Settings) -> dict[str, Any]:
     try:
         values = json.loads(settings.path(f"{settings.name}.json").read_text())
         process = str(values.get("process", ""))
-        return {"number": int(values["number"]), "banned": dict(values["banned"]), "process": process}
+        seats = dict(values.get("seats", {}))
+        return {"number": int(values["number"]), "banned": dict(values["banned"]), "seats": seats, "process": process}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -82,7 +88,7 @@ def _read_saved(settings: Settings) -> dict[str, Any]:
 def _known_addresses(members: Members) -> dict[str, list[str]]:
     """Peer -> addresses."""
     known: dict[str, list[str]] = {}
-    invitation = Invitation.parse(members.settings.path(INVITATION_FILE).read_text(), None)
+    invitation = _own_invitation(members.settings)
     met = [address for peer in read_peers(members.settings.path(PEERS_FILE)) for address in peer.addresses]
     for address in [*invitation.addresses, *met]:
         peer = address.rsplit("/p2p/", 1)[-1]
@@ -90,6 +96,17 @@ def _known_addresses(members: Members) -> dict[str, list[str]]:
             known[peer].append(address)
     known.pop(members.me, None)
     return known
+
+
+def _own_invitation(settings: Settings) -> Invitation:
+    return Invitation.parse(settings.path(invitation_file(settings.name)).read_text(), None)
+
+
+def _vouch_for_own(members: Members) -> None:
+    """For the peers of this worker's own invitation, and for those of peers.json that have said hello to a worker here.
+    What other members have told (`diloco join` saves their addresses too) is not this machine's own word."""
+    met = [peer.peer for peer in read_peers(members.settings.path(PEERS_FILE)) if peer.invitation is not None]
+    members.permissions.vouch_for([*_own_invitation(members.settings).peers, *met])
 
 
 async def _find_member(heartbeats: Heartbeats) -> bool:
@@ -100,7 +117,7 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
     while True:
         known = _known_addresses(members)
         known |= {peer.name: list(peer.addresses) for peer in members.peers.values()}  # they have called this one
-        members.permissions.vouch_for(known)
+        _vouch_for_own(members)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
         _check_admitted(problems)
         if any(problem is None for problem in problems):
@@ -145,7 +162,7 @@ async def look_for_others(heartbeats: Heartbeats) -> None:
     while True:
         await asyncio.sleep(pause)
         known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}
-        members.permissions.vouch_for(known)
+        _vouch_for_own(members)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
         found = any(problem is None for problem in problems)
         pause = _LOOK_SECONDS if found else min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
@@ -202,5 +219,5 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
         _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers)))
     raise RendezvousError(
         f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
-        f"({len(members.peers)} workers are known); see {command('doctor', 'INVITATION')}, and try again"
+        f"({len(members.peers)} workers are known); see {command('doctor', '-')}, and try again"
     )

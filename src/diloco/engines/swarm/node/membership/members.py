@@ -66,6 +66,7 @@ class Members:
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: Status) -> None:
         """`status`: this worker's own."""
         self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
+        permissions.is_known_to_most = self._is_known_to_most
         self.peers: dict[str, Peer] = {}
         self.numbers: dict[str, int] = {}
         """Peer -> worker number, of all that ever had one: a worker that returns keeps its number."""
@@ -168,9 +169,23 @@ class Members:
         finally:
             del self._waiters[waiter]
 
-    def add(self, name: str, credential: bytes, addresses: tuple[str, ...], teller: str | None = None) -> Peer:
-        """Raises PeerRefused. `teller`: the member that names this one, which has not said hello itself."""
-        self.permissions.admit(name, credential, teller=teller)
+    def _is_known_to_most(self, name: str) -> bool | None:
+        """Of the other live members that tell which ones they know; None if none does."""
+        told = [name[-8:] in peer.knows for peer in self.live() if peer.name != name and peer.knows is not None]
+        return 2 * sum(told) > len(told) if told else None
+
+    def drop_unknown(self) -> None:
+        """Workers with an expired invitation that most members turn out not to know are no members."""
+        for name in self.permissions.drop_unknown():
+            peer = self.peers.pop(name, None)
+            if peer is not None:
+                reason = "expired: its invitation has expired, and most members do not know it"
+                self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": reason})
+                self.changed()
+
+    def add(self, name: str, credential: bytes, addresses: tuple[str, ...], *, named: bool = False) -> Peer:
+        """Raises PeerRefused. `named`: by another member; it has not said hello itself."""
+        self.permissions.admit(name, credential, named=named)
         self.permissions.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, ()))
         peer.credential = credential
@@ -190,14 +205,19 @@ class Members:
                 continue
             if not self._new_from.take(teller, clock.now()):
                 return
-            self.permissions.vouch_for([entry.peer])
             try:
-                self.add(entry.peer, entry.credential, entry.addresses, teller).status.number = entry.number
+                self.add(entry.peer, entry.credential, entry.addresses, named=True).status.number = entry.number
             except PeerRefused as reason:
                 logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
             else:
                 if entry.number >= 0:  # a joiner is known to others before the leader has given it a number
                     self.numbers.setdefault(entry.peer, entry.number)
+
+    def take_seats(self, teller: str, seats: Iterable[tuple[str, bytes]]) -> None:
+        """Of workers that are away or banned, as another member shows by their credentials."""
+        for name, credential in seats:
+            if name not in self.peers and name != self.me and self._new_from.take(teller, clock.now()):
+                self.permissions.take_seat_for(name, credential)
 
     def _update_addresses(self, peer: Peer, addresses: tuple[str, ...]) -> None:
         """A peer that is lost here and live elsewhere may have moved."""

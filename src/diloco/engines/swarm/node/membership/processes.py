@@ -35,7 +35,7 @@ def check_process(peer: Peer, process: str, beat_seconds: float) -> None:
         raise CallRefused(
             "another process with the identity of this worker has taken its place while this one was frozen, asleep "
             "or cut off: one of them must end. A copy of a run folder must not be used twice; a new worker joins with "
-            f"{command('join', 'INVITATION')}",
+            f"{command('join', '-')}",
             "replaced",
         )
     if not peer.live:
@@ -45,7 +45,7 @@ def check_process(peer: Peer, process: str, beat_seconds: float) -> None:
     if peer.heard_at > peer.rival[1] + beat_seconds:
         raise CallRefused(
             "another process with the identity of this worker takes part in the run: stop one of them. A copy of "
-            f"a run folder must not be used twice; a new worker joins with {command('join', 'INVITATION')}",
+            f"a run folder must not be used twice; a new worker joins with {command('join', '-')}",
             "twice",
         )
     raise CallRefused("this worker's identity was in use a moment ago; asking again", "again")
