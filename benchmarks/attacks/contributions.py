@@ -21,6 +21,7 @@ from diloco.engines.swarm.shared_memory import SharedMemory
 
 _SEQUENCE, _WEIGHT, _NORM, _ROUND_WEIGHT, _LAYOUT = 1, 3, 4, 5, 8
 """Places in a header."""
+_VALIDATION_LOSS, _VALIDATION_TOKENS = 15, 16
 
 
 def with_fields(data: bytes, **fields: Any) -> bytes:
@@ -45,6 +46,36 @@ def _changed(
     norm = float(torch.linalg.vector_norm(values)) if claim is None else claim
     made = with_fields(posted.header, **{f"at_{_NORM}": norm}, **fields)
     return structs.replace(posted, contribution=SharedMemory.copy_of(encoded.numpy().tobytes()), header=made)
+
+
+def _tell_beside(note: bytes | None = None, **fields: Any) -> None:
+    """Another note beside an honest contribution, or other numbers in its header."""
+
+    @instead_of(Participant, "post")
+    async def post(honest: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:
+        if has_begun(posted.key.sequence):
+            posted = structs.replace(posted, header=with_fields(posted.header, **fields), note=note or posted.note)
+        return await honest(self, posted)
+
+
+def note_of_5000_digits() -> None:
+    _tell_beside(b'{"read":{"' + b"7" * 5000 + b'":[0,0]},"apart":[]}')
+
+
+def validation_loss_of_400_digits() -> None:
+    _tell_beside(b'{"read":{},"apart":[],"validation":[1,' + b"9" * 400 + b",32]}")
+
+
+def false_validation_loss() -> None:
+    """Its share of every measurement is a loss of 900."""
+    honest = header._FORMAT.pack
+
+    @instead_of(Participant, "post")
+    async def post(posts: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:
+        values = list(header._FORMAT.unpack(posted.header))
+        if has_begun(posted.key.sequence) and values[_VALIDATION_TOKENS]:
+            values[_VALIDATION_LOSS] = 900.0
+        return await posts(self, structs.replace(posted, header=honest(*values)))
 
 
 def _contribute(change: Callable[[Tensor], Tensor], claim: float | None = None, **fields: Any) -> None:

@@ -1,5 +1,6 @@
 """Validation while workers come and go: one figure for each step, over all of the text, the same on every machine."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,16 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
+from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member, Report
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
+from diloco.training.evaluation import Evaluation
 from diloco.training.loop import Training
 from diloco.training.records.events import read_events
 from diloco.training.records.summary import summarize
-from diloco.training.swarm.validation import SwarmValidation
+from diloco.training.swarm.shard_claims import ShardClaims
+from diloco.training.swarm.validation import SwarmValidation, _Measurement, _Round, add_up
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.saved_runs import quick_runs
 
@@ -98,7 +102,7 @@ def test_an_anchor_that_has_moved_on_is_not_measured(made: tuple[RunConfig, Corp
     training = Swarm(made, tmp_path).worker(0)
     validation, outer = training.validation, training.mode.averager
     assert isinstance(validation, SwarmValidation) and isinstance(outer, OuterLoop)
-    validation.after_round(1, [Member(0, "", 1.0, 1.0, Report())])  # the round of step 8, the first after 6
+    validation.after_round(1, [Member(0, "", 1.0, 1.0, Report())], {})  # the round of step 8, the first after 6
     for merged, due in ((1, False), (2, True), (3, False)):
         outer.state.unmerged = merged
         assert validation.due(8) is due
@@ -181,13 +185,102 @@ def test_a_measurement_ends_when_its_worker_is_to_stop(made: tuple[RunConfig, Co
     ] and training.validation.announced_step == -1
 
 
+def validation_at(made: tuple[RunConfig, Corpus], folder: Path, step: int) -> SwarmValidation:
+    training = Swarm(made, folder).worker(0)
+    assert isinstance(training.validation, SwarmValidation) and isinstance(training.mode.averager, OuterLoop)
+    training.mode.averager.state.inner_steps = step
+    return training.validation
+
+
+def tells(*figures: ValidationFigure | None) -> dict[int, Note]:
+    return {worker: Note(validation=figure) for worker, figure in enumerate(figures, 1)}
+
+
+HONEST, LIE = ValidationFigure(8, 2.0, 32), ValidationFigure(8, 7.0, 32)
+
+
 @pytest.mark.parametrize(
-    "note",
-    [b'{"validation": [99, 2.0, 32]}', b'{"validation": "x"}', b'{"validation": [0, 2.0, 0]}', b'{"validation": [0]}'],
+    "notes",
+    [
+        tells(LIE, None, None),
+        tells(LIE, HONEST, None),
+        tells(ValidationFigure(99, 2.0, 32)),  # of a step that no worker has come to
+        tells(ValidationFigure(8, 2.0, 1 << 40)),  # over more text than there is
+    ],
 )
-def test_a_note_from_the_future_or_of_another_form_is_ignored(
-    made: tuple[RunConfig, Corpus], tmp_path: Path, note: bytes
+def test_no_figure_is_taken_from_the_notes_that_most_do_not_tell(
+    made: tuple[RunConfig, Corpus], tmp_path: Path, notes: dict[int, Note]
 ) -> None:
-    training = Swarm(made, tmp_path).worker(0)
-    training.validation.read_note(note)  # type: ignore[attr-defined]
-    assert training.validation.announced_step == -1
+    validation = validation_at(made, tmp_path, 9)
+    validation._hear_figures(notes)
+    assert validation.announced_step == -1
+
+
+def test_a_worker_that_was_absent_takes_the_figure_of_most_others_and_names_them(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    validation = validation_at(made, tmp_path, 9)
+    validation._hear_figures(tells(HONEST, LIE, HONEST))
+    told = [event for event in read_events(tmp_path / "machine-0") if event["type"] == "validation"]
+    assert [(event["step"], event["loss"], event["told_by"]) for event in told] == [(8, 2.0, [1, 3])]
+    later = ValidationFigure(9, 5.0, 32)
+    validation._hear_figures(tells(later))  # it is in the rounds now, and measures with the other one itself
+    assert validation.announced_step == 8
+    validation.record_absence()
+    validation._hear_figures(tells(later))
+    assert validation.announced_step == 9
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e6, math.nan, 1.5])
+def test_one_share_cannot_move_the_figure_by_more_than_its_part_of_a_twentieth(lie: float) -> None:
+    honest = {worker: Evaluation(2.0 + worker / 1000, 10) for worker in range(4)}
+    whole, doubtful = add_up(honest | {4: Evaluation(lie, 10)}, 0)
+    assert abs(whole.loss / 2.0 - 1) < 0.05 / 5 + 0.002 and whole.tokens == 50
+    assert doubtful.keys() == {4}
+    assert add_up(honest, 0) == (Evaluation(sum(honest[i].loss * 10 for i in range(4)) / 40, 40), {})
+
+
+def test_of_two_shares_a_worker_believes_its_own() -> None:
+    shares = {0: Evaluation(2.0, 10), 1: Evaluation(900.0, 10)}
+    assert add_up(shares, 0) == (Evaluation(2.5, 20), {1: 900.0})
+    assert add_up({0: Evaluation(2.0, 10), 1: Evaluation(2.4, 10)}, 0) == (Evaluation(2.2, 20), {})
+
+
+def reports(step: int, shares: dict[int, tuple[float, int]]) -> list[Member]:
+    return [
+        Member(worker, "", 1.0, 1.0, Report(validation_loss=loss, validation_tokens=tokens, validation_step=step))
+        for worker, (loss, tokens) in shares.items()
+    ]
+
+
+def test_a_share_withheld_for_the_second_time_or_of_other_tokens_is_left_out_and_named(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    validation = validation_at(made, tmp_path, 100)
+    tokens = [validation._evaluator.share_tokens(index, 3) for index in range(3)]
+    for step, sequence in ((8, 1), (12, 2)):
+        measured = _Round(sequence, step, (0, 1, 2))
+        validation._open[step] = _Measurement(measured, sequence + 3, {0: Evaluation(2.0, tokens[0])})
+    told = {1: (2.2, tokens[1]), 2: (9.0, 10**9)}
+    for sequence in (2, 3):
+        validation.after_round(sequence, reports(8 if sequence == 2 else 12, told), {})
+        assert validation.announced_step == -1
+    validation.after_round(6, reports(12, told), {})
+    (event,) = [event for event in read_events(tmp_path / "machine-0") if event["type"] == "validation"]
+    assert (event["step"], event["measured_by"], event["withheld"]) == (12, [0, 1], [2])
+    assert event["loss"] == pytest.approx(2.1, rel=0.02) and event["tokens"] == tokens[0] + tokens[1]
+
+
+def test_a_fault_in_reading_what_others_told_does_not_end_the_training(
+    made: tuple[RunConfig, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of our own")
+
+    monkeypatch.setattr(ShardClaims, "read_note", fails)
+    swarm = Swarm(made, tmp_path)
+    swarm.start(swarm.worker(0, **joins_at(swarm, 5)))
+    swarm.end()
+    assert all(swarm.events(number, "worker_finished") for number in (0, 1))
+    reasons = {event["reason"] for event in swarm.events(0, "internal_error")}
+    assert reasons == {"ZeroDivisionError: a mistake of our own"}

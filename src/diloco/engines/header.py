@@ -3,9 +3,10 @@
 import struct
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from math import isnan, nan
+from math import isfinite, isinf, isnan, nan
 
 from diloco.core.merging import MAX_WEIGHT_ROUNDS, Claim
+from diloco.engines.note import is_loss
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
@@ -13,10 +14,14 @@ _MAGIC = b"dlc6"
 _LAST_ROUND = 8
 _FORMAT = struct.Struct(f"<4s qq ddddd 16s16s qqqddddqqq??d {_LAST_ROUND}d")
 HEADER_BYTES = _FORMAT.size
+_MOST_TOLD = 1 << 62
 
 
 def pack(key: RoundKey, contribution: Contribution) -> bytes:
-    """A weight above MAX_WEIGHT_ROUNDS rounds of work is told as that: no more of it counts, and a claim is a lie."""
+    """A weight above MAX_WEIGHT_ROUNDS rounds of work is told as that: no more of it counts, and a claim is a lie.
+
+    A number of the report that is not finite is told as nan.
+    """
     *report, last_round_seconds = astuple(contribution.report)
     return _FORMAT.pack(
         _MAGIC,
@@ -29,9 +34,13 @@ def pack(key: RoundKey, contribution: Contribution) -> bytes:
         contribution.full_weight,
         contribution.anchor_digest.encode(),
         contribution.layout_digest.encode(),
-        *report,
+        *(_finite(value) for value in report),
         *(last_round_seconds or [nan] * _LAST_ROUND),
     )
+
+
+def _finite(value: object) -> object:
+    return nan if isinstance(value, float) and not isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,19 @@ def unpack(worker: int, data: bytes) -> Header:
     claim = Claim(weight, norm, anchor_digest, round_weight, work, full_weight, report.done)
     member = Member(worker, anchor_digest, weight, norm, report)
     return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
+
+
+def find_report_fault(report: Report) -> str | None:
+    """What no honest worker reports of itself, if the report has it: then nothing of the report can be used."""
+    *told, last_round_seconds = astuple(report)
+    for name, value in zip(Report.__dataclass_fields__, told, strict=False):
+        if isinstance(value, float) and isinf(value):
+            return f"its report has {name} = {value}"
+        if not isinstance(value, float) and not -1 <= value <= _MOST_TOLD:
+            return f"its report has {name} = {value}"
+    if any(isinf(seconds) for seconds in last_round_seconds):
+        return "its report has a last round without end"
+    return None if is_loss(report.validation_loss) else f"its report has validation_loss = {report.validation_loss:.3g}"
 
 
 def check_same_round(headers: list[Header], mine: Header) -> None:

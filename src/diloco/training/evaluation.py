@@ -19,6 +19,8 @@ from diloco.training.micro_batches import MicroBatch
 from diloco.training.precision import Precision
 
 _BATCH = 16
+_MOST_COUNTED = 4096
+"""Shares whose tokens are remembered."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,26 @@ class Evaluator:
         self, config: RunConfig, corpus: Corpus, model: LanguageModel, precision: Precision, ranks: WorkerRanks
     ) -> None:
         self._config, self._corpus, self._model, self._precision, self._ranks = config, corpus, model, precision, ranks
+        self._share_tokens: dict[tuple[int, int], int] = {}
         self.seconds = 0.0
         """Spent on evaluations since it was last set to 0."""
 
     @cached_property
     def all_tokens(self) -> int:
         """Of all shares together."""
-        length, limit, batch = self._config.data.sequence_length, self._config.training.eval_windows, _BATCH
-        masked, cpu = self._corpus.meta.masked, torch.device("cpu")
-        windows = validation_batches(self._corpus, length, batch, limit=limit)
-        return int(sum(MicroBatch.of(torch.from_numpy(rows), cpu, masked=masked).tokens for rows in windows))
+        return self.share_tokens(0, 1)
+
+    def share_tokens(self, index: int, shares: int) -> int:
+        """The tokens of the share with this index, of so many shares, without measuring it."""
+        if (index, shares) not in self._share_tokens:
+            if len(self._share_tokens) >= _MOST_COUNTED:
+                self._share_tokens.clear()
+            length, limit = self._config.data.sequence_length, self._config.training.eval_windows
+            masked, cpu = self._corpus.meta.masked, torch.device("cpu")
+            windows = validation_batches(self._corpus, length, _BATCH, index, shares, limit)
+            counts = [MicroBatch.of(torch.from_numpy(rows), cpu, masked=masked).tokens for rows in windows]
+            self._share_tokens[index, shares] = int(sum(counts))
+        return self._share_tokens[index, shares]
 
     def measure(self, index: int, shares: int, stopped: Callable[[], bool] | None = None) -> Evaluation:
         """The share of the validation windows with this index, of so many shares."""

@@ -73,9 +73,9 @@ class Validation:
             mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )
 
-    def _announce(self, step: int, whole: Evaluation) -> None:
+    def _announce(self, step: int, whole: Evaluation, **more: object) -> None:
         self.announced_step = step
         if self._leader:
             self._events.emit(
-                "validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens
+                "validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens, **more
             )

@@ -15,7 +15,7 @@ from diloco.codecs.registry import codec
 from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
-from diloco.engines.rounds import Contribution, RoundKey
+from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.engines.swarm.network.identity import peer_id, save_seed
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.node import Node
@@ -52,7 +52,7 @@ class ScriptedTrainer:
     async def snapshot(self) -> Snapshot | None:
         means = b"".join(len(mean).to_bytes(8, "little") + mean for mean in self.means)
         data = write({"means": torch.frombuffer(bytearray(means), dtype=torch.uint8) if means else torch.empty(0)})
-        return Snapshot(data, {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"n")
+        return Snapshot(data, {"sequence": self.sequence, "inner_steps": 10 * self.sequence}, "same", b"")
 
     def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
         self.events.append((type_, dict(fields)))
@@ -88,18 +88,21 @@ class MemoryWorker:
         merge: Merge = "mean",
         fragment: int = 0,
         ratio: float | None = 1000.0,
+        note: bytes = b"",
+        report: Report | None = None,
     ) -> PostedRound:
         vector = EncodedVector(codec(self.codec), PartLayout(values.numel()))
         vector.encode(0, values)
         norm = float(torch.linalg.vector_norm(values.double())) if claimed is None else claimed
         key = RoundKey(self.trainer.sequence if sequence is None else sequence, fragment)
-        contribution = Contribution(vector, weight, norm, digest, layout, ratio, round_weight=round_weight)
+        told = report or Report()
+        contribution = Contribution(vector, weight, norm, digest, layout, ratio, told, round_weight=round_weight)
         header = pack_header(key, contribution)
         data = SharedMemory.copy_of(vector.data.numpy().tobytes())
         parts = len(vector.data)
         mean = SharedMemory.create(vector.mean.num_bytes)
         return PostedRound(
-            key, header, b"note", self.codec, vector.layout.part_elements, parts, data, mean, ratio,
+            key, header, note, self.codec, vector.layout.part_elements, parts, data, mean, ratio,
             seconds, merge,
         )  # fmt: skip
 
@@ -131,7 +134,7 @@ def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
     key = RoundKey(sequence, 0)
     vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
     header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))
-    entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"note")) for worker in workers)
+    entries = tuple(Entry(NAMES[worker], PresentWorker(worker, header, b"")) for worker in workers)
     return Plan(key, Authority(1, 0, 1), NAMES[0], entries, tuple(workers), False, 1000.0)
 
 

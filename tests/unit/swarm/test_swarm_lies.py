@@ -13,7 +13,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
-from diloco.engines.rounds import Contribution, RoundKey
+from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Authority, Entry
@@ -624,3 +624,39 @@ def test_a_lie_that_one_worker_finds_before_it_has_sent_its_own_parts_is_found_b
         return [outcome for outcome, _ in ended[:3]]
 
     assert [one.contributors for one in told(story, lost_seconds=5.0)] == [(0, 1, 2)] * 3
+
+
+# Notes and reports
+
+
+@pytest.mark.parametrize(
+    "told_beside",
+    [
+        {"note": b'{"read": {"' + b"1" * 5000 + b'": [0, 0]}}'},
+        {"note": b"{" * 16_000},
+        {"report": Report(inner_steps=-7)},
+    ],
+)
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_note_or_report_that_cannot_be_read_is_an_offence_of_its_author_alone(
+    number: int, told_beside: dict[str, Any]
+) -> None:
+    """The leader too. Rounds end for the honest, whose trainers get no note of the liar; it is named and out."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        liar, honest = workers[number], [worker for worker in workers if worker.node.number != number]
+        ended: list[RoundOutcome] = []
+        for _ in range(4):
+            posts = [w.post(values(w.node.number, w.trainer.sequence)) for w in honest]
+            lie = asyncio.create_task(liar.post(values(number), sequence=honest[0].trainer.sequence, **told_beside))
+            ended += [outcome for outcome, _ in await asyncio.gather(*posts)]
+            lie.cancel()
+        return ended, banned(honest), liar.name
+
+    ended, bans, liar = told(story)
+    assert [outcome.failure for outcome in ended] == [None] * len(ended)
+    assert all(number not in outcome.contributors for outcome in ended)
+    assert "malformed" in ended[0].refused[number] or "report" in ended[0].refused[number]
+    assert all(present.note == b"" for outcome in ended for present in outcome.present)
+    assert bans == [{liar}] * 4

@@ -13,6 +13,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
+from diloco.engines.note import Note, write_note
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
 from diloco.engines.swarm.node.messages import Commit, Inquire
@@ -25,6 +26,8 @@ from diloco.engines.swarm.shared_memory import SharedMemory
 from support import virtual_clock
 from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.memory_network import Fate, request_in
+
+NOTE = write_note(Note({3: (0, 7)}))
 
 Story = Callable[[MemorySwarm, list[MemoryWorker]], Awaitable[Any]]
 
@@ -70,7 +73,8 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:
         for worker in workers:
             worker.codec = name
-        posts = (w.post(values(w.node.number), weight=1.0 + w.node.number, round_weight=4.0) for w in workers)
+        terms = [{"weight": 1.0 + w.node.number, "round_weight": 4.0, "note": NOTE} for w in workers]
+        posts = (w.post(values(w.node.number), **its) for w, its in zip(workers, terms, strict=True))
         return list(await asyncio.gather(*posts))
 
     results = told(4, story)
@@ -78,7 +82,7 @@ def test_all_members_get_the_bytes_of_the_reference_mean(name: str) -> None:
     assert [mean for _, mean in results] == [wanted] * 4
     for ended, _ in results:
         assert (ended.failure, ended.contributors, ended.total_weight) == (None, (0, 1, 2, 3), 10.0)
-        assert ended.roster == (0, 1, 2, 3) and [one.note for one in ended.present] == [b"note"] * 4
+        assert ended.roster == (0, 1, 2, 3) and [one.note for one in ended.present] == [NOTE] * 4
     assert {(ended.signatures, ended.mean_digest) for ended, _ in results} == {(4, results[0][0].mean_digest)}
     assert len(results[0][0].mean_digest) == 16
 

@@ -17,8 +17,8 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.engines.base import PendingRound
-from diloco.engines.header import unpack
-from diloco.engines.rounds import Contribution, Member, RoundResult
+from diloco.engines.header import find_report_fault, unpack
+from diloco.engines.rounds import Contribution, Member, Report, RoundResult
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.messages import PostRound, RoundEnded
@@ -219,7 +219,10 @@ class SwarmRound(PendingRound):
 
 def _member(present: PresentWorker) -> Member:
     try:
-        return replace(unpack(present.worker, present.header).member, note=present.note)
+        member = replace(unpack(present.worker, present.header).member, note=present.note)
+        if find_report_fault(member.report) is None:
+            return member
+        return replace(member, report=Report(stopping=member.report.stopping, done=member.report.done))
     except struct.error as error:
         raise EngineError(
             f"worker {present.worker} sent a header of {len(present.header)} bytes, which this version cannot read: "

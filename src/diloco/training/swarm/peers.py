@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +16,8 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
 from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
+from diloco.engines.note import MalformedNote, Note, read_note
+from diloco.engines.rounds import Member
 from diloco.errors import EngineError, Excluded
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
@@ -98,6 +100,15 @@ def _member_fields(one: "MemberStatus") -> dict[str, Any]:
         "silent_seconds": one.silent_seconds,
         "link": one.link,
     }
+
+
+def _read(note: bytes) -> Note:
+    """A note of another machine; an empty one if it cannot be read, as the node has told already."""
+    try:
+        return read_note(note)
+    except MalformedNote as problem:
+        logger.warning("a note is passed over: %s", problem)
+        return Note()
 
 
 class SwarmPeers(Peers):
@@ -224,13 +235,25 @@ class SwarmPeers(Peers):
         if result is None:
             return
         self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
-        for member in result.members:
-            if member.worker != self._engine.worker:
-                self.claims.read_note(member.worker, member.note)
-        self._validation.after_round(event.key.sequence, result.members)
+        self._guarded("what the members told with a round", self._hear, event.key.sequence, result.members)
         self.claims.renumber(self._engine.worker)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
+
+    def _hear(self, sequence: int, members: Sequence[Member]) -> None:
+        notes = {member.worker: _read(member.note) for member in members if member.worker != self._engine.worker}
+        for worker, note in notes.items():
+            self.claims.read_note(worker, note)
+        self._validation.after_round(sequence, members, notes)
+
+    def _guarded(self, what: str, take_in: Callable[..., None], *told: object) -> None:
+        """Take in what other machines have told. A fault of this program in that does not end the training."""
+        try:
+            take_in(*told)
+        except Exception as problem:
+            logger.error("a fault of this worker's program, in reading %s", what, exc_info=problem)
+            reason = f"{type(problem).__name__}: {problem}"[:200]
+            self._events.emit("internal_error", what=f"reading {what}", reason=reason)
 
     def _follow(self, roster: tuple[int, ...]) -> None:
         before = list(self._reader.shards)
@@ -252,9 +275,9 @@ class SwarmPeers(Peers):
         return self._note
 
     def _read_state_note(self) -> None:
-        """The note of the member that sent this worker its state."""
-        self.claims.read_state_note(self._outer.arrived_note)
-        self._validation.read_note(self._outer.arrived_note)
+        """Take in the note of the member that sent this worker its state: how far the shards have been read."""
+        self._guarded("the note of a state", lambda: self.claims.read_state_note(_read(self._outer.arrived_note)))
+        self._validation.record_absence()
 
     def _on_resync(self, reason: str, sequence: int) -> None:
         self._read_state_note()

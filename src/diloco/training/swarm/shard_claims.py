@@ -5,11 +5,10 @@ shards are shared out again, and each continues where its reader was when it pos
 carries a note with these positions. A shard whose file is not on this machine is fetched from a member beside training;
 until it has arrived the worker reads the shards it has. Members with their own text say so in the note and get none.
 
-Notes come from other machines: a malformed one is ignored, and the shards it described are read from their last known
-position. Some text may then be read twice; nothing else can go wrong.
+Notes come from other machines (engines/note.py): positions that no shard has are ignored, and its shard is read from
+its last known position. Some text may then be read twice; nothing else can go wrong.
 """
 
-import json
 import logging
 import threading
 import time
@@ -18,13 +17,11 @@ from pathlib import Path
 
 from diloco.data.corpus import Corpus, shard_name
 from diloco.data.order import ShardProgress, count_windows, worker_shards
+from diloco.engines.note import MOST_SHARDS, Note, ValidationFigure, write_note
 from diloco.errors import DataError, DiLoCoError
 from diloco.training.batches import ShardReader
 
 logger = logging.getLogger(__name__)
-
-_MOST_SHARDS, _MOST_APART = 256, 256
-"""Limits of a note, which has 16 KiB in a round; shards left out of it are read from their last known position."""
 
 RETRY_SECONDS = 30.0
 Fetch = Callable[[str, Path], None]
@@ -54,33 +51,26 @@ class ShardClaims:
 
     # Notes
 
-    def note(self, reader: ShardReader, more: Mapping[str, object] | None = None) -> bytes:
+    def note(self, reader: ShardReader, validation: ValidationFigure | None = None) -> bytes:
         """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner.
 
-        `more`: what else the note says.
+        `validation`: the latest figure, which goes with it.
         """
         mine = {} if self.own_text else reader.progress()
         self.learn(mine)
-        listed = [*mine, *(shard for shard in self.known if shard not in mine)][:_MOST_SHARDS]
-        read = {str(shard): list(self.known[shard]) for shard in listed}
-        values = {"read": read, "apart": sorted(self._apart)[:_MOST_APART], **(more or {})}
-        return json.dumps(values, separators=(",", ":")).encode()
+        listed = [*mine, *(shard for shard in self.known if shard not in mine)][:MOST_SHARDS]
+        return write_note(Note({shard: self.known[shard] for shard in listed}, frozenset(self._apart), validation))
 
-    def read_note(self, worker: int, note: bytes) -> None:
-        """Of another worker, with a round. It can say that it has its own text, but not that others have."""
-        values = unpacked(note)
-        self.learn(_progress(values.get("read")))
-        apart = values.get("apart")
-        if isinstance(apart, list) and worker in apart:
+    def read_note(self, worker: int, note: Note) -> None:
+        """Take in another worker's note of a round. It can say that it has its own text, but not that others have."""
+        self.learn({shard: ShardProgress(*read) for shard, read in note.read.items()})
+        if worker in note.apart:
             self._apart.add(worker)
 
-    def read_state_note(self, note: bytes) -> None:
-        """Of the member that sent this worker its state."""
-        values = unpacked(note)
-        self.learn(_progress(values.get("read")))
-        apart = values.get("apart")
-        if isinstance(apart, list):
-            self._apart |= {one for one in apart if isinstance(one, int) and one != self._worker}
+    def read_state_note(self, note: Note) -> None:
+        """Take in the note of the member that sent this worker its state."""
+        self.learn({shard: ShardProgress(*read) for shard, read in note.read.items()})
+        self._apart |= note.apart - {self._worker}
 
     def learn(self, progress: Mapping[int, ShardProgress]) -> None:
         """Keep the furthest position of each shard; positions beyond its end are ignored."""
@@ -181,24 +171,3 @@ class ShardFetcher:
             self._tell(type_, **fields)
         except OSError as error:
             logger.error("the event '%s' was not written: %s", type_, error)
-
-
-def unpacked(note: bytes) -> Mapping[str, object]:
-    """What a note says; nothing if it is malformed."""
-    try:
-        values = json.loads(note) if note else {}
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        logger.warning("a malformed note is ignored: %.80r", note)
-        return {}
-    return values
-
-
-def _progress(values: object) -> dict[int, ShardProgress]:
-    progress: dict[int, ShardProgress] = {}
-    for shard, read in values.items() if isinstance(values, dict) else ():
-        match read:
-            case [int() as epoch, int() as consumed] if str(shard).isdecimal():
-                progress[int(shard)] = ShardProgress(epoch, consumed)
-    return progress

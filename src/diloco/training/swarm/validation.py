@@ -3,28 +3,46 @@
 What is measured is the anchor after a round, which all members of that round have, bit for bit:
 
     after a round that is due      the i-th of its n members measures windows i, i + n, … of the validation text
-    in the next rounds             each member's report carries its loss; once shares of all windows have come in,
-                                   every member adds them up, in worker order: the same bits everywhere
-    a share does not come in       (its worker has left) the members measure again after the next round
+    in the next rounds             each member's report carries its loss; once all shares have come in, every member
+                                   adds them up, in worker order: the same bits everywhere
+    a share does not come in       (its worker has left) the members measure again after the next round; if workers
+                                   that are there withhold theirs a second time, the figure is of the other shares
     in every note                  the latest figure, for workers that join or return
 
 A worker that was not in the round measures nothing. At the end of the run the anchor stays, and a share that does not
 come in is measured by the workers that remain. A worker that leaves early measures nothing more.
+
+No member's word alone is the figure. A share counts only with the number of tokens that its windows have, and with a
+loss that is near the median of all shares (`add_up`). A figure in the notes counts if most members of a round tell it;
+a worker that joins or returns believes most of the others. Of two members, where there is no majority, each holds the
+other's share against its own, and tells in the event of which workers a figure comes.
 """
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, Evaluator
 from diloco.training.modes import Mode
 from diloco.training.records.events import EventLog
-from diloco.training.swarm.shard_claims import unpacked
 from diloco.training.validation import Validation
+
+_FEWEST = 3
+"""Shares whose median one liar cannot move."""
+_DEVIATIONS, _LEAST_SHARE, _OWN_SHARE = 4.0, 0.05, 0.5
+"""How far a share may be from the median: so many median deviations, and at least this part of the median. Of two
+shares the other one may be further from this worker's own by the last of these."""
+_LATE_ROUNDS, _MOST_OPEN = 2, 4
+"""A report may come so many rounds after the one that should have it; so many measurements are open at a time."""
+_MOST_NAMED = 64
+"""Workers that an event names."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +54,18 @@ class _Round:
     members: tuple[int, ...]
 
 
+@dataclass
+class _Measurement:
+    """The shares of one anchor that have come in, by worker."""
+
+    round: _Round
+    judged_at: int
+    """The round after which a share that has not come in is withheld."""
+    shares: dict[int, Evaluation] = field(default_factory=dict)
+
+
 class SwarmValidation(Validation):
-    """One worker's part. SwarmPeers calls `after_round` and `read_note`."""
+    """One worker's part. SwarmPeers calls `after_round` and `record_absence`."""
 
     def __init__(
         self,
@@ -53,9 +81,11 @@ class SwarmValidation(Validation):
         super().__init__(config, evaluator, outer.engine, events, leader=leader)
         self._outer, self._stopped = outer, stopped
         self._figure: Evaluation | None = None  # of announced_step
-        self._shares: dict[int, dict[int, Evaluation]] = {}  # by step and worker, while they are not complete
         self._last: _Round | None = None  # the last merged round
         self._due: _Round | None = None  # to be measured now
+        self._open: dict[int, _Measurement] = {}  # by step, while shares are missing
+        self._withheld = 0  # measurements in a row that lacked the share of a worker that was there
+        self._absent = True  # this worker has missed rounds, and may lack figures that the others have
         self._not_before = 0  # the round that carries the reports of the last measurement
 
     def measure_start(self, mode: Mode, *, joined: bool) -> None:
@@ -64,11 +94,14 @@ class SwarmValidation(Validation):
             self._due = _Round(-1, 0, (self._engine.worker,))
             super().measure_start(mode, joined=False)
 
-    def after_round(self, sequence: int, members: Sequence[Member]) -> None:
-        """After a round of this worker: take in the reports and notes, and see whether a measurement is due."""
+    def after_round(self, sequence: int, members: Sequence[Member], notes: Mapping[int, Note]) -> None:
+        """After a round of this worker: take in reports and notes, and see whether a measurement is due.
+
+        `notes`: those of the other members, by worker.
+        """
         self._hear(members)
-        for member in members:
-            self.read_note(member.note)
+        self._go_on_without_withheld(sequence, {member.worker for member in members})
+        self._hear_figures(notes)
         schedule, interval = self._outer.schedule, self._config.eval_interval
         step = schedule.post_step(sequence)
         self._last = _Round(sequence, step, tuple(sorted(member.worker for member in members)))
@@ -76,6 +109,10 @@ class SwarmValidation(Validation):
         last_of_its_step = schedule.post_step(sequence + 1) > step
         if due and last_of_its_step and sequence >= self._not_before:
             self._due = self._last
+
+    def record_absence(self) -> None:
+        """This worker has taken over the others' state: they may have figures of rounds that it was not in."""
+        self._absent = True
 
     def due(self, step: int) -> bool:
         """Only while the anchor is the one after that round."""
@@ -90,12 +127,13 @@ class SwarmValidation(Validation):
         if not self._stopped():
             self._not_before = self._outer.schedule.posts_until(due.step + self._outer.schedule.overlap_steps)
             self._events.emit("evaluation", step=due.step, loss=result.loss, tokens=result.tokens)
-            self._record(mode, result, due.step)
+            self._record(mode, result, due)
 
     def measure_end(self, mode: Mode) -> None:
         """This worker's share, if it was in the last round; the confirmation carries it to the others."""
         if not mode.must_end and self._last is not None and self._is_anchor_after(self._last):
-            self._record(mode, self._evaluator.measure(*self._share(self._last)), self._config.steps)
+            last = replace(self._last, step=self._config.steps)
+            self._record(mode, self._evaluator.measure(*self._share(last)), last)
 
     def announce(self) -> None:
         """Nothing: `after_round` has done it."""
@@ -106,33 +144,42 @@ class SwarmValidation(Validation):
         step, last = self._config.steps, self._last
         if self.announced_step >= step or self._outer.inner_steps < step or self._stopped() or not self._leader:
             return
-        shares = self._shares.get(step, {})
+        shares = dict(self._open[step].shares) if step in self._open else {}
         if last is not None and self._is_anchor_after(last):
             for index, worker in enumerate(last.members):
                 if worker not in shares:
                     shares[worker] = self._evaluator.measure(index, len(last.members))
         if sum(share.tokens for share in shares.values()) != self._evaluator.all_tokens:
             shares = {self._engine.worker: self._evaluator.measure(0, 1)}
-        self._announce(step, _sum(shares))
+        self._announce_shares(step, shares)
 
     # The latest figure, for workers that join or return
 
-    def note(self) -> dict[str, object]:
+    def note(self) -> ValidationFigure | None:
         """What this worker's notes say of the latest figure."""
         if self._figure is None:
-            return {}
-        loss = self._figure.loss if math.isfinite(self._figure.loss) else None
-        return {"validation": [self.announced_step, loss, self._figure.tokens]}
+            return None
+        return ValidationFigure(self.announced_step, self._figure.loss, self._figure.tokens)
 
-    def read_note(self, note: bytes) -> None:
-        """Another worker's note; anything malformed is ignored."""
-        match unpacked(note).get("validation"):
-            case [int() as step, float() | int() | None as loss, int() as tokens] if tokens > 0:
-                if self.announced_step < step <= self._outer.inner_steps:
-                    self._announce(step, Evaluation(math.nan if loss is None else float(loss), tokens))
+    def _hear_figures(self, notes: Mapping[int, Note]) -> None:
+        """Take over a later figure that most members tell; for a worker that was absent, most others."""
+        told = Counter(_key(note.validation) for note in notes.values() if note.validation is not None)
+        if not told:
+            return
+        (step, loss, tokens), tellers = told.most_common(1)[0]
+        enough = 2 * tellers > len(notes) + (0 if self._absent else 1)
+        if enough and self.announced_step < step <= self._outer.inner_steps and tokens <= self._evaluator.all_tokens:
+            names = [worker for worker, note in notes.items() if _key(note.validation) == (step, loss, tokens)]
+            self._absent = False
+            self._announce(
+                step, Evaluation(math.nan if loss is None else loss, tokens), told_by=sorted(names)[:_MOST_NAMED]
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.note()
+        if self._figure is None:
+            return super().state_dict()
+        loss = self._figure.loss if math.isfinite(self._figure.loss) else None
+        return super().state_dict() | {"validation": [self.announced_step, loss, self._figure.tokens]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -148,36 +195,101 @@ class SwarmValidation(Validation):
     def _share(self, merged: _Round) -> tuple[int, int]:
         return merged.members.index(self._engine.worker), len(merged.members)
 
-    def _record(self, mode: Mode, result: Evaluation, step: int) -> None:
-        self._tell(mode, result, step)
-        self._add(self._engine.worker, result, step)
+    def _record(self, mode: Mode, result: Evaluation, measured: _Round) -> None:
+        self._tell(mode, result, measured.step)
+        self._open[measured.step] = _Measurement(
+            measured, self._not_before + _LATE_ROUNDS, {self._engine.worker: result}
+        )
+        for step in sorted(self._open)[:-_MOST_OPEN]:
+            del self._open[step]
         self._announce_complete()
 
     def _hear(self, members: Sequence[Member]) -> None:
+        """Take in the shares of open measurements; one with another number of tokens than it has is no share."""
         for member in members:
             report = member.report
-            self._add(
-                member.worker, Evaluation(report.validation_loss, report.validation_tokens), report.validation_step
-            )
+            measured = self._open.get(report.validation_step)
+            if measured is None or member.worker not in measured.round.members:
+                continue
+            index = measured.round.members.index(member.worker)
+            if report.validation_tokens == self._evaluator.share_tokens(index, len(measured.round.members)):
+                share = Evaluation(report.validation_loss, report.validation_tokens)
+                measured.shares.setdefault(member.worker, share)
         self._announce_complete()
 
-    def _add(self, worker: int, share: Evaluation, step: int) -> None:
-        if step > self.announced_step and share.tokens:
-            self._shares.setdefault(step, {})[worker] = share
+    def _missing(self, measured: _Measurement) -> set[int]:
+        """The members whose share has not come in. A member without a window has none."""
+        members = measured.round.members
+        return {
+            worker
+            for index, worker in enumerate(members)
+            if worker not in measured.shares and self._evaluator.share_tokens(index, len(members))
+        }
 
     def _announce_complete(self) -> None:
-        for step, shares in sorted(self._shares.items()):
-            if sum(share.tokens for share in shares.values()) == self._evaluator.all_tokens:
-                self._announce(step, _sum(shares))
+        for step, measured in sorted(self._open.items()):
+            if step > self.announced_step and not self._missing(measured):
+                self._withheld = 0
+                self._announce_shares(step, measured.shares)
 
-    def _announce(self, step: int, whole: Evaluation) -> None:
-        super()._announce(step, whole)
+    def _go_on_without_withheld(self, sequence: int, there: set[int]) -> None:
+        """A worker that is there and keeps back its share for the second time is left out of the figure: else no
+        figure would ever be complete."""
+        for step, measured in sorted(self._open.items()):
+            missing = self._missing(measured)
+            if step <= self.announced_step or sequence < measured.judged_at or not missing <= there:
+                continue
+            del self._open[step]
+            self._withheld += 1
+            if self._withheld > 1 and len(measured.shares) > len(missing):
+                self._announce_shares(step, measured.shares, withheld=sorted(missing)[:_MOST_NAMED])
+
+    def _announce_shares(self, step: int, shares: Mapping[int, Evaluation], **more: object) -> None:
+        whole, doubtful = add_up(shares, self._engine.worker)
+        self._absent = False
+        named = {"doubtful": doubtful} if doubtful else {}
+        self._announce(step, whole, measured_by=sorted(shares)[:_MOST_NAMED], **named, **more)
+
+    def _announce(self, step: int, whole: Evaluation, **more: object) -> None:
+        super()._announce(step, whole, **more)
         self._figure = whole
-        self._shares = {later: shares for later, shares in self._shares.items() if later > step}
+        self._open = {later: measured for later, measured in self._open.items() if later > step}
 
 
-def _sum(shares: Mapping[int, Evaluation]) -> Evaluation:
-    """In worker order: the same bits on every machine."""
-    tokens = sum(share.tokens for share in shares.values())
-    loss = sum(share.loss * share.tokens for _, share in sorted(shares.items()))
-    return Evaluation(loss / tokens, tokens)
+def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict[int, float]]:
+    """The figure of all shares, in worker order: the same bits on every machine; and those that are too far off.
+
+    Honest shares measure the same anchor on windows in turn, and are alike. A share further from the median than four
+    median deviations, and than a twentieth of it, counts as that far; one that is not finite counts as the median. Of
+    two shares this worker's `own` takes the median's place, and the other one counts up to half as much again.
+    """
+    ordered = sorted((worker, share) for worker, share in shares.items() if share.tokens)
+    tokens = sum(share.tokens for _, share in ordered)
+    losses = [share.loss if math.isfinite(share.loss) else math.inf for _, share in ordered]
+    if len(ordered) >= _FEWEST:
+        middle = statistics.median_low(losses)
+        spread = statistics.median_low([abs(loss - middle) for loss in losses]) if math.isfinite(middle) else math.nan
+        bound = max(_DEVIATIONS * spread, _LEAST_SHARE * middle)
+    elif own in shares and shares[own].tokens:
+        middle = shares[own].loss
+        bound = _OWN_SHARE * middle
+    else:
+        middle = bound = math.inf
+    if not math.isfinite(middle):
+        loss = sum(share.loss * share.tokens for _, share in ordered)
+        return Evaluation(loss / tokens if tokens else math.nan, tokens), {}
+    doubtful = {worker: loss for (worker, _), loss in zip(ordered, losses, strict=True) if abs(loss - middle) > bound}
+    total = 0.0
+    for worker, share in ordered:
+        loss = share.loss
+        if worker in doubtful:
+            loss = min(max(loss, middle - bound), middle + bound) if math.isfinite(loss) else middle
+        total += loss * share.tokens
+    return Evaluation(total / tokens, tokens), doubtful
+
+
+def _key(figure: ValidationFigure | None) -> tuple[int, float | None, int]:
+    """To compare figures: nan is not equal to itself."""
+    if figure is None:
+        return (-1, None, 0)
+    return (figure.step, None if math.isnan(figure.loss) else figure.loss, figure.tokens)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from diloco.core.config import Merge
+from diloco.engines.note import MalformedNote, read_note
 from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node import guest_messages as guests
 from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
@@ -266,6 +267,10 @@ class StateHead(PeerMessage, frozen=True):
     def __post_init__(self) -> None:
         if "sequence" not in self.numbers:
             raise Malformed("the numbers of a state lack 'sequence'")
+        try:
+            read_note(self.note)
+        except MalformedNote as problem:
+            raise Malformed(str(problem)) from None
 
 
 class OpenFile(PeerMessage, frozen=True):

@@ -7,15 +7,17 @@ leader does decide whose headers are in the plan.
 
 import hashlib
 import math
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from diloco.core.config import Merge
 from diloco.core.merging import FEWEST_FOR_NORMS, MAX_WEIGHT_ROUNDS, diverged
-from diloco.engines.header import HEADER_BYTES, Header, unpack
+from diloco.engines.header import HEADER_BYTES, Header, find_report_fault, unpack
+from diloco.engines.note import MAX_NOTE_BYTES, MalformedNote, read_note
 from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.node.status import PeerName
@@ -23,7 +25,6 @@ from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage, encode
 from diloco.errors import EngineError
 
-MAX_NOTE_BYTES = 1 << 14
 MAX_WORKERS = 1024
 
 _MOST = 1 << 53
@@ -69,6 +70,20 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @cached_property
     def parsed(self) -> Header:
         return parse_header(self.number, self.contribution.header)
+
+    @cached_property
+    def fault(self) -> str | None:
+        """Why no other worker can use what the worker says beside its contribution; None: all of it can be read."""
+        try:
+            read_note(self.contribution.note)
+        except MalformedNote as problem:
+            return f"malformed: {problem}"
+        return find_report_fault(self.parsed.member.report)
+
+    @property
+    def for_trainer(self) -> PresentWorker:
+        """As the trainers of the other workers get it: without a note if that cannot be read."""
+        return self.contribution if self.fault is None else structs.replace(self.contribution, note=b"")
 
 
 def parse_header(number: int, data: bytes) -> Header:
@@ -127,9 +142,14 @@ class Plan(PeerMessage, frozen=True, dict=True):
     @cached_property
     def decision(self) -> Decision:
         entries = self.entries
-        claims = [entry.parsed.claim for entry in entries]
+        faults = {entry.number: entry.fault for entry in entries if entry.fault is not None}
+        claims = [
+            entry.parsed.claim if entry.fault is None else replace(entry.parsed.claim, norm=math.nan)  # it is refused
+            for entry in entries
+        ]
         rounds = self.rounds or (1,) * len(entries)
-        return decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
+        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
+        return replace(decided, refused={**decided.refused, **faults})
 
     @cached_property
     def contributors(self) -> tuple[Entry, ...]:
@@ -139,9 +159,9 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def offences(self) -> list[Offence]:
         """The contributions that no honest worker sends.
 
-        No offence: another anchor; the large norm of a worker that says that it missed rounds, since it carries more
-        work then; a large norm among fewer than four, where the others' may as well be too small; and if all are
-        refused at once.
+        No offence: another anchor, unless its note or report cannot be read; the large norm of a worker that says that
+        it missed rounds, since it carries more work then; a large norm among fewer than four, where the others' may as
+        well be too small; and if all are refused at once.
         """
         if not self.contributors:
             return []
@@ -154,7 +174,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
             reason = decision.refused.get(number) or decision.clipped.get(number)
             by_norm = number in decision.clipped or number in decision.too_long
             told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
-            if reason is not None and told and number not in elsewhere:
+            if reason is not None and told and (entry.fault is not None or number not in elsewhere):
                 found.append(Offence(entry.peer, number, reason))
         return found
 

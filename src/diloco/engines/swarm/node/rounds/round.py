@@ -115,7 +115,7 @@ class Round:
                 merge=decision.merge,
                 plain=decision.plain,
                 total_weight=decision.total_weight,
-                present=tuple(entry.contribution for entry in plan.entries),
+                present=tuple(entry.for_trainer for entry in plan.entries),
                 roster=plan.roster,
                 comparison=self.comparison,
                 phases=self.phases,

@@ -1,0 +1,102 @@
+"""The note of a swarm's worker: what it tells the other trainers beside a contribution or a state.
+
+A note comes from another machine, so it has one form and one reader: fixed fields, each with its bounds, and a length
+that follows from its two counts. `read_note` accepts that and nothing else. A node reads the note of every contribution
+before it counts (swarm/node/plan.py): a note that cannot be read is an offence of its author.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isnan, nan
+
+_MAGIC = b"dln1"
+_HEAD = struct.Struct("<4s qdq HH")
+_SHARD = struct.Struct("<Iqq")
+_NUMBER = struct.Struct("<I")
+
+MAX_NOTE_BYTES = 1 << 14
+MOST_SHARDS = 256
+"""Shards left out of a note are read from their last known position."""
+MOST_APART = 256
+_MOST_COUNT = 1 << 53
+_MOST_NUMBER = 1 << 20
+"""As of a worker number (swarm/node/status.py)."""
+MOST_LOSS = 1e6
+"""Nats a token. A model that knows nothing has a loss of the logarithm of its vocabulary, below 20."""
+
+
+class MalformedNote(ValueError):
+    """A note that no honest worker of this version writes."""
+
+
+@dataclass(frozen=True)
+class ValidationFigure:
+    """The validation loss of the anchor at a step, over all of the validation text."""
+
+    step: int
+    loss: float
+    """nan where it is not finite."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """All that a note says; each field may be empty."""
+
+    read: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Shard -> the epoch that its reader is in, and the windows of it that have been read."""
+    apart: frozenset[int] = frozenset()
+    """The numbers of workers with their own text."""
+    validation: ValidationFigure | None = None
+    """The latest figure that the worker knows."""
+
+
+def is_loss(value: float) -> bool:
+    """Whether a worker may report this loss: nan, or a finite number that a cross entropy can be."""
+    return isnan(value) or 0 <= value <= MOST_LOSS
+
+
+def write_note(note: Note) -> bytes:
+    """The first MOST_SHARDS shards and the lowest MOST_APART numbers; a loss that `is_loss` forbids becomes nan."""
+    read = list(note.read.items())[:MOST_SHARDS]
+    apart = sorted(number for number in note.apart if 0 <= number <= _MOST_NUMBER)[:MOST_APART]
+    figure = note.validation or ValidationFigure(-1, nan, 0)
+    loss = figure.loss if is_loss(figure.loss) else nan
+    return b"".join(
+        [
+            _HEAD.pack(_MAGIC, figure.step, loss, figure.tokens, len(read), len(apart)),
+            *(_SHARD.pack(shard, *position) for shard, position in read),
+            *(_NUMBER.pack(number) for number in apart),
+        ]
+    )
+
+
+def read_note(data: bytes) -> Note:
+    """Raises MalformedNote, and no other exception, whatever the bytes are. No bytes at all are an empty note."""
+    if not data:
+        return Note()
+    if len(data) > MAX_NOTE_BYTES:
+        raise MalformedNote(f"a note of {len(data)} bytes, more than {MAX_NOTE_BYTES}")
+    if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
+        raise MalformedNote(f"a note that does not begin with {_MAGIC!r} and {_HEAD.size} bytes of numbers")
+    _, step, loss, tokens, shards, apart = _HEAD.unpack_from(data)
+    size = _HEAD.size + shards * _SHARD.size + apart * _NUMBER.size
+    if shards > MOST_SHARDS or apart > MOST_APART or len(data) != size:
+        raise MalformedNote(f"a note of {len(data)} bytes with {shards} shards and {apart} workers")
+    end_of_shards = _HEAD.size + shards * _SHARD.size
+    read = {shard: (epoch, consumed) for shard, epoch, consumed in _SHARD.iter_unpack(data[_HEAD.size : end_of_shards])}
+    numbers = [number for (number,) in _NUMBER.iter_unpack(data[end_of_shards:])]
+    if any(not 0 <= count <= _MOST_COUNT for position in read.values() for count in position):
+        raise MalformedNote("a note with a position in the text that no shard has")
+    if any(number > _MOST_NUMBER for number in numbers):
+        raise MalformedNote(f"a note with worker {max(numbers)}, above {_MOST_NUMBER}")
+    return Note(read, frozenset(numbers), _figure(step, loss, tokens))
+
+
+def _figure(step: int, loss: float, tokens: int) -> ValidationFigure | None:
+    if step == -1:
+        return None
+    if not 0 <= step <= _MOST_COUNT or not 0 < tokens <= _MOST_COUNT or not is_loss(loss):
+        raise MalformedNote(f"a note with a validation loss of {loss} over {tokens} tokens at step {step}")
+    return ValidationFigure(step, loss, tokens)
