@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,6 @@ def test_the_figures_are_those_of_the_log(page: Page, served: Served) -> None:
 
 
 def test_the_loss_curve_is_that_of_the_events_over_every_axis(page: Page) -> None:
-    page.locator("#smoothing").fill("0")
     validated = [one for one in _events() if one["type"] == "validation"]
     logged = [one for one in _events() if one["type"] == "step" and one["worker"] == 0]
     curve = _curve(page, "loss", "worker 0")
@@ -133,6 +133,8 @@ def test_the_phases_of_a_worker_elsewhere_are_drawn_and_one_that_is_lost_is_name
     expect(page.locator("#waterfall .elsewhere.send")).to_have_count(2)  # of its last round it has not told yet
     assert page.locator("#waterfall .compute.elsewhere").count() == 2
     expect(page.locator("#notes")).to_contain_text("worker 1 is lost (it could not be reached); training continues")
+    expect(page.locator("#health .bad", has_text="lost")).to_have_text("lost or failed: 1")
+    expect(page.locator("#health")).to_contain_text("1 of 2 workers here")
     expect(page.locator(".member.gone")).to_have_attribute("data-worker", "1")
     page.get_by_role("button", name="first", exact=True).click()
     expect(page.locator("#title")).to_have_text("first")
@@ -176,6 +178,139 @@ def test_runs_are_overlaid_and_chosen(page: Page) -> None:
     expect(page.locator("#loss")).to_contain_text("no step has been logged yet")
     page.get_by_role("button", name="first", exact=True).click()
     expect(page.locator("#title")).to_have_text("first")
+
+
+def test_what_is_shown_is_in_the_address_and_a_link_shows_it_again(
+    page: Page, served: Served, browser: Browser
+) -> None:
+    page.get_by_label(f"overlay {SECOND}").check()
+    page.keyboard.press("3")
+    page.locator("#smoothing").fill("0.5")
+    page.get_by_label(f"compare with {SECOND}").check()
+    _expect_colours(page)
+    address, colours = page.url, _colours(page)
+    other = browser.new_page(viewport={"width": 1300, "height": 900})
+    other.goto(address)
+    other.wait_for_selector("body[data-drawn]")
+    expect(other.locator("#loss .legendtext", has_text=f"{SECOND}, validation")).to_have_count(1, timeout=_WAIT)
+    expect(other.get_by_role("radio", name="bytes")).to_have_attribute("aria-checked", "true")
+    expect(other.locator("#smoothing-value")).to_have_text("0.50")
+    expect(other.get_by_label(f"compare with {SECOND}")).to_be_checked()
+    assert _colours(other) == colours
+    other.get_by_role("button", name=SECOND, exact=True).click()
+    other.get_by_label("overlay first").check()
+    expect(other.locator("#loss .legendtext", has_text="first, validation")).to_have_count(1, timeout=_WAIT)
+    assert _colours(other) == colours, "a colour belongs to a run, not to its place"
+    other.close()
+    page.get_by_label(f"overlay {SECOND}").uncheck()
+    page.goto(f"{served.address}#run=first")
+    expect(page.locator("#smoothing-value")).to_have_text("none")
+
+
+def _colours(page: Page) -> dict[str, str]:
+    named = page.evaluate("document.getElementById('loss').data.map(t => [t.name, t.line.color])")
+    return {name: colour for name, colour in named if name in ("first", "&lt;b&gt;second")}
+
+
+def _expect_colours(page: Page) -> None:
+    expect(page.locator("#loss .legendtext", has_text=f"{SECOND}, validation")).to_have_count(1, timeout=_WAIT)
+    assert len(set(_colours(page).values())) == 2
+
+
+def test_a_smoothed_curve_has_the_measured_one_behind_it_and_both_values_in_the_tooltip(page: Page) -> None:
+    measured = _curve(page, "loss", "training")["y"]
+    page.locator("#smoothing").fill("0.8")
+    traces = page.evaluate(
+        "document.getElementById('loss').data.map(t => ({name: t.name, y: t.y, both: t.customdata, "
+        "hover: t.hovertemplate, opacity: t.opacity}))"
+    )
+    smoothed = next(one for one in traces if one["name"] == "training")
+    assert smoothed["both"] == measured and smoothed["y"] != measured and "%{customdata" in smoothed["hover"]
+    assert any(one["y"] == measured and one["opacity"] < 0.5 for one in traces)
+    page.locator("#smoothing").fill("0")
+
+
+def test_the_table_of_runs_says_how_each_trained_and_cuts_nothing_off(page: Page) -> None:
+    row = page.locator('tr[data-run="first"]')
+    expect(row).to_contain_text("diloco")
+    expect(row.locator("td").nth(7)).to_have_text("150 of 400")
+    page.get_by_label("compare with first").check()
+    expect(row).to_contain_text("reference")
+    expect(page.locator('tr[data-run="<b>second"] td').nth(9)).to_contain_text("%, other tokens")
+    for width in (1100, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        cut = page.evaluate(
+            "[...document.querySelectorAll('.figure *, .runs td, .runs th, .runs .scroll, .fact')]"
+            ".filter(one => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== 'inline')"
+            ".map(one => one.textContent)"
+        )
+        assert cut == [], width
+    page.set_viewport_size({"width": 1300, "height": 900})
+
+
+def test_runs_whose_bytes_are_far_apart_are_overlaid_on_a_logarithmic_axis(browser: Browser, tmp_path: Path) -> None:
+    few, many = calm_events(workers=2, steps=60), calm_events(workers=2, steps=60)
+    for one in many:
+        if "bytes_sent" in one:
+            one["bytes_sent"] *= 100
+    write_run(tmp_path / "few", few)
+    write_run(tmp_path / "many", many)
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    with serving(tmp_path) as served:
+        page.goto(f"{served.address}#run=few&over=many&axis=bytes")
+        page.wait_for_selector("body[data-drawn]")
+        kind = "document.getElementById('loss').layout.xaxis.type ?? 'linear'"
+        assert page.evaluate(kind) == "log"
+        page.get_by_label("overlay many").uncheck()
+        page.wait_for_function(f"({kind}) !== 'log'")
+        page.close()
+
+
+def test_a_link_with_a_token_opens_the_page_from_another_site(browser: Browser, tmp_path: Path) -> None:
+    """127.0.0.1 and localhost are two sites: what is clicked there is a navigation from elsewhere."""
+    token = "a-token-of-a-test"
+    context = browser.new_context()
+    page = context.new_page()
+    with serving(write_run(tmp_path / "run", calm_events()), token) as served:
+        link = f"{served.address}?token={token}"
+        page.route(
+            "http://localhost:9/",
+            lambda route: route.fulfill(content_type="text/html", body=f'<a href="{link}">it</a>'),
+        )
+        page.goto("http://localhost:9/")
+        page.get_by_text("it").click()
+        page.wait_for_selector("body[data-drawn]", timeout=_WAIT)
+        assert page.url == served.address and "token" not in page.url
+        context.close()
+
+
+def test_the_age_of_the_last_event_grows_and_a_server_that_is_gone_is_told(browser: Browser, tmp_path: Path) -> None:
+    now = time.time() - 1_700_000_000.0
+    events = [one | {"time": one["time"] + now - 60.0} for one in calm_events(steps=40)]
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    with serving(write_run(tmp_path / "run", events)) as served:
+        page.clock.install()
+        page.goto(served.address)
+        page.wait_for_selector("body[data-drawn]")
+        assert re.fullmatch(r"last event \d+ s ago", page.locator(".fact", has_text="last event").inner_text())
+        page.clock.run_for(600_000)
+        expect(page.locator(".fact.bad", has_text=re.compile(r"last event 1\d min ago"))).to_have_count(1)
+    page.clock.resume()
+    expect(page.locator(".fact.bad", has_text="disconnected")).to_have_count(1, timeout=_WAIT)
+    page.close()
+
+
+def test_a_data_parallel_run_has_bytes_and_no_saving(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", calm_events())
+    (run / "config.toml").write_text('steps = 400\nmode = "data-parallel"\n')
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    with serving(run) as served:
+        page.goto(served.address)
+        page.wait_for_selector("body[data-drawn]")
+        assert _figures(page)["sent by a worker"] == "5 kB" and "fewer bytes" not in _figures(page)
+        page.close()
 
 
 def test_dark_and_light_are_switched_and_a_phone_needs_no_sideways_scrolling(page: Page) -> None:

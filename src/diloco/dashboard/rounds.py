@@ -68,6 +68,10 @@ class Round:
     cosine_high: float | None = None
 
     @property
+    def has_outcome(self) -> bool:
+        return self.merged or self.failure is not None
+
+    @property
     def straggler(self) -> int | None:
         """The worker for which the others waited: it computed a tenth longer than the median of them."""
         measure = "worked_seconds" if any(one.elsewhere for one in self.workers.values()) else "compute_seconds"
@@ -179,13 +183,15 @@ class Rounds:
         part.phases = {name: one for name, one in taken.items() if one > 0}
 
     def forget(self, after_step: int) -> None:
-        """A resume has taken the later rounds back."""
-        self.by_sequence = {key: one for key, one in self.by_sequence.items() if one.step <= after_step}
+        """A resume has taken the later rounds back, and repeats the number of one to which no worker brought work."""
+        self.by_sequence = {
+            key: one for key, one in self.by_sequence.items() if one.step <= after_step and one.has_outcome
+        }
         self._ended, self._worked = {}, {}
 
     def until(self, time: float | None) -> list[Round]:
         """The rounds with an outcome by then, in order; without those to which no worker brought any work."""
-        known = [one for one in self.by_sequence.values() if one.merged or one.failure is not None]
+        known = [one for one in self.by_sequence.values() if one.has_outcome]
         ended = [one for one in known if time is None or one.time <= time]
         return sorted(ended, key=lambda one: one.sequence)
 

@@ -16,6 +16,7 @@ Json = dict[str, Any]
 MOST_POINTS = 4000
 _SHOWN_WORKERS = 12
 _RATE_POINTS = 240
+_HELD_HERE = 2  # workers of one machine log the same step a moment apart
 
 
 def series(record: RunRecord, until: float | None, points: int, chosen: set[int] | None = None) -> Json:
@@ -24,6 +25,7 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
     axes = _Axes(rows, record.clock)
     logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
+    here = {number for number, worker in record.workers.items() if worker.local}
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
@@ -34,7 +36,7 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
         "start": record.clock.first,
         "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
         "validation": _validation(record.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen, _gone(record), until or record.clock.last or 0.0),
+        "rates": _rates(rows, axes, chosen, here, _gone(record), until or record.clock.last or 0.0),
         "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),
         "communication": _communication(record, rows, axes, record.rounds.until(until)),
         "workers_in_means": len(rows),
@@ -117,12 +119,18 @@ def _validation(columns: Columns, until: float | None, points: int, axes: _Axes)
 
 
 def _rates(
-    rows: dict[int, dict[str, Numbers]], axes: _Axes, chosen: set[int], gone: dict[int, float], now: float
+    rows: dict[int, dict[str, Numbers]],
+    axes: _Axes,
+    chosen: set[int],
+    here: set[int],
+    gone: dict[int, float],
+    now: float,
 ) -> Json:
     """Tokens a second of training, and the share of it that was no round, between consecutive moments.
 
-    `gone`: when a worker ended, left or was lost. A worker's own curve begins with the first step that it logged and
-    ends with the last; until it is gone it counts in the sum with its last rate, since reports come late.
+    `here`: the workers of this machine. `gone`: when a worker ended, left or was lost. A worker's own curve begins with
+    the first step that it logged and ends with the last; one elsewhere counts in the sum with its last rate until it is
+    gone, since its reports come late.
     """
     pieces = {number: _pieces(row, axes) for number, row in rows.items()}
     pieces = {number: found for number, found in pieces.items() if found}
@@ -139,8 +147,9 @@ def _rates(
         shares.append(share)
         if number in chosen:
             own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
+        held = _held_rate(rate, _HELD_HERE if number in here else len(rate))
         end = axes.seconds(np.array([gone.get(number, now)]))[0]
-        rate = _held_until(rate, grid[1:], end)
+        rate = np.where(np.isnan(rate) & (grid[1:] > end), np.nan, held)
         total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
     known = np.array(shares)
     counts = (~np.isnan(known)).sum(axis=0)
@@ -155,13 +164,14 @@ def _rates(
 
 
 def _pieces(row: dict[str, Numbers], axes: _Axes) -> list[dict[str, Numbers]]:
-    """The moments at which a worker's seconds of training had grown, for each of its starts with two or more."""
+    """The logged steps of a worker, for each of its starts with two or more; its counters grow between them."""
     row = row | {"seconds": axes.seconds(row["time"])}
+    row = _rows_of(row, (row["logged"] > 0) & ~np.isnan(row["elapsed_seconds"]) & ~np.isnan(row["tokens"]))
     pieces = []
     for start in np.unique(row["start"]):
-        piece = _rows_of(row, (row["start"] == start) & ~np.isnan(row["elapsed_seconds"]) & ~np.isnan(row["tokens"]))
+        piece = _rows_of(row, row["start"] == start)
         trained = piece["elapsed_seconds"]
-        grown = np.concatenate([[True], trained[1:] > np.maximum.accumulate(trained)[:-1]])[: len(trained)]
+        grown = np.concatenate([[True], trained[1:] > np.maximum.accumulate(trained)[:-1]])
         if grown.sum() > 1:
             pieces.append(_rows_of(piece, grown))
     return pieces
@@ -181,11 +191,12 @@ def _rate_and_share(pieces: list[dict[str, Numbers]], grid: Numbers) -> tuple[Nu
     return rate, share
 
 
-def _held_until(rate: Numbers, moments: Numbers, end: float) -> Numbers:
-    """The rate with its last known value after it, up to `end`; before its first value it stays unknown."""
-    known = np.maximum.accumulate(np.where(np.isnan(rate), -1, np.arange(len(rate))))
-    held = np.where(known >= 0, rate[np.maximum(known, 0)], np.nan)
-    return np.where(np.isnan(rate) & (moments > end), np.nan, held)
+def _held_rate(rate: Numbers, longest: int) -> Numbers:
+    """The rate with its last known value for up to `longest` moments after it; before its first one it is unknown."""
+    moments = np.arange(len(rate))
+    known = np.maximum.accumulate(np.where(np.isnan(rate), -1, moments))
+    held = (known >= 0) & (moments - known <= longest)
+    return np.where(held, rate[np.maximum(known, 0)], np.nan)
 
 
 def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:

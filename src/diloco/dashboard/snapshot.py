@@ -29,6 +29,7 @@ def snapshot(
     workers = [_worker(number, one, until) for number, one in sorted(record.workers.items()) if _known(one, until)]
     members = record.members.until(until)
     _agree(workers, members)
+    _complete(record, members, rounds)
     local = [one for one in workers if one["local"]] or workers
     steps = finite(options.get("steps"))
     swarm = options.get("engine") == "swarm"
@@ -40,6 +41,7 @@ def snapshot(
     return {
         "status": _status(record, workers, summary, until, now),
         "error": summary.get("error") if live and summary else None,
+        "mode": options.get("mode"),
         "events": record.events,
         "first_time": record.clock.first,
         "last_time": record.clock.last,
@@ -110,6 +112,18 @@ def _agree(workers: list[Json], members: list[Json]) -> None:
             member["state"] = worker["state"]
         elif not worker["local"]:
             worker["state"], worker["active"] = member["state"], member["state"] not in GONE
+
+
+def _complete(record: RunRecord, members: list[Json], rounds: list[Round]) -> None:
+    """Members are listed every ten seconds: the last round of each, and since when those of this machine are there."""
+    contributed = {worker: one.sequence for one in rounds if one.merged for worker in one.contributors}
+    for member in members:
+        number = member["member"]
+        if number in contributed:
+            member["contributed"] = max(contributed[number], int(member["contributed"] or 0))
+        worker = record.workers.get(number)
+        if worker is not None and worker.local and worker.states:
+            member["joined"] = min(member["joined"], worker.states[0][0])
 
 
 def _health(record: RunRecord, workers: list[Json], members: list[Json], until: float | None) -> Json:

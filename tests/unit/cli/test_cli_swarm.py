@@ -74,7 +74,7 @@ def test_the_display_has_the_members_elsewhere_with_place_step_lag_and_last_cont
     assert "a swarm of 2" in picture_ and "far away" in picture_ and "round 6" in picture_ and "lost" in picture_
     assert [word for word in picture_.split() if word == "here"].__len__() == 1  # only in the title: it has a row above
     far = next(line for line in picture_.splitlines() if "far away" in line)
-    assert far.split()[-5:] == ["8", "-", "round", "7", "training"]
+    assert far.split()[-5:] == ["8", "-", "round", "6", "training"]
 
 
 def test_what_happens_to_members_is_noted_once_and_without_control_characters() -> None:
@@ -102,7 +102,7 @@ def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_
         event("member_lost", 4, **at, reason="silent for 5 s"),
     ]
     view = view_of(event("member_joined", **at, already=True), *lost)
-    assert view.notes == ["worker 5 (a) is lost (it could not be reached a moment ago); training continues without it"]
+    assert view.notes == ["worker 5 (a) is lost (it could not be reached); training continues without it"]
     for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
         view.update(one | {"time": 100.0})
     assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]

@@ -234,8 +234,8 @@ def _worker_cells(worker: WorkerView) -> list[str]:
     return [
         str(worker.step),
         "-" if worker.loss is None else f"{worker.loss:.3f}",
-        f"{worker.tokens_per_second:,.0f}" if worker.tokens else "-",
-        f"{worker.sync_share:.1%}" if worker.tokens else "-",
+        f"{worker.tokens_per_second:,.0f}" if worker.has_logged else "-",
+        f"{worker.sync_share:.1%}" if worker.has_logged else "-",
         megabytes(worker.bytes_sent) if worker.bytes_sent else "-",
         worker.state,
     ]

@@ -1,33 +1,58 @@
 // The page: which runs are shown, when they are fetched again, and what is drawn of them.
 import * as api from "./api.js";
-import { AXES, PALETTE } from "./charts.js";
-import { drawCurves } from "./curves.js";
+import { AXES, colours } from "./charts.js";
+import { drawCurves, smoothingOf } from "./curves.js";
 import { $, fill, make, say } from "./dom.js";
 import { drawMembers } from "./members.js";
-import { drawAgreement, drawCommunication, drawConfig, drawFigures, drawNotes, drawSamples, drawStatus } from "./panels.js";
+import { drawAgreement, drawCommunication, drawConfig, drawFigures, drawHealth, drawNotes, drawSamples, drawStatus } from "./panels.js";
 import { drawRuns } from "./runs.js";
 import { Scrubber } from "./scrubber.js";
 import { describe, drawFailures, drawWaterfall } from "./waterfall.js";
 
-const ROUNDS = 8, LEAST_PAUSE = 1000;
+const ROUNDS = 8, LEAST_PAUSE = 1000, LIST_PAUSE = 5000;
 const view = {
-  runs: [], focus: null, overlaid: [], axis: "step", smoothing: 0.6, log: false, each: true,
+  runs: [], focus: null, overlaid: [], against: null, axis: "step", smoothing: null, log: false, each: true, connected: true,
   state: null, series: new Map(), rounds: null, config: null, before: null,
 };
 const scrubber = new Scrubber(() => refresh());
 let unfollow = null, running = false, again = false, timer = null, lastFetch = 0;
 
 async function start() {
+  fromAddress();
   chooseAxis();
   listen();
   try {
     const { runs, root } = await api.runs();
     view.runs = runs;
+    view.colorOf = colours(root);
     document.title = `${root} · diloco`;
-    const asked = new URLSearchParams(location.hash.slice(1)).get("run");
-    focusOn(runs.some((run) => run.run === asked) ? asked : runs[0]?.run);
+    const names = new Set(runs.map((run) => run.run));
+    view.overlaid = view.overlaid.filter((name) => names.has(name));
+    focusOn(names.has(view.focus) ? view.focus : runs[0]?.run);
   } catch (error) { complain(error); }
-  setInterval(async () => { try { view.runs = (await api.runs()).runs; showRuns(); } catch { /* the stream says so */ } }, 15000);
+  setInterval(async () => { try { view.runs = (await api.runs()).runs; showRuns(); } catch { /* the stream says so */ } }, LIST_PAUSE);
+  setInterval(() => view.state && drawHealth(view.state, view, scrubber.until !== null), LEAST_PAUSE);
+}
+
+// What is shown is in the address: a link to it shows the same.
+function fromAddress() {
+  const given = new URLSearchParams(location.hash.slice(1)), smoothing = given.get("smoothing");
+  Object.assign(view, {
+    focus: given.get("run"), overlaid: given.getAll("over"), against: given.get("against"), axis: given.get("axis") in AXES ? given.get("axis") : "step",
+    smoothing: smoothing === null || !Number.isFinite(Number(smoothing)) ? null : Math.min(0.98, Math.max(0, Number(smoothing))),
+    log: given.get("log") === "1", each: given.get("each") !== "0",
+  });
+  $("log").checked = view.log;
+  $("each").checked = view.each;
+}
+
+function toAddress() {
+  const values = [
+    view.runs.length > 1 ? ["run", view.focus] : null, ...view.overlaid.map((name) => ["over", name]), view.against ? ["against", view.against] : null,
+    view.axis === "step" ? null : ["axis", view.axis], view.smoothing === null ? null : ["smoothing", String(view.smoothing)], view.log ? ["log", "1"] : null, view.each ? null : ["each", "0"],
+  ].filter(Boolean);
+  const address = String(new URLSearchParams(values));
+  if (address !== location.hash.slice(1)) history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
 }
 
 function focusOn(name) {
@@ -35,7 +60,6 @@ function focusOn(name) {
   view.focus = name;
   view.overlaid = view.overlaid.filter((one) => one !== name);
   view.before = view.config = null;
-  if (view.runs.length > 1) history.replaceState(null, "", `#${new URLSearchParams({ run: name })}`);
   say("title", name);
   $("title").title = name;
   scrubber.until = null;
@@ -45,9 +69,10 @@ function focusOn(name) {
   refresh();
 }
 
-const showRuns = () => drawRuns(view.runs, view, colorOf, focusOn, overlay);
+const compareWith = (name) => { view.against = name; showRuns(); };
+const showRuns = () => { toAddress(); drawRuns(view.runs, view, colorOf, { focusOn, overlay, compareWith }); };
 const shownNames = () => [view.focus, ...view.overlaid];
-const colorOf = (name) => PALETTE[shownNames().indexOf(name) % PALETTE.length];
+const colorOf = (name) => view.colorOf(name, shownNames());
 
 function overlay(name, wanted) {
   view.overlaid = wanted ? [...view.overlaid, name] : view.overlaid.filter((one) => one !== name);
@@ -59,7 +84,7 @@ function overlay(name, wanted) {
 function followAll() {
   unfollow?.();
   unfollow = api.follow(shownNames(), () => { if (scrubber.until === null) soon(); else refreshRange(); },
-    (connected) => { say("connection", connected ? "" : "the server does not answer; trying again"); });
+    (connected) => { view.connected = connected; if (view.state) drawHealth(view.state, view, scrubber.until !== null); });
 }
 
 // At most one fetch a second, and none while the page is hidden.
@@ -70,7 +95,7 @@ function soon() {
 
 async function refreshRange() {
   const state = await api.state(view.focus, null).catch(() => null);
-  if (state) scrubber.range(state.first_time, state.last_time);
+  if (state) scrubber.range(state);
 }
 
 async function refresh() {
@@ -86,7 +111,7 @@ async function refresh() {
         ...shownNames().map((name) => api.series(name, name === focus ? until : null, points)),
       ]);
       if (focus !== view.focus) continue;
-      Object.assign(view, { state, rounds, config: state.step ? config : null });
+      Object.assign(view, { state, rounds, config: state.step ? config : null, fetched: Date.now() });
       view.series = new Map(series.map((one) => [one.run, one]));
       drawAll(config);
     } catch (error) { complain(error); }
@@ -97,8 +122,9 @@ async function refresh() {
 
 function drawAll(config) {
   const { state } = view;
-  scrubber.range(state.first_time, state.last_time);
+  scrubber.range(state);
   drawStatus(state, scrubber.until !== null);
+  drawHealth(state, view, scrubber.until !== null);
   drawFigures(state);
   drawAllCurves();
   drawRounds();
@@ -113,12 +139,16 @@ function drawAll(config) {
 function drawAllCurves() {
   const shown = shownNames().filter((name) => view.series.has(name)).map((name) => ({ name, series: view.series.get(name), color: colorOf(name) }));
   drawCurves(shown, view);
+  const weight = smoothingOf(shown, view.smoothing);
+  $("smoothing").value = String(weight);
+  say("smoothing-value", weight ? weight.toFixed(2) : "none");
+  toAddress();
 }
 
 function drawRounds() {
   const { rounds, all } = view.rounds, { state } = view;
-  drawWaterfall($("waterfall"), rounds, warmStart());
-  drawFailures(state.rounds, state.first_time ?? 0);
+  drawWaterfall($("waterfall"), rounds, state, warmStart());
+  drawFailures(state.rounds, state);
   const usual = state.rounds.straggler;
   say("rounds-note", [describe(rounds), usual ? `worker ${usual.worker} was the last in ${usual.rounds} of the last ${usual.of} rounds` : ""].filter(Boolean).join(" · "));
   say("rounds-range", rounds.length ? `${rounds[0].sequence}–${rounds.at(-1).sequence}` : "");
@@ -147,7 +177,7 @@ function chooseAxis(name = view.axis) {
 }
 
 function listen() {
-  $("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); showSmoothing(); drawAllCurves(); });
+  $("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); drawAllCurves(); });
   $("log").addEventListener("change", (event) => { view.log = event.target.checked; drawAllCurves(); });
   $("each").addEventListener("change", (event) => { view.each = event.target.checked; drawAllCurves(); });
   $("config-filter").addEventListener("input", () => view.config && drawConfig(view.config));
@@ -157,13 +187,11 @@ function listen() {
   $("theme-button").addEventListener("click", () => window.switchTheme());
   $("keys-button").addEventListener("click", () => $("keys").showModal());
   addEventListener("themechange", () => view.state && drawAllCurves());
-  addEventListener("resize", () => view.rounds && drawWaterfall($("waterfall"), view.rounds.rounds, warmStart()));
+  addEventListener("resize", () => view.rounds && drawWaterfall($("waterfall"), view.rounds.rounds, view.state, warmStart()));
   document.addEventListener("visibilitychange", () => !document.hidden && scrubber.until === null && soon());
   document.addEventListener("keydown", pressed);
-  showSmoothing();
+  addEventListener("hashchange", () => { fromAddress(); chooseAxis(); focusOn(view.runs.some((run) => run.run === view.focus) ? view.focus : view.runs[0]?.run); });
 }
-
-const showSmoothing = () => say("smoothing-value", view.smoothing.toFixed(2));
 
 function pressed(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input[type=search], dialog[open]")) return;

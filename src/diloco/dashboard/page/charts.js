@@ -2,7 +2,7 @@
 import { $, colour, fill, make } from "./dom.js";
 import { duration } from "./format.js";
 
-export const PALETTE = ["#3a75b5", "#d1742f", "#3b9469", "#b25b93", "#c29a2b", "#5aa9c9", "#7a6bb5", "#a0604a", "#6c8a3d", "#c2586b", "#4f7f86", "#8d8d8d"];
+export const PALETTE = ["#3a75b5", "#d1742f", "#3b9469", "#b25b93", "#c29a2b", "#5aa9c9", "#7a6bb5", "#a0604a", "#6c8a3d", "#c2586b", "#4f7f86"];
 export const AXES = {
   step: { label: "step", key: "step" },
   tokens: { label: "tokens", key: "tokens" },
@@ -33,6 +33,40 @@ export function fade(color, alpha) {
 // Plotly reads a little HTML in names: a name from a run must not be any.
 export const escapeText = (text) => String(text).replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
 
+// A colour for each run, by its name: the same whatever else is shown, and after a reload. Two runs that are shown
+// together and would have the same one get different ones, which they keep.
+export function colours(root) {
+  const key = `diloco-colours ${root}`;
+  let kept = {};
+  try { kept = JSON.parse(localStorage.getItem(key)) ?? {}; } catch { /* private windows keep nothing */ }
+  return (name, shown) => {
+    if (!(name in kept)) {
+      const taken = new Set(shown.filter((other) => other !== name && other in kept).map((other) => kept[other]));
+      let place = hash(name) % PALETTE.length;
+      for (let tries = 0; taken.has(place) && tries < PALETTE.length; tries++) place = (place + 1) % PALETTE.length;
+      kept[name] = place;
+      try { localStorage.setItem(key, JSON.stringify(kept)); } catch { /* as above */ }
+    }
+    return PALETTE[kept[name] % PALETTE.length];
+  };
+}
+
+function hash(text) {
+  let value = 2166136261;
+  for (const letter of text) value = Math.imul(value ^ letter.codePointAt(0), 16777619) >>> 0;
+  return value;
+}
+
+// The curve; smoothed, with what was measured behind it and both values in the tooltip.
+export function smoothed(x, values, weight, options) {
+  if (!weight) return [line(x, values, options)];
+  const name = escapeText(options.name ?? "").replaceAll("%", "&#37;");
+  const hover = `%{y:.4~g} (measured %{customdata:.4~g})<extra>${name}</extra>`;
+  const raw = line(x, values, { ...options, name: "", width: 1, opacity: 0.25 });
+  return [{ ...raw, hoverinfo: "skip", hovertemplate: null, showlegend: false },
+    { ...line(x, smooth(values, weight), { ...options, hover }), customdata: values }];
+}
+
 export function smooth(values, weight) {
   if (!weight) return values;
   let mean = 0, total = 0;
@@ -44,7 +78,7 @@ export function smooth(values, weight) {
   });
 }
 
-export function show(id, traces, { axis = "step", y = {}, y2 = null, legend = false, empty = "nothing yet" } = {}) {
+export function show(id, traces, { axis = "step", log = false, y = {}, y2 = null, legend = false, empty = "nothing yet" } = {}) {
   const target = $(id);
   if (!traces.some((trace) => trace.x?.length)) {
     if (target.querySelector(".main-svg")) window.Plotly.purge(target);
@@ -59,17 +93,20 @@ export function show(id, traces, { axis = "step", y = {}, y2 = null, legend = fa
     font: { family: colour("sans"), size: 11, color: colour("soft") },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", font: { size: 11 } },
     hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12, family: colour("sans") } },
-    xaxis: { ...grid, showgrid: false, ...xAxis(axis, traces), spikecolor: colour("faint"), spikethickness: -2 },
+    xaxis: { ...grid, showgrid: false, ...(log ? logAxis(axis) : xAxis(axis, traces)), spikecolor: colour("faint"), spikethickness: -2 },
     yaxis: { ...grid, ...y },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    uirevision: axis + (y.type ?? ""),
+    uirevision: axis + log + (y.type ?? ""),
   };
-  if (y2) layout.yaxis2 = { ...grid, tickmode: "auto", showgrid: false, overlaying: "y", side: "right", ...y2 };
+  if (y2) layout.yaxis2 = { ...grid, tickmode: y2.dtick ? "linear" : "auto", showgrid: false, overlaying: "y", side: "right", ...y2 };
   window.Plotly.react(target, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
 }
 
+const titleOf = (axis) => ({ text: AXES[axis].label, font: { size: 11, color: colour("faint") }, standoff: 6 });
+const logAxis = (axis) => ({ title: titleOf(axis), type: "log", exponentformat: "SI", ticksuffix: "B", hoverformat: ".3~s", dtick: 1 });
+
 function xAxis(axis, traces) {
-  const title = { text: AXES[axis].label, font: { size: 11, color: colour("faint") }, standoff: 6 };
+  const title = titleOf(axis);
   if (axis !== "seconds") return { title, tickformat: "~s", hoverformat: axis === "step" ? ",d" : ".3~s" };
   let longest = 0;
   for (const trace of traces) for (const x of trace.x ?? []) if (x > longest) longest = x;

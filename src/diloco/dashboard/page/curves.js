@@ -1,8 +1,11 @@
 // Which curves each panel shows.
-import { AXES, band, line, PALETTE, show, smooth } from "./charts.js";
+import { AXES, band, line, PALETTE, show, smoothed } from "./charts.js";
 import { colour } from "./dom.js";
 
 // `shown`: [{ name, series, color }], the first is the run in focus.
+const FAR_APART = 8, FEW_POINTS = 300, SMOOTHING = 0.6;
+const ofWorker = (worker) => PALETTE[(Number(worker) + 1) % PALETTE.length];
+
 export function drawCurves(shown, options) {
   if (!shown.length) return;
   const { series } = shown[0];
@@ -11,35 +14,50 @@ export function drawCurves(shown, options) {
   drawRounds(series, options);
 }
 
+// As asked for; else none where the points are few, since a smoothed curve is late and may lie on the wrong side.
+export function smoothingOf(shown, asked) {
+  if (asked !== null) return asked;
+  return Math.max(0, ...shown.map(({ series }) => series.loss.step.length)) < FEW_POINTS ? 0 : SMOOTHING;
+}
+
+// Runs that sent far more or fewer bytes than others are on a logarithmic axis, as in `diloco plot`.
+function farApart(shown, axis) {
+  if (axis !== "bytes" || shown.length < 2) return false;
+  const sent = shown.map(({ series }) => Math.max(0, ...series.communication.sent)).filter((bytes) => bytes > 0);
+  return sent.length > 1 && Math.max(...sent) > FAR_APART * Math.min(...sent);
+}
+
 function drawLoss(shown, { axis, smoothing, log, each }) {
-  const several = shown.length > 1, traces = [];
+  const several = shown.length > 1, traces = [], weight = smoothingOf(shown, smoothing), wide = farApart(shown, axis);
+  const at = (curve) => (wide ? curve[AXES[axis].key].map((x) => (x > 0 ? x : null)) : curve[AXES[axis].key]);
   shown.forEach(({ name, series, color }) => {
-    const x = series.loss[AXES[axis].key], workers = Object.entries(series.workers);
+    const x = at(series.loss), workers = Object.entries(series.workers);
     if (!several && each && workers.length > 1) {
-      workers.forEach(([worker, curve], index) => traces.push({ ...line(curve[AXES[axis].key], smooth(curve.loss, smoothing),
-        { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.55 }), showlegend: workers.length <= 4 && innerWidth > 760 }));
+      workers.forEach(([worker, curve]) => traces.push(...smoothed(at(curve), curve.loss, weight,
+        { name: `worker ${worker}`, color: ofWorker(worker), width: 1, opacity: 0.55 }).slice(-1).map((trace) => ({ ...trace, showlegend: workers.length <= 4 && innerWidth > 760 }))));
     } else if (!several && series.workers_in_means > 1) traces.push(...band(x, series.loss.low, series.loss.high, color));
-    traces.push(line(x, smooth(series.loss.mean, smoothing), { name: several ? name : "training", color, width: 2 }));
+    traces.push(...smoothed(x, series.loss.mean, weight, { name: several ? name : "training", color, width: 2 }));
     const validation = series.validation;
-    traces.push(line(validation[AXES[axis].key], validation.loss,
+    traces.push(line(at(validation), validation.loss,
       { name: several ? `${name}, validation` : "validation", color: several ? color : colour("ink"), width: 1.2, dash: "dot", markers: true }));
   });
-  show("loss", traces, { axis, y: { type: log ? "log" : "linear", title: { text: "loss", font: { size: 11 } } }, legend: true, empty: "no step has been logged yet" });
+  show("loss", traces, { axis, log: wide, y: { type: log ? "log" : "linear", title: { text: "loss", font: { size: 11 } } }, legend: true, empty: "no step has been logged yet" });
 }
 
 function drawRates(shown, { axis, each, smoothing }) {
+  const weight = smoothingOf(shown, smoothing), wide = farApart(shown, axis);
   for (const [id, key, y] of [["rate", "tokens_per_second", { rangemode: "tozero", tickformat: "~s" }], ["use", "utilization", { range: [0, 1.02], tickformat: ".0%" }]]) {
     const traces = [];
     shown.forEach(({ name, series, color }) => {
       const x = series.rates[AXES[axis].key];
       if (key === "utilization" && shown.length === 1 && !(each && Object.keys(series.rates.workers).length)) traces.push(...band(x, series.rates.utilization_low, series.rates.utilization_high, color));
       if (each && shown.length === 1 && series.workers_in_means > 1) {
-        Object.entries(series.rates.workers).forEach(([worker, curve], index) => traces.push(line(x, smooth(curve[key], smoothing),
-          { name: `worker ${worker}`, color: PALETTE[(index + 1) % PALETTE.length], width: 1, opacity: 0.6 })));
+        Object.entries(series.rates.workers).forEach(([worker, curve]) => traces.push(...smoothed(x, curve[key], weight,
+          { name: `worker ${worker}`, color: ofWorker(worker), width: 1, opacity: 0.6 }).slice(-1)));
       }
-      traces.push(line(x, smooth(series.rates[key], smoothing), { name: shown.length > 1 ? name : key === "utilization" ? "mean" : "all workers", color, width: 1.8 }));
+      traces.push(...smoothed(x, series.rates[key], weight, { name: shown.length > 1 ? name : key === "utilization" ? "mean" : "all workers", color, width: 1.8 }));
     });
-    show(id, traces, { axis, y });
+    show(id, traces, { axis, log: wide, y });
   }
 }
 

@@ -41,3 +41,18 @@ export function duration(seconds) {
 
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 export const date = (time) => new Date(1000 * time).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+
+// 3 -> "a moment ago", 75 -> "1 min ago"
+export function ago(seconds) {
+  if (seconds === null || !Number.isFinite(seconds)) return missing;
+  if (seconds < 5) return "a moment ago";
+  if (seconds < 100) return `${Math.round(seconds)} s ago`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)} min ago`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+// Seconds of the run at a time, without the pauses before; `state` has the first time and the pauses.
+export function sinceStart(state, time) {
+  const paused = state.pauses.reduce((sum, [at, taken]) => sum + (at <= time ? taken : 0), 0);
+  return Math.max(0, time - (state.first_time ?? time) - paused);
+}

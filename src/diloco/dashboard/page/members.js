@@ -1,6 +1,6 @@
 // A tile for each worker: those of this machine, and in a swarm all members. Many workers get small tiles.
 import { $, fill, make, say } from "./dom.js";
-import { bytes, duration, missing, plain, share, short, whole } from "./format.js";
+import { bytes, duration, missing, plain, share, short, sinceStart, whole } from "./format.js";
 
 const KINDS = { training: "busy", "in a round": "busy", joined: "busy", joining: "warning", done: "good", left: "", lost: "bad", failed: "bad", banned: "bad", excluded: "bad" };
 const GONE = new Set(["left", "lost", "banned", "excluded"]);
@@ -51,7 +51,7 @@ function tile(one, furthest, state) {
     one.latency ? ["link", `${Math.round(1000 * one.latency)} ms${one.link ? ", " + one.link : ""}`] : one.link && !one.local ? ["link", one.link] : null,
     one.contributed !== null && one.contributed !== undefined ? ["last round", whole(one.contributed)] : null,
     usual ? ["slowest in", `${state.rounds.straggler.rounds} of ${state.rounds.straggler.of} rounds`] : null,
-    one.joined && state.first_time !== null ? ["joined", `after ${duration(Math.max(0, one.joined - state.first_time))}`] : null,
+    one.joined && state.first_time !== null ? ["joined", `after ${duration(sinceStart(state, one.joined))}`] : null,
   ].filter(Boolean);
   const title = `worker ${one.number} ${one.label}: ${one.state}, step ${whole(one.step)}${lag ? `, ${whole(lag)} behind` : ""}${usual ? "; usually the last" : ""}`;
   return make("article", { class: `member${GONE.has(one.state) ? " gone" : ""}${usual ? " late" : ""}`, title, "data-worker": one.number },

@@ -1,6 +1,6 @@
 // The panels of words and single numbers.
 import { $, facts, fill, make, say } from "./dom.js";
-import { bits, bytes, clock, date, duration, missing, plain, share, short, whole } from "./format.js";
+import { ago, bits, bytes, clock, date, duration, missing, plain, share, short, sinceStart, whole } from "./format.js";
 
 const STATUS = {
   training: ["training", "live"], starting: ["starting", "live"], complete: ["complete", "good"], stopped: ["stopped", "warning"],
@@ -17,8 +17,35 @@ export function drawStatus(state, replaying) {
   fill($("problems"), ...problems.map((text) => make("p", {}, text)));
 }
 
+// Whether all is well, in one line: what is not is red.
+export function drawHealth(state, { fetched, connected }, replaying) {
+  const { health, rounds, status } = state, running = ["training", "starting", "silent"].includes(status), plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+  const age = state.last_time === null ? null : state.now - state.last_time + (Date.now() - fetched) / 1000;
+  const facts = [
+    running ? [`${health.present} of ${plural(health.all, "worker")} here`, health.present < health.all ? "warning" : "good"] : [plural(health.all, "worker"), ""],
+    health.lost.length ? [`lost or failed: ${health.lost.join(", ")}`, "bad"] : null,
+    health.left.length ? [`left: ${health.left.join(", ")}`, ""] : null,
+    health.not_finite.length ? [`the loss of worker ${health.not_finite.join(", ")} is not a number`, "bad"] : null,
+    rounds.failed ? [`${plural(rounds.failed, "round")} failed`, "bad"] : null,
+    rounds.refused ? [`${plural(rounds.refused, "contribution")} refused`, "bad"] : null,
+    rounds.digests_unequal.length ? [`anchors differed in ${plural(rounds.digests_unequal.length, "round")}`, "bad"] : null,
+    status === "failed" ? ["the run failed", "bad"] : null,
+    state.doing && running ? [state.doing, "busy"] : null,
+    age === null ? null : [`last event ${ago(age)}`, running && age > 60 && !replaying ? "bad" : ""],
+    connected ? null : ["disconnected: the server does not answer; trying again", "bad"],
+  ].filter(Boolean);
+  fill($("health"), ...facts.map(([text, kind]) => make("span", { class: `fact ${kind}` }, text)));
+}
+
+function sent(state) {
+  const { reduction, bytes_sent_per_worker: count } = state.communication;
+  if (state.mode === "data-parallel" || !reduction) return ["sent by a worker", count ? bytes(count) : missing, state.mode === "data-parallel" ? "data-parallel" : ""];
+  const times = reduction >= 1 ? reduction : 1 / reduction;
+  return [reduction >= 1 ? "fewer bytes" : "more bytes", `${times < 1000 ? plain(times, 3) : short(times)}×`, `${bytes(count)} a worker`];
+}
+
 export function drawFigures(state) {
-  const { validation, rounds, communication } = state, done = state.steps ? state.step / state.steps : 0;
+  const { validation, rounds } = state, done = state.steps ? state.step / state.steps : 0;
   const workers = state.workers.filter((one) => one.active).length || state.workers.length;
   const figures = [
     ["perplexity", plain(validation?.perplexity), validation ? `at step ${whole(validation.step)}` : "not measured yet"],
@@ -28,7 +55,7 @@ export function drawFigures(state) {
     ["tokens/s", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
     ["utilisation", share(state.utilization), `${workers} worker${workers === 1 ? "" : "s"}`],
     ["rounds", whole(rounds.merged), rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed", rounds.failed ? "bad" : ""],
-    ["fewer bytes", communication.reduction ? `${communication.reduction < 1000 ? plain(communication.reduction, 3) : short(communication.reduction)}×` : missing, `${bytes(communication.bytes_sent_per_worker)} a worker`],
+    sent(state),
   ];
   fill($("figures"), ...figures.map(([label, value, more, kind]) => make("div", { class: "figure" },
     make("div", { class: "label" }, label), make("div", { class: "value" }, value), make("div", { class: `more ${kind ?? ""}` }, more || "\u00a0"))),
@@ -37,7 +64,8 @@ export function drawFigures(state) {
 
 export function drawCommunication(state) {
   const { communication: one } = state;
-  say("bytes-note", one.reduction ? `${plain(one.reduction, 3)}× less than data-parallel with ${one.workers} workers` : "");
+  const less = state.mode !== "data-parallel" && one.reduction >= 1;
+  say("bytes-note", less ? `${plain(one.reduction, 3)}× less than data-parallel with ${one.workers} workers` : "");
   fill($("links"), ...facts([
     ["sent by a worker", bytes(one.bytes_sent_per_worker)],
     ["data-parallel would have sent", bytes(one.data_parallel_bytes_per_worker)],
@@ -62,17 +90,16 @@ export function drawAgreement(state) {
 }
 
 export function drawNotes(state) {
-  const start = state.first_time ?? 0;
   say("notes-note", state.notes.length ? "newest first" : "");
   fill($("notes"), ...[...state.notes].reverse().map((note) => make("li", {},
-    make("time", { title: clock(note.time) }, duration(note.time - start)), make("span", { class: `dot ${note.kind === "info" ? "" : note.kind}` }), make("span", {}, note.text))));
+    make("time", { title: clock(note.time) }, duration(sinceStart(state, note.time))), make("span", { class: `dot ${note.kind === "info" ? "" : note.kind}` }), make("span", {}, note.text))));
   if (!state.notes.length) fill($("notes"), make("li", { class: "empty" }, "nothing besides steps and rounds"));
 }
 
 export function drawSamples(state) {
   say("samples-note", state.samples.length > 1 ? "newest first" : "");
   fill($("samples"), ...[...state.samples].reverse().map((one) => make("div", { class: "sample" },
-    make("div", { class: "quiet" }, one.step ? `step ${whole(one.step)}` : `after ${duration(one.time - state.first_time)}`),
+    make("div", { class: "quiet" }, one.step ? `step ${whole(one.step)}` : `after ${duration(sinceStart(state, one.time))}`),
     make("pre", {}, make("span", { class: "prompt" }, one.prompt ?? ""), String(one.text ?? "").startsWith(one.prompt ?? "\u0000") ? one.text.slice((one.prompt ?? "").length) : one.text ?? ""))));
   if (!state.samples.length) fill($("samples"), make("p", { class: "empty" }, "no sample yet: a run writes one at its end, and during training with training.sample_interval"));
 }

@@ -1,6 +1,6 @@
 // Replays a run: the slider chooses a moment, and the page shows the run as it was then.
 import { $ } from "./dom.js";
-import { clock, duration } from "./format.js";
+import { clock, duration, sinceStart } from "./format.js";
 
 const REPLAY_SECONDS = 30, TICK = 250;
 
@@ -17,8 +17,8 @@ export class Scrubber {
     this.show();
   }
 
-  range(first, last) {
-    [this.first, this.last] = [first, last];
+  range(state) {
+    [this.first, this.last, this.state] = [state.first_time, state.last_time, state];
     this.show();
   }
 
@@ -65,7 +65,7 @@ export class Scrubber {
     moment.disabled = $("play").disabled = this.first === null || length <= 0;
     moment.value = this.until === null || length <= 0 ? 1000 : Math.round((1000 * (this.until - this.first)) / length);
     const at = this.until ?? this.last;
-    $("moment-text").textContent = at === null ? "" : `${duration(at - this.first)} · ${clock(at)}`;
+    $("moment-text").textContent = at === null ? "" : `${duration(sinceStart(this.state, at))} · ${clock(at)}`;
     moment.setAttribute("aria-valuetext", $("moment-text").textContent);
     $("play").textContent = this.timer ? "❚❚" : "▶";
     $("live").classList.toggle("on", this.until === null);

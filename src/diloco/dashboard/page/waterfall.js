@@ -1,11 +1,12 @@
 // The rounds of each worker over time: inner steps, then what the round took. Straggler and failures stand out.
 import { $, draw, fill, make } from "./dom.js";
-import { clock, duration, plain, whole } from "./format.js";
+import { clock, duration, plain, sinceStart, whole } from "./format.js";
 
 const PHASES = ["compute", "encode", "send", "wait", "reduce", "merge"];
 const LEFT = 64, TOP = 18;
 
-export function drawWaterfall(target, rounds, warmStart = 0) {
+// A pause before a resume takes no width.
+export function drawWaterfall(target, rounds, state, warmStart = 0) {
   const parts = rounds.flatMap((round) => round.workers.map((part) => ({ round, part, bars: bars(round, part) }))).filter((one) => one.bars.length);
   if (!parts.length) {
     fill(target, make("p", { class: "empty" }, warmStart ? `no round yet: the first ${whole(warmStart)} steps are a warm start` : "no round has ended yet"));
@@ -15,9 +16,10 @@ export function drawWaterfall(target, rounds, warmStart = 0) {
   const row = workers.length <= 12 ? 20 : workers.length <= 32 ? 13 : 9;
   const from = Math.min(...parts.map(({ bars: [first] }) => first.from)), to = Math.max(...parts.flatMap(({ bars: all }) => all.map((bar) => bar.to)));
   const width = Math.max(320, target.clientWidth), height = TOP + workers.length * row + 18;
-  const x = (time) => LEFT + ((time - from) / Math.max(1e-9, to - from)) * (width - LEFT - 8);
+  const [first, last] = [sinceStart(state, from), sinceStart(state, to)];
+  const x = (time) => LEFT + ((sinceStart(state, time) - first) / Math.max(1e-9, last - first)) * (width - LEFT - 8);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": describe(rounds) });
-  drawFrame(svg, { workers, rounds, row, x, width, height, from, to });
+  drawFrame(svg, { workers, rounds, row, x, width, height, from, to, seconds: last - first });
   for (const { round, part, bars: all } of parts) {
     const y = TOP + workers.indexOf(part.worker) * row;
     for (const bar of all) {
@@ -32,7 +34,7 @@ export function drawWaterfall(target, rounds, warmStart = 0) {
     parts.some(({ part }) => part.elsewhere) ? make("em", {}, "lighter: of another machine, as it tells with its next round") : null));
 }
 
-function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
+function drawFrame(svg, { workers, rounds, row, x, width, height, from, to, seconds }) {
   const late = new Set(rounds.slice(-1).map((round) => round.straggler)), every = row > 12 ? 1 : row > 9 ? 2 : 8;
   workers.forEach((worker, index) => {
     if (index % every && !late.has(worker)) return;
@@ -43,7 +45,7 @@ function drawFrame(svg, { workers, rounds, row, x, width, height, from, to }) {
     svg.append(draw("line", { x1: at, x2: at, y1: TOP - 4, y2: TOP + workers.length * row, class: "boundary" }));
     if (rounds.length <= 24 || round.sequence % 5 === 0) svg.append(draw("text", { x: at, y: TOP - 7, "text-anchor": "end" }, String(round.sequence)));
   }
-  svg.append(draw("text", { x: LEFT, y: height - 3 }, clock(from)), draw("text", { x: width - 8, y: height - 3, "text-anchor": "end" }, `${clock(to)} · ${duration(to - from)}`));
+  svg.append(draw("text", { x: LEFT, y: height - 3 }, clock(from)), draw("text", { x: width - 8, y: height - 3, "text-anchor": "end" }, `${clock(to)} · ${duration(seconds)}`));
 }
 
 // The bars of one worker in one round, from left to right. `beside`: the engine works while the worker trains on.
@@ -81,13 +83,13 @@ export function describe(rounds) {
   return last.failure && !last.merged ? `round ${last.sequence} failed: ${last.failure}` : `round ${last.sequence}: ${slow}`;
 }
 
-export function drawFailures(rounds, start) {
+export function drawFailures(rounds, state) {
   const rows = [
     ...rounds.failures.map((one) => [one.sequence, one.time, "failed", `${one.reason}${one.merged_by_others ? " (other workers merged it)" : ""}`, one.workers.join(", ")]),
     ...["refused", "clipped"].flatMap((what) => rounds.refusals.flatMap((one) => Object.entries(one[what]).map(([worker, reason]) => [one.sequence, one.time, what, reason, worker]))),
   ].sort((a, b) => b[0] - a[0]).slice(0, 50);
   if (!rows.length) { fill($("failures")); return; }
   const head = make("tr", {}, ...["round", "after", "", "workers", "reason"].map((name) => make("th", {}, name)));
-  const body = rows.map(([sequence, time, what, reason, workers]) => make("tr", {}, ...[plain(sequence), duration(time - start), what, workers, reason].map((text) => make("td", {}, text))));
+  const body = rows.map(([sequence, time, what, reason, workers]) => make("tr", {}, ...[plain(sequence), duration(sinceStart(state, time)), what, workers, reason].map((text) => make("td", {}, text))));
   fill($("failures"), make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
 }

@@ -139,6 +139,7 @@ def reason_of(event: Event) -> str:
     reason = str(event.get("reason") or "")
     if peer := str(event.get("peer") or ""):
         reason = reason.replace(peer, "it")
+    reason = reason.removesuffix(" a moment ago")  # of an earlier version: a note is read at any time
     return _PEER.sub(lambda found: f"peer …{found[0][-6:]}", reason)
 
 

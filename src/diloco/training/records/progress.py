@@ -53,6 +53,7 @@ class WorkerProgress:
 
     def __post_init__(self) -> None:
         self._tokens_per_step = 0
+        self._joined_at = 0  # a position whose steps before it are none of this worker's
         self._first_step: tuple[float, int] | None = None  # of this start: when it ended, and its number
         self._begun: Mark | None = None
         self._marks: deque[Mark] = deque()
@@ -107,6 +108,7 @@ class WorkerProgress:
     def _on_joined(self, event: Event) -> None:
         """The worker begins at the position of the swarm, and counts its own work from 0."""
         self.step, self.tokens, self.elapsed_seconds, self.sync_seconds = event["step"], 0, 0.0, 0.0
+        self._joined_at = event["step"]
         self._restart()
 
     def _on_resync(self, event: Event) -> None:
@@ -175,12 +177,10 @@ class WorkerProgress:
 
     def seconds_until(self, step: int) -> float | None:
         """Until this position, at the present speed, with as much time for evaluations as there was so far."""
-        seconds, positions = self.elapsed_seconds, self.step
+        seconds, positions = self.elapsed_seconds, self.step - self._joined_at
         if len(self._marks) > 1:
             first, last = self._marks[0], self._marks[-1]
             seconds, positions = last.elapsed_seconds - first.elapsed_seconds, last.step - first.step
-        elif self._tokens_per_step:  # one that joined is at a position without having taken the steps before it
-            positions = self.tokens // self._tokens_per_step
         if positions <= 0 or not seconds:
             return None
         return max(0, step - self.step) * seconds / positions * self._overhead()

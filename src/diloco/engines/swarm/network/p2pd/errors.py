@@ -46,7 +46,7 @@ def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unrea
     if is_not_served(error):
         return Unreachable(f"{peer} is there but takes no part in this run, or not yet")
     if is_only_backoff(error):
-        return Unreachable(f"{peer} could not be reached a moment ago", gone=gone_before)
+        return Unreachable(f"{peer} could not be reached", gone=gone_before)
     text = str(error)
     lines = [line.strip(" *") for line in text.splitlines()]
     dials = [line for line in lines[1:] if line and _BACKOFF not in line]
