@@ -14,6 +14,7 @@ from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.node import Node
+from diloco.engines.swarm.node.proofs import directions
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
@@ -106,8 +107,9 @@ def different_means() -> None:
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparisons.size(len(self.plan.contributors))), 1.0)
-        signed = node().outcomes.notary.sign_range(self.plan, digest.digest())
-        await write_frame(stream, signed.signature, 1.0)
+        told = bytes(directions.size(self.plan))
+        signed = node().outcomes.notary.sign_range(self.plan, digest.digest(), told)
+        await write_frame(stream, told + signed.signature, 1.0)
 
 
 def false_accusation() -> None:

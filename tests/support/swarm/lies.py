@@ -11,6 +11,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Entry, Plan
+from diloco.engines.swarm.node.proofs import directions
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, certify, range_digests, reducers
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
@@ -132,8 +133,9 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.Mo
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparisons.size(len(transfer.plan.contributors))), 1.0)
-        signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest())
-        await write_frame(stream, signed.signature, 1.0)
+        told = bytes(directions.size(transfer.plan))
+        signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest(), told)
+        await write_frame(stream, told + signed.signature, 1.0)
 
     patch.setattr(Transfer, "_send_mean", send)
 

@@ -17,7 +17,7 @@ from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Authority, Entry
-from diloco.engines.swarm.node.proofs import merkle
+from diloco.engines.swarm.node.proofs import directions, merkle
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
     LongParts,
@@ -73,7 +73,8 @@ def certified(voters: list[int], mean: bytes = b"mean" * 4) -> tuple[Any, Certif
     made = plan([0, 1, 2])
     names = [entry.peer for entry in made.entries]
     digests = range_digests(made, 4, mean)
-    ranges = tuple(notary(name).sign_range(made, one) for name, one in zip(names, digests, strict=True))
+    told = bytes(directions.size(made))
+    ranges = tuple(notary(name).sign_range(made, one, told) for name, one in zip(names, digests, strict=True))
     votes = {names[index]: notary(names[index]).vote(made, 4, ranges) for index in voters}
     return made, certify(made, votes)
 

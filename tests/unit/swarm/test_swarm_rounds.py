@@ -276,7 +276,7 @@ def test_all_members_are_told_in_how_many_parts_a_contribution_was_replaced(
     monkeypatch.setattr(Transfer, "_reduce_rows", reduce)
 
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> tuple[list[RoundOutcome], set[str]]:
-        results = await asyncio.gather(*(w.post(turned[w.node.number], merge="clipped") for w in workers))
+        results = await asyncio.gather(*(w.post(turned[w.node.number], merge="clipped", ratio=None) for w in workers))
         return [ended for ended, _ in results], set[str]().union(*(w.node.permissions.bans() for w in workers))
 
     turned = [(1.0 + 0.5 * values(i, numel=5000)) * (-1 if i == 2 else 1) for i in range(4)]

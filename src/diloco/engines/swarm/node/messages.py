@@ -15,7 +15,7 @@ from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
 from diloco.engines.swarm.node import guest_messages as guests
 from diloco.engines.swarm.node.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs import messages as proofs
-from diloco.engines.swarm.node.proofs.certificate import Certificate, Sha256, Vote
+from diloco.engines.swarm.node.proofs.certificate import Certificate, Ranges, Sha256, Vote
 from diloco.engines.swarm.node.status import Addresses, PeerName, Process, Status
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
@@ -155,6 +155,15 @@ class Trouble(PeerMessage, frozen=True):
     withheld: Withheld | None = None
 
 
+class Opposed(PeerMessage, frozen=True):
+    """A contribution points against the others, as the reducers have signed: no worker votes for this plan."""
+
+    sequence: Sequence
+    authority: Authority
+    num_parts: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ranges: Ranges
+
+
 # From the leader to the workers of its round; a Plan is a message too
 
 
@@ -290,7 +299,7 @@ class NotHere(PeerMessage, frozen=True):
 
 Message = (
     Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
-    | Ready | Waiting | Ended | NotLeader | Complete | Trouble
+    | Ready | Waiting | Ended | NotLeader | Complete | Trouble | Opposed
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
     | AskOutcome | AskLastPlan | Outcome | guests.AskStatus | guests.StatusAnswer
     | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured

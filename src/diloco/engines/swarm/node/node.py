@@ -326,6 +326,8 @@ class Node:
                 return self.leader.record_complete(peer, request)
             case messages.Trouble():
                 return self.leader.record_trouble(peer, request)
+            case messages.Opposed():
+                return self.leader.record_opposed(peer, request)
             case Plan():
                 return self.participant.answer_plan(peer, request)
             case messages.Commit():

@@ -26,6 +26,8 @@ from diloco.engines.swarm.node.wire import Malformed, PeerMessage, encode
 from diloco.errors import EngineError
 
 MAX_WORKERS = 1024
+POINTS_AGAINST = "its contribution points against the others'"
+"""Why it is not in the mean."""
 
 _MOST = 1 << 53
 Share = Annotated[int, Meta(ge=0, le=1 << 10)]
@@ -122,6 +124,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
     """Live members with the state, and work in an earlier mean: they count for the next round too (quorum.py)."""
     last_ended: Annotated[int, Meta(ge=-1)] = -1
     """The last round that has ended for its leader; -1: none."""
+    opposed: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """Workers of it whose contribution points against the others' (proofs/directions.py): it is not in the mean."""
 
     def __post_init__(self) -> None:
         if self.rounds and len(self.rounds) != len(self.entries):
@@ -131,6 +135,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
         numbers = [entry.number for entry in self.entries]
         if numbers != sorted(set(numbers)) or len({entry.peer for entry in self.entries}) != len(self.entries):
             raise Malformed("the entries of a plan are not in worker order, each once")
+        if not set(self.opposed) <= set(numbers) or 2 * len(set(self.opposed)) >= max(1, len(numbers)):
+            raise Malformed(f"{len(self.opposed)} of {len(numbers)} workers point against the others")
         if any(entry.parsed.key != self.key for entry in self.entries):
             raise Malformed("a header of another round")
 
@@ -141,15 +147,16 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     @cached_property
     def decision(self) -> Decision:
-        entries = self.entries
-        faults = {entry.number: entry.fault for entry in entries if entry.fault is not None}
+        faults = {entry.number: entry.fault for entry in self.entries if entry.fault is not None}
+        counts = self.rounds or (1,) * len(self.entries)
+        judged = [(e, count) for e, count in zip(self.entries, counts, strict=True) if e.number not in self.opposed]
         claims = [
             entry.parsed.claim if entry.fault is None else replace(entry.parsed.claim, norm=math.nan)  # it is refused
-            for entry in entries
+            for entry, _ in judged
         ]
-        rounds = self.rounds or (1,) * len(entries)
-        decided = decide([entry.number for entry in entries], claims, self.max_norm_ratio, self.merge, rounds)
-        return replace(decided, refused={**decided.refused, **faults})
+        numbers = [entry.number for entry, _ in judged]
+        decided = decide(numbers, claims, self.max_norm_ratio, self.merge, [count for _, count in judged])
+        return replace(decided, refused=decided.refused | dict.fromkeys(self.opposed, POINTS_AGAINST) | faults)
 
     @cached_property
     def contributors(self) -> tuple[Entry, ...]:
@@ -174,7 +181,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
             reason = decision.refused.get(number) or decision.clipped.get(number)
             by_norm = number in decision.clipped or number in decision.too_long
             told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
-            if reason is not None and told and (entry.fault is not None or number not in elsewhere):
+            named = entry.fault is not None or (number not in elsewhere and number not in self.opposed)
+            if reason is not None and told and named:
                 found.append(Offence(entry.peer, number, reason))
         return found
 
@@ -192,6 +200,10 @@ class Plan(PeerMessage, frozen=True, dict=True):
         scales = self.decision.scales or (1.0,) * len(self.contributors)
         longest = max(e.parsed.claim.norm * scale for e, scale in zip(self.contributors, scales, strict=True))
         return longest * math.sqrt(len(self.contributors)) if self.decision.merge == "clipped" else longest
+
+    @property
+    def opposed_peers(self) -> list[str]:
+        return [entry.peer for entry in self.entries if entry.number in self.opposed]
 
     def entry(self, peer: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.peer == peer), None)

@@ -7,6 +7,9 @@ and the next one after it has fetched the state. A member that posts in time is 
 three in a row it has not voted, or was left out because others could not exchange parts with it. So a worker that was
 only slow or unlucky is back soon, and one that never comes costs every eighth round.
 
+A contribution that points against the others' costs a second transfer (proofs/directions.py). After three in a row it
+is refused from the beginning, and compared again in every second round, then every fourth, then every eighth.
+
 A leader that lets the others wait is passed over as a leader, and the next member leads.
 """
 
@@ -26,6 +29,8 @@ class Attendance:
     def __init__(self) -> None:
         self._absences = _Misses()
         self._troubles = _Misses()
+        self._against = _Misses()
+        """Rounds in which a member's contribution pointed against the others'."""
         self._poor_leaders: LruCache[float] = LruCache(MAX_WORKERS)
         """Until when each is passed over as a leader, on the node's clock."""
 
@@ -40,6 +45,10 @@ class Attendance:
             self._troubles.add(name)
         for name in set(there) - present:
             self._absences.add(name)
+        for name in agreed.plan.opposed_peers:
+            self._against.add(name)
+        for entry in agreed.plan.contributors:
+            self._against.forget(entry.peer)
 
     def record_trouble(self, name: str) -> None:
         """It has posted, and the round goes on without it: others cannot exchange parts with it."""
@@ -52,6 +61,10 @@ class Attendance:
     def takes(self, name: str) -> bool:
         """Whether the next round has this member in its plan, if it has posted."""
         return self._troubles.has_a_chance(name)
+
+    def compares(self, name: str) -> bool:
+        """Whether the next round compares the direction of its contribution; else it is refused from the beginning."""
+        return self._against.has_a_chance(name)
 
     def record_passed_over(self, name: str) -> None:
         """It has posted, and a round was planned without it."""

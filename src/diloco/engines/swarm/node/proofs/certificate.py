@@ -30,6 +30,8 @@ class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     digest: Sha256
     signature: Signature
+    directions: Annotated[bytes, Meta(max_length=1 << 12)] = b""
+    """The cosines of the contributions in some of these parts (directions.py), which the signature covers too."""
 
 
 Ranges = Annotated[tuple[SignedRange, ...], Meta(max_length=MAX_WORKERS)]
@@ -101,7 +103,8 @@ class LongParts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
-    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(one.digest for one in ranges)).digest()
+    parts = (hashlib.sha256(one.digest + one.directions).digest() for one in ranges)
+    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(parts)).digest()
 
 
 def reducers(plan: Plan, num_parts: int) -> list[str]:
@@ -164,6 +167,6 @@ def find_two_ranges(plan: Plan, some: Sequence[Vote | Certificate]) -> TwoRanges
             if one.num_parts != other.num_parts:
                 continue
             for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
-                if first.digest != second.digest:
+                if (first.digest, first.directions) != (second.digest, second.directions):
                     return TwoRanges(plan.key, plan.digest, peer, first, second)
     return None

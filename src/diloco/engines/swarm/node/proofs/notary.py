@@ -1,7 +1,7 @@
 """Signs for this worker with the key of its identity, and checks what others have signed (certificate.py)."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -20,6 +20,7 @@ from diloco.engines.swarm.node.proofs.certificate import (
     range_digests,
     reducers,
 )
+from diloco.engines.swarm.node.proofs.directions import size
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.trust.signatures import Purpose, is_signed, sign
@@ -35,8 +36,8 @@ class Notary:
 
     # Signing
 
-    def sign_range(self, plan: Plan, digest: bytes) -> SignedRange:
-        return SignedRange(digest, self._sign("range", plan.key, plan.digest, digest))
+    def sign_range(self, plan: Plan, digest: bytes, directions: bytes = b"") -> SignedRange:
+        return SignedRange(digest, self._sign("range", plan.key, plan.digest, digest + directions), directions)
 
     def vote(self, plan: Plan, num_parts: int, ranges: tuple[SignedRange, ...]) -> Vote:
         mean = mean_digest(num_parts, ranges)
@@ -52,17 +53,18 @@ class Notary:
     # Checking
 
     def has_signed_range(self, plan: Plan, reducer: str, signed: SignedRange) -> bool:
-        return self._has_signed(reducer, signed.signature, "range", plan.key, plan.digest, signed.digest)
+        told = signed.digest + signed.directions
+        return self._has_signed(reducer, signed.signature, "range", plan.key, plan.digest, told)
 
     def check_vote(self, plan: Plan, voter: str, vote: Vote) -> None:
         """Raises Malformed."""
-        self._check_ranges(plan, vote)
+        self.check_ranges(plan, vote.num_parts, vote.ranges)
         if not self._has_signed(voter, vote.signature, "mean", plan.key, plan.digest, vote.mean):
             raise Malformed(f"{voter} has not signed its vote")
 
     def check(self, plan: Plan, certificate: Certificate) -> None:
         """Raises Malformed unless most of the plan's workers have voted for the certificate's mean."""
-        self._check_ranges(plan, certificate)
+        self.check_ranges(plan, certificate.num_parts, certificate.ranges)
         mean = certificate.mean
         voters = [
             peer
@@ -86,16 +88,19 @@ class Notary:
 
     def is_proof(self, proof: TwoRanges) -> bool:
         signed = (proof.one, proof.other)
-        return proof.one.digest != proof.other.digest and all(
-            self._has_signed(proof.peer, one.signature, "range", proof.key, proof.plan, one.digest) for one in signed
+        told = [one.digest + one.directions for one in signed]
+        return told[0] != told[1] and all(
+            self._has_signed(proof.peer, one.signature, "range", proof.key, proof.plan, data)
+            for one, data in zip(signed, told, strict=True)
         )
 
-    def _check_ranges(self, plan: Plan, of: Vote | Certificate) -> None:
-        names = reducers(plan, of.num_parts)
-        if len(names) != len(of.ranges):
-            raise Malformed(f"{len(of.ranges)} signed ranges of a mean instead of {len(names)}")
-        for name, signed in zip(names, of.ranges, strict=True):
-            if not self.has_signed_range(plan, name, signed):
+    def check_ranges(self, plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> None:
+        """Raises Malformed."""
+        names = reducers(plan, num_parts)
+        if len(names) != len(ranges):
+            raise Malformed(f"{len(ranges)} signed ranges of a mean instead of {len(names)}")
+        for name, signed in zip(names, ranges, strict=True):
+            if len(signed.directions) != size(plan) or not self.has_signed_range(plan, name, signed):
                 raise Malformed(f"{name} has not signed its range of the mean")
 
     def _has_signed(

@@ -2,8 +2,11 @@
 
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import RangeDigest, SignedRange, Vote
+from diloco.engines.swarm.node.proofs.directions import size
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.wire import Malformed
+
+SIGNATURE_BYTES = 64
 
 
 class RangeSignatures:
@@ -18,21 +21,28 @@ class RangeSignatures:
         """The next whole parts of its range."""
         self._digests[reducer].add(parts)
 
-    def sign(self, me: str) -> None:
-        """This worker's own range is whole."""
-        self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest())
+    def sign(self, me: str, directions: bytes) -> None:
+        """This worker's own range is whole; `directions`: of the contributions to it."""
+        self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest(), directions)
 
     def own(self, me: str) -> bytes:
-        return self._signed[me].signature
+        """Directions and signature."""
+        signed = self._signed[me]
+        return signed.directions + signed.signature
 
-    def record(self, reducer: str, signature: bytes) -> None:
-        """The range is whole, and its reducer says that this is its signature. Raises Malformed."""
-        signed = SignedRange(self._digests[reducer].digest(), signature)
-        if not self._notary.has_signed_range(self._plan, reducer, signed):
+    def record(self, reducer: str, told: bytes) -> None:
+        """The range is whole, and its reducer says that these are directions and its signature. Raises Malformed."""
+        directions, signature = told[:-SIGNATURE_BYTES], told[-SIGNATURE_BYTES:]
+        signed = SignedRange(self._digests[reducer].digest(), signature, directions)
+        if len(directions) != size(self._plan) or not self._notary.has_signed_range(self._plan, reducer, signed):
             raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
         self._signed[reducer] = signed
 
+    @property
+    def ranges(self) -> tuple[SignedRange, ...]:
+        """Of the whole mean."""
+        return tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
+
     def vote(self) -> Vote:
         """For the whole mean."""
-        ranges = tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
-        return self._notary.vote(self._plan, self._num_parts, ranges)
+        return self._notary.vote(self._plan, self._num_parts, self.ranges)

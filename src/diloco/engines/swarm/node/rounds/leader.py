@@ -11,7 +11,7 @@ from collections.abc import Callable
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.numbers import clashes
-from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Ready, Trouble, Waiting
+from diloco.engines.swarm.node.messages import Complete, Done, Ended, NotLeader, Opposed, Ready, Trouble, Waiting
 from diloco.engines.swarm.node.plan import Entry
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS
 from diloco.engines.swarm.node.rounds.led_round import LedRound
@@ -71,7 +71,13 @@ class Leader:
             self.members.changed()
         return Done()
 
-    def _current(self, sender: str, message: Complete | Trouble) -> LedRound | None:
+    def record_opposed(self, sender: str, message: Opposed) -> PeerMessage:
+        """Raises Malformed."""
+        if (led := self._current(sender, message)) is not None:
+            led.record_opposed(message)
+        return Done()
+
+    def _current(self, sender: str, message: Complete | Trouble | Opposed) -> LedRound | None:
         """The round that the message is about, if it is about the plan that is carried out now."""
         led = self._rounds.get(message.sequence)
         if led is None or led.plan is None or led.authority != message.authority or led.plan.entry(sender) is None:

@@ -21,9 +21,11 @@ from diloco.engines.rounds import RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.numbers import clashes
-from diloco.engines.swarm.node.messages import Commit, Done, Ended, Posted, Superseded
+from diloco.engines.swarm.node.messages import Commit, Done, Ended, Opposed, Posted, Superseded
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
 from diloco.engines.swarm.node.proofs.certificate import Certificate, Vote, certify, is_most, largest_group
+from diloco.engines.swarm.node.proofs.directions import find_opposed
+from diloco.engines.swarm.node.proofs.range_signatures import SIGNATURE_BYTES
 from diloco.engines.swarm.node.rounds.inquiry import POLL_SECONDS, SteppedDown, inquire_in_turn
 from diloco.engines.swarm.node.rounds.participant import Participant
 from diloco.engines.swarm.node.rounds.shares import Shares
@@ -71,6 +73,8 @@ class LedRound:
         self.half_ready_at: float | None = None
         self.too_few = False
         """No plan could be made of the workers that are ready."""
+        self.opposed: set[str] = set()
+        """Workers whose contribution points against the others'."""
         self._counts_missed = True
         """Workers that missed rounds count as more than one, unless a worker has seen that they missed none."""
 
@@ -90,6 +94,15 @@ class LedRound:
         self.votes[sender] = vote
         if any(other.mean != vote.mean for other in self.votes.values()):
             self._outcomes.liars.compare(self.plan, list(self.votes.values()))
+        self._members.changed()
+
+    def record_opposed(self, message: Opposed) -> None:
+        """What the reducers have signed tells it, and any worker can pass that on. Raises Malformed."""
+        assert self.plan is not None
+        self._outcomes.notary.check_ranges(self.plan, message.num_parts, message.ranges)
+        self.opposed |= find_opposed(self.plan, message.num_parts, message.ranges).keys()
+        unsigned = Vote(message.num_parts, message.ranges, bytes(SIGNATURE_BYTES))
+        self._outcomes.liars.compare(self.plan, [unsigned, *self.votes.values()])
         self._members.changed()
 
     async def run(self) -> None:
@@ -217,7 +230,7 @@ class LedRound:
                 self.key, self.authority, self._members.me, entries, roster, majority,
                 terms.max_norm_ratio, terms.merge, self._leader.shares.make(entries),
                 self._outcomes.missed.rounds_of(self.key.fragment, entries) if self._counts_missed else (),
-                self._quorum.next_counted(), self._quorum.last_ended,
+                self._quorum.next_counted(), self._quorum.last_ended, self._opposed_numbers(entries),
             )  # fmt: skip
             problem = await self._attempt(self.plan)
             if isinstance(problem, Certificate):
@@ -228,6 +241,15 @@ class LedRound:
                 if not problem.lost:
                     dropped.add(peer)
                     self._members.attendance.record_trouble(peer)
+
+    def _opposed_numbers(self, entries: tuple[Entry, ...]) -> tuple[int, ...]:
+        """Those of this round; in the first plan those that were so in the last rounds, if they are fewer than half."""
+        if self.authority.attempt == 1:
+            last = self._quorum.last
+            before = {*last.opposed_peers} if last is not None else set()
+            self.opposed |= {peer for peer in before if not self._members.attendance.compares(peer)}
+        numbers = tuple(entry.number for entry in entries if entry.peer in self.opposed)
+        return numbers if 2 * len(numbers) < len(entries) else ()
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
@@ -267,6 +289,8 @@ class LedRound:
                     return Dropped({})
                 if refusals:
                     return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
+                if not self.opposed <= {*plan.opposed_peers}:
+                    return Dropped({})
                 problem = await self.troubles.judge(plan, shares, self._leader.quarrels, self._quorum.is_majority)
                 if problem is not None:
                     return problem

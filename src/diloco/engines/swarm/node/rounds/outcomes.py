@@ -83,11 +83,13 @@ class Outcomes:
         else:
             self.recent.add(plan, b"", round_.certificate)
         self.quorum.record(Agreed(plan, round_.certificate))
-        self.missed.record(plan.key.fragment, (entry.peer for entry in plan.contributors))
+        # A contribution that points against the others' is not in the mean, and its worker does not carry it on.
+        self.missed.record(plan.key.fragment, [*(entry.peer for entry in plan.contributors), *plan.opposed_peers])
         status.ended_round = max(status.ended_round, round_.sequence)
         if round_.number in decision.contributors:
             status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
-        if decision.resync and round_.number in decision.refused:  # this worker's anchor differs
+        refused = round_.number in decision.refused and round_.number not in plan.opposed
+        if decision.resync and refused:  # this worker's anchor differs
             self.record_divergence([entry.peer for entry in plan.contributors])
         else:
             self._rounds += plan.has_mean

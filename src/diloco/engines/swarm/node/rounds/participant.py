@@ -24,6 +24,7 @@ from diloco.engines.swarm.node.messages import (
     LedBy,
     NotPosted,
     OpenParts,
+    Opposed,
     Posted,
     Ready,
     Superseded,
@@ -33,6 +34,7 @@ from diloco.engines.swarm.node.messages import (
 )
 from diloco.engines.swarm.node.plan import NO_AUTHORITY, Authority, Plan
 from diloco.engines.swarm.node.proofs.certificate import Vote
+from diloco.engines.swarm.node.proofs.directions import find_opposed
 from diloco.engines.swarm.node.proofs.norms import Encoding
 from diloco.engines.swarm.node.proofs.own_contributions import hash_parts
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
@@ -192,6 +194,7 @@ class Participant:
         self.outcomes.quorum.check_plan(plan)
         if (peer := self.outcomes.missed.find_excess(plan)) is not None:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
+        self._check_opposed(round_, plan)
         round_.stop_transfer()
         round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
         round_.comparison, round_.planned_at, round_.phases = Comparison(), clock.now(), RoundPhases()
@@ -204,6 +207,18 @@ class Participant:
         round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
         round_.planned.set()
         return Done()
+
+    def _check_opposed(self, round_: Round, plan: Plan) -> None:
+        """A leader cannot have a contribution refused for its direction that this worker has seen to be right.
+
+        In a first plan only those are refused that were so in the last round. Raises CallRefused.
+        """
+        last = self.outcomes.quorum.last
+        right = set(round_.cleared)
+        if plan.authority.attempt == 1 and last is not None:
+            right |= {entry.peer for entry in last.entries} - {*last.opposed_peers}
+        if wronged := right.intersection(plan.opposed_peers):
+            raise CallRefused(f"the contribution of {min(wronged)} does not point against the others", "plan")
 
     def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
         refusal = self._refusal(sender, commit.sequence, commit.authority)
@@ -265,6 +280,11 @@ class Participant:
                 self.transfers.record(plan, clock.now() - started, round_.transfer.rates)
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
+            if round_.transfer is not None and self._is_opposed(round_, plan):
+                ranges = round_.transfer.ranges
+                message = Opposed(round_.sequence, plan.authority, round_.posted.num_parts, ranges)
+                await self._tell_leader(round_, plan, message)
+                return
             vote = self._vote(round_, plan)
             self.outcomes.quorum.record_vote(plan)
             round_.transferred(vote)
@@ -277,6 +297,20 @@ class Participant:
             message = Trouble(
                 round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie, problem.withheld
             )
+        await self._tell_leader(round_, plan, message)
+        await self._compare_votes(plan, message)
+
+    def _is_opposed(self, round_: Round, plan: Plan) -> bool:
+        """Whether a contribution to this plan points against the others': then it is not voted for."""
+        assert round_.transfer is not None
+        found = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
+        round_.cleared = {entry.peer for entry in plan.contributors} - found.keys()
+        for peer, cosine in found.items():
+            logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
+        return bool(found)
+
+    async def _tell_leader(self, round_: Round, plan: Plan, message: PeerMessage) -> None:
+        """Until it answers."""
         while not round_.ended:  # another plan cancels this task
             try:
                 await self.calls.ask(plan.leader, message)
@@ -286,7 +320,6 @@ class Participant:
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
             await asyncio.sleep(_POLL_SECONDS)
-        await self._compare_votes(plan, message)
 
     def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
         """What the other worker has signed proves its lie to this one, and to all others if it is shown."""

@@ -40,6 +40,8 @@ class Round:
     plan: Plan | None = None
     vote: Vote | None = None
     """For the whole mean of `plan`, which is in the posted memory."""
+    cleared: set[str] = field(default_factory=set)
+    """Workers whose contribution does not point against the others', in the last plan whose whole mean was here."""
     certificate: Certificate | None = None
     """That the mean counts."""
     comparison: Comparison = field(default_factory=Comparison)
@@ -103,7 +105,7 @@ class Round:
         decision, failure = plan.decision, None
         if not decision.contributors and decision.refused:
             failure = f"round {self.sequence}: every contribution was refused: {decision.refused}"
-        diverged = decision.resync and self.number in decision.refused
+        diverged = decision.resync and self.number in decision.refused and self.number not in plan.opposed
         self._end(
             RoundOutcome(
                 self.posted.key,

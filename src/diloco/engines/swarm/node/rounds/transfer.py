@@ -31,12 +31,12 @@ from diloco.engines.swarm.network.transport import Stream, Transport, Unreachabl
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import OpenParts, Withheld
 from diloco.engines.swarm.node.plan import Entry, Plan
-from diloco.engines.swarm.node.proofs import merkle
-from diloco.engines.swarm.node.proofs.certificate import LongParts, ShownPart, Vote
+from diloco.engines.swarm.node.proofs import directions, merkle
+from diloco.engines.swarm.node.proofs.certificate import LongParts, ShownPart, SignedRange, Vote
 from diloco.engines.swarm.node.proofs.committed import MAX_PROOF_BYTES, CommittedParts
 from diloco.engines.swarm.node.proofs.norms import NormCheck, norm_of
 from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.proofs.range_signatures import RangeSignatures
+from diloco.engines.swarm.node.proofs.range_signatures import SIGNATURE_BYTES, RangeSignatures
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
@@ -49,7 +49,6 @@ _CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means trave
 _ALIVE_SECONDS = 1.0
 _LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
-_SIGNATURE_BYTES = 64
 _MOST_PROOF_BYTES = 1 << 19
 _EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
@@ -197,13 +196,19 @@ class Transfer:
             self._others_comparison += comparisons.unpack(data, contributors, len(rows))
         squares = sum(await asyncio.gather(*norms))
         if rows:
-            self._signatures.record(stream.peer, await read_frame(stream, 64, self._stall))
+            told = directions.size(self.plan) + SIGNATURE_BYTES
+            self._signatures.record(stream.peer, await read_frame(stream, told, self._stall))
         return squares
 
     @property
     def vote(self) -> Vote:
         """For the mean, once `run` has returned."""
         return self._signatures.vote()
+
+    @property
+    def ranges(self) -> tuple[SignedRange, ...]:
+        """Of the mean, once `run` has returned."""
+        return self._signatures.ranges
 
     @property
     def comparison(self) -> Comparison:
@@ -232,8 +237,8 @@ class Transfer:
 
     async def _receive(self, stream: Stream) -> None:
         into, width = self._parts[stream.peer], self._width
-        signed = await read_frame(stream, _SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
-        signature, proof = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        signed = await read_frame(stream, SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
+        signature, proof = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         sender = self.plan.entry(stream.peer)
         assert sender is not None
         if not self._notary.has_signed_contribution(sender.peer, self.plan.key, sender.contribution, signature):
@@ -281,7 +286,7 @@ class Transfer:
             if last == len(self._mine):
                 if (stranger := self._committed.stranger()) is not None:
                     raise TransferFailed(stranger, "its parts are not those that it is bound to", lie=True)
-                self._signatures.sign(self._transport.peer)
+                self._signatures.sign(self._transport.peer, await loop.run_in_executor(_reducer, self._compare))
             self._reduced = last
             self._notify()
 
@@ -366,6 +371,20 @@ class Transfer:
         )
         self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
         return mean, squares, comparison
+
+    @torch.no_grad()
+    def _compare(self) -> bytes:
+        """What this reducer tells of the directions of the contributions."""
+        sampled = directions.sampled_parts(self.plan, self._transport.peer, self.posted.num_parts)
+        if not sampled:
+            return b""
+        values, width = [], self._width
+        for entry in self.plan.contributors:
+            rows = [self._parts[entry.peer][(part - self._mine.start) * width :][:width] for part in sampled]
+            decoded = torch.empty(len(rows), self.posted.part_elements)
+            self._codec.decode(torch.stack([_rows(row, 1)[0] for row in rows]), decoded)
+            values.append(decoded)
+        return directions.compare(values)
 
     @torch.no_grad()
     def _squared_norm(self, rows: range, reducer: str) -> float:
