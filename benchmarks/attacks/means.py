@@ -44,7 +44,8 @@ def forged_end() -> None:
         plan = structs.replace(last.plan, key=key, entries=entries, shares=())
         parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
         notary = own.outcomes.notary
-        ranges = tuple(notary.sign_range(plan, digest) for digest in range_digests(plan, parts, data))
+        told = bytes(directions.size(plan))
+        ranges = tuple(notary.sign_range(plan, digest, told) for digest in range_digests(plan, parts, data))
         vote = notary.vote(plan, parts, ranges)
         return messages.Outcome(plan, Certificate(parts, ranges, {e.peer: vote.signature for e in entries}))
 

@@ -38,7 +38,8 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
         one = next(iter(rounds.values())).posted
         made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=())
         data, own = NAN * (one.mean.num_bytes // 4), node.outcomes.notary
-        ranges = tuple(own.sign_range(made, digest) for digest in range_digests(made, one.num_parts, data))
+        told = bytes(directions.size(made))
+        ranges = tuple(own.sign_range(made, digest, told) for digest in range_digests(made, one.num_parts, data))
         vote = own.vote(made, one.num_parts, ranges)
         signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
         return messages.Outcome(made, Certificate(one.num_parts, ranges, signatures))
@@ -89,7 +90,8 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         parts, data = kept.certificate.num_parts, NAN * (size // 4)
         notaries = {one.name: one.node.outcomes.notary for one in liars}
         digests = zip(reducers(made, parts), range_digests(made, parts, data), strict=True)
-        ranges = tuple(notaries[peer].sign_range(made, digest) for peer, digest in digests)
+        told = bytes(directions.size(made))
+        ranges = tuple(notaries[peer].sign_range(made, digest, told) for peer, digest in digests)
         votes = {name: one.vote(made, parts, ranges) for name, one in notaries.items()}
         found = certify(made, votes)
         credentials = {one.name: one.node.permissions.credential for one in liars}
