@@ -14,7 +14,8 @@ A contribution is against the others if its (upper) median cosine with the major
 
     -level / 2            it is nearer to the opposite of an honest one than to an honest one
     -2.5 · spread         members of the majority do not differ so much among themselves
-    -0.05 or -0.2         where it is longer than twice the median, which no honest one is that takes as many steps; or not
+    -0.05                 where it is longer than twice the median, which no honest one is that takes as many steps
+    -0.2                  where it is not
 
 and only where level is above 2.5 · spread. Workers with different data agree less and less while training converges,
 and an honest one of a minority then points against the sum of the others: such a round has no clear majority, and
