@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -25,7 +26,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import META, Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.lab.arm import Arm
+from diloco.lab.arm import Arm, Progress
 from diloco.lab.code import simulation_code
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.results import ResultFolder, Setting, key_of
@@ -39,6 +40,7 @@ from diloco.lab.stopping import signals_held, stop_on_signals, stop_with_parent
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+_TOLD_SECONDS = 10.0
 _LARGE = 4.0
 """Times the cost of DiLoCo's arm: 64 replicas, say."""
 
@@ -165,7 +167,7 @@ class Run:
             if self.processes == 1:
                 for index, task in enumerate(todo):
                     if time.time() < ends and not stop():
-                        account.add(index, _attempt(self, task, stop))
+                        account.add(index, _attempt(self, task, stop, say))
             else:
                 self._spread(todo, ends, account, stop)
             stopped = stop()
@@ -220,7 +222,11 @@ class _Account:
         self.failures: list[str] = []
         self._started = time.monotonic()
 
-    def add(self, index: int, outcome: "_Outcome | None") -> None:
+    def add(self, index: int, outcome: "_Outcome | str | None") -> None:
+        """`outcome`: a text tells how far the task is, and None that it was stopped."""
+        if isinstance(outcome, str):
+            self.say(outcome)
+            return
         if outcome is None:
             return
         self.done.append(index)
@@ -240,7 +246,7 @@ class _Outcome:
 def _work(
     run: Run,
     waiting: "Queue[tuple[int, Task] | None]",
-    outcomes: "Queue[tuple[int, _Outcome | None]]",
+    outcomes: "Queue[tuple[int, _Outcome | str | None]]",
     ends: float,
     stopping: Event,
 ) -> None:
@@ -256,17 +262,25 @@ def _work(
         if item is None:
             return
         if time.time() < ends:
-            outcomes.put((item[0], _attempt(run, item[1], stop)))
+            tell = partial(_tell_parent, outcomes, item[0])
+            outcomes.put((item[0], _attempt(run, item[1], stop, tell)))
 
 
-def _attempt(run: Run, task: Task, stop: Callable[[], bool]) -> _Outcome | None:
+def _tell_parent(outcomes: "Queue[tuple[int, _Outcome | str | None]]", index: int, line: str) -> None:
+    outcomes.put((index, line))
+
+
+def _attempt(run: Run, task: Task, stop: Callable[[], bool], tell: Say) -> _Outcome | None:
     """Run one task and keep its result; None if it is to stop before. An arm that fails is told, and others go on."""
     if torch.device(run.device).type == "cpu":
         torch.set_num_threads(run.texts.scale.threads)
     name = f"{task.name}, seed {task.seed}"
     saving, corpus = Saving(run.checkpoint(task), run.save_seconds, stop), run.texts.open(task.text)
     try:
-        result = simulate(task.arm, task.seed, corpus, run.device, folder=run.folder, how=run.how, saving=saving)
+        result = simulate(
+            task.arm, task.seed, corpus, run.device,
+            folder=run.folder, on_progress=_Teller(name, tell), how=run.how, saving=saving,
+        )  # fmt: skip
     except Interrupted:
         return None
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
@@ -276,6 +290,28 @@ def _attempt(run: Run, task: Task, stop: Callable[[], bool]) -> _Outcome | None:
     saving.remove()
     resumed = f", continued from step {saving.resumed_at}" if saving.resumed_at else ""
     return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}{resumed}")
+
+
+class _Teller:
+    """Says every ten seconds how far an arm is."""
+
+    def __init__(self, name: str, tell: Say) -> None:
+        self._name, self._tell = name, tell
+        self._phase = ""
+        self._began = (0.0, 0)
+        self._next = time.monotonic() + _TOLD_SECONDS
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.phase != self._phase:
+            self._phase, self._began = progress.phase, (now, progress.step)
+        if now < self._next:
+            return
+        self._next = now + _TOLD_SECONDS
+        seconds, taken = now - self._began[0], progress.step - self._began[1]
+        left = f", about {_duration(seconds / taken * (progress.steps - progress.step))} left" if taken > 0 else ""
+        where = "" if progress.phase == "training" else f" of the {progress.phase}"
+        self._tell(f"{self._name}: step {progress.step:,} of {progress.steps:,}{where}{left}")
 
 
 def print_line(line: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from diloco.cli.display import live
 from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.core.config import SyncConfig
@@ -99,3 +100,32 @@ def test_shared_cores_are_noted_and_a_worker_alone_says_nothing() -> None:
     assert (
         view_of([shared, alone]).notes[-1] == "cores: 1 worker has this machine's 2 cores, 2 threads each (--threads)"
     )
+
+
+def test_without_a_terminal_the_start_is_told_before_any_worker_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting the workers takes ten seconds and more: a line at once, and others with the seconds."""
+    now = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    with Display(console, CONFIG) as display:
+        poll = display.follow(tmp_path)
+        for _ in range(25):
+            poll()
+            now[0] += 1.0
+    assert isinstance(console.file, io.StringIO)
+    told = [line for line in console.file.getvalue().splitlines() if line.startswith("step")]
+    assert told == [
+        "step 0/40  starting the workers",
+        "step 0/40  starting the workers (10 s so far)",
+        "step 0/40  starting the workers (20 s so far)",
+    ]
+
+
+def test_in_a_terminal_the_start_moves_and_has_its_seconds() -> None:
+    view = view_of(starting("validation"))
+    pictures = []
+    for view.doing_seconds in (0.0, 0.25, 12.0):
+        pictures.append(picture(view))
+    assert pictures[0] != pictures[1] and "(12 s so far)" in pictures[2]

@@ -20,7 +20,7 @@ from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, Excluded, RendezvousError
 from diloco.training.records.summary import SUMMARY_FILE, summarize
-from support.recorded_runs import CONFIG, run_folder
+from support.recorded_runs import CONFIG, RUN, run_folder
 
 
 def member(number: int, **changes: Any) -> MemberStatus:
@@ -44,7 +44,7 @@ def test_who_was_never_heard_is_shown_as_such() -> None:
 
 def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
     assert headlines(TOLD, 400) == [
-        "run abcd · step 80 of 400 · 2 workers · 8 rounds",
+        "run abcd · step 80 of 400 (20%) · 2 workers · 8 rounds",
         "round 8 in progress (gathering) · 2.00 steps/s in all · led by worker 0",
     ]
     first, lost, joining = rows(TOLD)
@@ -195,6 +195,19 @@ def test_a_run_of_a_fixed_set_of_workers_that_has_not_ended_says_where_its_progr
     told = capsys.readouterr().err
     assert f"{folder} is not a run of a swarm" in told and f"train --resume {folder} continues it" in told
     assert str(folder / "events.jsonl") in told
+
+
+def test_a_run_of_a_fixed_set_of_workers_that_trains_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(tmp_path / "live", RUN, ended=False)
+    monkeypatch.setattr(command_module, "is_training", lambda _: True)
+    assert run(["status", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("training: step 20 of 40 (50%) · loss 3.250 · validation perplexity 8.00 at step 10 · ")
+    assert "2,000 tokens/s · 2 rounds · left" in told
+    assert run(["status", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 20
 
 
 def test_a_run_that_was_left_early_says_so_and_how_to_go_on(

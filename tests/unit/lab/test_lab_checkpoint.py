@@ -4,7 +4,6 @@ import math
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
         return whole(said.append)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "simulate", partial(simulate, on_progress=press))
+        patch.setattr(runs, "simulate", lambda *args, **options: simulate(*args, **options | {"on_progress": press}))
         with pytest.raises(KeyboardInterrupt):
             run("out")
     assert "2 remain; what was in progress is saved" in said[-1]

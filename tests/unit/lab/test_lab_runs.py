@@ -16,7 +16,7 @@ from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands, runs, scales
 from diloco.lab.__main__ import main
-from diloco.lab.arm import Arm, ArmResult
+from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.code import code_of_file
 from diloco.lab.experiment import load
 from diloco.lab.experiments import EXPERIMENTS
@@ -271,3 +271,17 @@ def test_both_command_lines_give_the_same_options(monkeypatch: pytest.MonkeyPatc
     assert main(words) == 0
     app(["lab", *words], result_action="return_value")
     assert asked[0] == asked[1] == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential", save_seconds=5.0)
+
+
+def test_an_arm_that_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds are long, and a step takes two of them."""
+    now, said = [0.0], list[str]()
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    teller = runs._Teller("t2: diloco, seed 0", said.append)
+    for step in range(1, 13):
+        now[0] += 2.0
+        teller(Progress("diloco", 0, "training", step, 100, None))
+    assert said == [
+        "t2: diloco, seed 0: step 5 of 100, about 3 min left",
+        "t2: diloco, seed 0: step 10 of 100, about 3 min left",
+    ]

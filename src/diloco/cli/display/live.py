@@ -23,6 +23,8 @@ from diloco.training.records.notes import printable
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0
+_TOLD_SECONDS = 3
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _NOTES = 4
 _BAR = 24
 """Columns of the progress bar: the line fits 80 columns."""
@@ -51,6 +53,7 @@ class Display:
         self._validations_shown = 0
         self._notes_shown = 0
         self._doing: str | None = None
+        self._doing_since = time.monotonic()
         self._line = ""
 
     def __enter__(self) -> "Display":
@@ -118,6 +121,10 @@ class Display:
         return True
 
     def _show(self) -> None:
+        new = self.view.doing != self._doing
+        if new:
+            self._doing, self._doing_since = self.view.doing, time.monotonic()
+        self.view.doing_seconds = time.monotonic() - self._doing_since
         if self._live is not None:
             if self._due(_REFRESH_SECONDS):
                 self._live.update(render(self.view), refresh=True)
@@ -129,8 +136,8 @@ class Display:
         for step, perplexity in self.view.validations[self._validations_shown :]:
             self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
         self._validations_shown = len(self.view.validations)
-        if self.view.workers and (self._due(_PLAIN_SECONDS) or self.view.doing not in (None, self._doing)):
-            self._doing = self.view.doing
+        if (new and self._doing is not None) or self._due(_PLAIN_SECONDS):
+            self._next = time.monotonic() + _PLAIN_SECONDS
             self._print_line(plain_line(self.view))
 
     def _print_line(self, line: str) -> None:
@@ -141,13 +148,19 @@ class Display:
 
 def plain_line(view: RunView) -> str:
     if view.doing is not None:
-        return f"step {view.step}/{view.config.steps}  {view.doing}"
+        return f"step {view.step}/{view.config.steps}  {_doing(view)}"
     loss = f"{view.loss:.3f}" if view.loss is not None else "-"
     return (
         f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
         f"rounds {view.rounds}  on rounds {view.sync_share:.1%}  members {view.members}  "
         f"left {duration(view.seconds_left)}"
     )
+
+
+def _doing(view: RunView) -> str:
+    """With the seconds that it has taken, where it takes some."""
+    seconds = int(view.doing_seconds)
+    return f"{view.doing} ({seconds} s so far)" if seconds >= _TOLD_SECONDS else str(view.doing)
 
 
 def render(view: RunView) -> RenderableType:
@@ -190,7 +203,8 @@ def _progress(view: RunView) -> RenderableType:
     line = Table.grid(padding=(0, 1))
     progress = f"step {view.step}/{view.config.steps}"
     if view.doing is not None:
-        return Group(Text(progress), Text(view.doing, style="bold"))
+        turn = _SPINNER[int(view.doing_seconds / _REFRESH_SECONDS) % len(_SPINNER)]
+        return Group(Text(progress), Text(f"{turn} {_doing(view)}", style="bold"))
     speed = f"{view.tokens_per_second:,.0f} tokens/s"
     line.add_row(
         ProgressBar(view.config.steps, view.step, width=_BAR), progress, speed, f"left {duration(view.seconds_left)}"

@@ -17,6 +17,8 @@ class RunView(RunCounts):
         self.config = config
         self.folder: Path | None = None
         self.stopping = False
+        self.doing_seconds = 0.0
+        """For how long the workers have been `doing` the same."""
         self.expected_workers = config.workers
         self._notes = RunNotes()
 

@@ -5,6 +5,7 @@ If no worker answers: how the run ended on this machine, as far as its run folde
 
 import json
 import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +16,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.display.view import duration
 from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
+from diloco.training.config.run_file import read_run_file
 from diloco.training.processes.run_lock import is_training
-from diloco.training.records.events import EVENTS_FILE
+from diloco.training.records.counts import RunCounts
+from diloco.training.records.events import EVENTS_FILE, read_events
 from diloco.training.records.notes import printable
+from diloco.training.records.progress import seconds_left
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary
@@ -63,6 +68,10 @@ def status(
         raise ConfigError("--watch with --json: leave out one of the two")
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     if folder is not None and (folder / RUN_FILE).exists() and not (folder / SWARM_FOLDER).exists():
+        if is_training(folder):
+            _show_progress(folder, watch=watch, as_json=as_json)
+            if not watch or is_training(folder):
+                return
         _print_summary(folder, _summary_without_swarm(folder), as_json=as_json)
         return
     check_swarm()
@@ -71,8 +80,10 @@ def status(
     invitation = _invitation(run, folder)
     console = Console()
     try:
-        with Guest(invitation) as guest:
-            steps = _steps(guest)
+        with ExitStack() as stack:
+            with _asking(console, quiet=as_json):
+                guest = stack.enter_context(Guest(invitation))
+                steps = _steps(guest)
             if as_json:
                 from msgspec import to_builtins
 
@@ -111,11 +122,60 @@ def _summary_without_swarm(folder: Path) -> Summary:
     summary = summary_of(folder)
     if summary is not None:
         return summary
-    state = "is training" if is_training(folder) else f"was killed: {resume_command(folder)} continues it"
     raise ConfigError(
-        f"{folder} is not a run of a swarm, whose workers could be asked. It {state}; what it has done so far is in "
-        f"{folder / EVENTS_FILE}"
+        f"{folder} is not a run of a swarm, whose workers could be asked. It was killed at "
+        f"{progress_line(folder, _counted(folder))}: {resume_command(folder)} continues it; what it has done so far is "
+        f"in {folder / EVENTS_FILE}"
     )
+
+
+def _counted(folder: Path) -> RunCounts:
+    counts = RunCounts()
+    for event in read_events(folder):
+        counts.update(event)
+    return counts
+
+
+def progress_line(folder: Path, counts: RunCounts) -> str:
+    """How far a run with a fixed set of workers is, from its log."""
+    steps = read_run_file(folder / RUN_FILE).get("steps")
+    parts = [f"step {counts.step:,}" + (f" of {steps:,} ({counts.step / steps:.0%})" if steps else "")]
+    if counts.loss is not None:
+        parts.append(f"loss {counts.loss:.3f}")
+    if counts.validations:
+        step, perplexity = counts.validations[-1]
+        parts.append(f"validation perplexity {perplexity:.2f} at step {step:,}")
+    if counts.tokens_per_second:
+        parts.append(f"{counts.tokens_per_second:,.0f} tokens/s")
+    parts.append("1 round" if counts.rounds == 1 else f"{counts.rounds:,} rounds")
+    left = seconds_left(counts.workers.values(), steps, elastic=False) if steps else None
+    return " · ".join(parts) if left is None else " · ".join([*parts, f"left {duration(left)}"])
+
+
+def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
+    """A run on this machine that trains now; with `watch` until it has ended, or until Ctrl-C."""
+    if as_json:
+        counts = _counted(folder)
+        told = {"step": counts.step, "loss": counts.loss, "rounds": counts.rounds, "validations": counts.validations}
+        told["tokens_per_second"] = counts.tokens_per_second
+        print(json.dumps({"folder": str(folder), "status": "training", **told}, indent=1))
+        return
+    console = Console()
+    while True:
+        console.print(Text(f"training: {progress_line(folder, _counted(folder))}"), soft_wrap=True)
+        if not watch:
+            return
+        try:
+            time.sleep(_WATCH_SECONDS)
+        except KeyboardInterrupt:
+            return
+        if not is_training(folder):
+            return
+
+
+def _asking(console: Console, *, quiet: bool) -> AbstractContextManager[object]:
+    """Something that moves while the members are looked for, which may take some seconds."""
+    return nullcontext() if quiet or not console.is_terminal else console.status("asking the members of the run")
 
 
 def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) -> None:
@@ -184,7 +244,7 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     speed = sum(1 / one.step_seconds for one in live if one.step_seconds > 0)
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
     furthest = max((one.position for one in live), default=0)
-    of = "" if steps is None else f" of {steps:,}"
+    of = "" if not steps else f" of {steps:,} ({furthest / steps:.0%})"
     done = "complete after" if steps is not None and furthest >= steps else "step"
     return [
         f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {counted}",
