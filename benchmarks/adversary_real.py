@@ -77,7 +77,7 @@ ROWS = (
     Row("more than its header claims", "more_than_claimed", proved=True),
     Row("a note with a number of 5,000 digits", "note_of_5000_digits", proved=True),
     Row("a validation loss of 400 digits", "validation_loss_of_400_digits", proved=True),
-    Row("a false validation loss", "false_validation_loss"),
+    Row("a false validation loss", "false_validation_loss", options=("--training.eval_interval=60",)),
     Row("“this round has ended”, a forged mean", "forged_end", proved=True),
     Row("a wrong mean as reducer", "wrong_mean", proved=True),
     Row("different means as reducer", "different_means", proved=True),

@@ -77,6 +77,12 @@ class PeerRateLimit:
             self._buckets.put(peer, bucket)
         return bucket.take(now)
 
+    def give_back(self, peer: str) -> None:
+        """One event that was taken does not count after all."""
+        bucket = self._buckets.get(peer)
+        if bucket is not None:
+            bucket.tokens = min(bucket.burst, bucket.tokens + 1)
+
 
 class ConcurrencyLimit:
     """How many requests are handled at a time: at most `per_peer` of one peer and `in_all` of all peers."""

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Protocol, assert_never
 
 from msgspec.structs import replace
 
+from diloco.engines.swarm.network.limits import TokenBucket
 from diloco.engines.swarm.node.status import RunStatus
 from diloco.engines.swarm.node.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot, Trainer
 from diloco.engines.swarm.settings import Settings
@@ -212,6 +214,28 @@ class Sidecar:
         self._link.send(messages.Status(None if self._running is None else self._running.node.status()))
 
 
+class LogLimit(logging.Filter):
+    """At most so many lines at once, then so many in a second; the next line says how many were left out.
+
+    Other peers cause most lines of this log, and one that never stops must not fill the disk.
+    """
+
+    def __init__(self, at_once: float = 5000.0, per_second: float = 1.0) -> None:
+        super().__init__()
+        self._bucket = TokenBucket.full(at_once, per_second, time.monotonic())
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self._bucket.take(time.monotonic()):
+            self._left_out += 1
+            return False
+        if self._left_out:
+            record.msg = f"({self._left_out} lines before this one were left out) {record.getMessage()}"
+            record.args = ()
+            self._left_out = 0
+        return True
+
+
 def run(fd: int, build: Build) -> None:
     """The whole life of a sidecar process."""
     _die_with_the_trainer()
@@ -219,6 +243,8 @@ def run(fd: int, build: Build) -> None:
     end = socket.socket(fileno=fd)
     end.set_inheritable(False)  # child processes must not keep the link open
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
 
     async def live() -> None:
         await Sidecar(end, build).run()

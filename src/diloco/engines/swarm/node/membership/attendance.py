@@ -5,7 +5,8 @@ round would wait for it. Every member counts the rounds that each other one has 
 out. After three, rounds do not wait for it any more, but for every second one, then every fourth, then every eighth,
 and the next one after it has fetched the state. A member that posts in time is in the round all the same, unless in
 three in a row it has not voted, or was left out because others could not exchange parts with it. So a worker that was
-only slow or unlucky is back soon, and one that never comes costs every eighth round.
+only slow or unlucky is back soon, and one that never comes costs every eighth round. The record is of the member's key:
+one that leaves and comes back, as often as it likes, has the record that it had.
 
 A contribution that points against the others' costs a second transfer (proofs/directions.py). After three in a row it
 is refused from the beginning, and compared again in every second round, then every fourth, then every eighth.
@@ -22,6 +23,7 @@ from diloco.engines.swarm.node.proofs.certificate import Agreed
 
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
+_MOST_CHANCES = 2 * MISSES
 _PASSED_OVER_SECONDS = 60.0
 
 
@@ -81,12 +83,6 @@ class Attendance:
     def may_lead(self, name: str) -> bool:
         return (self._poor_leaders.get(name) or 0.0) < clock.now()
 
-    def forget(self, name: str) -> None:
-        """It has come back from an absence: nothing is known of it."""
-        self._absences.forget(name)
-        self._troubles.forget(name)
-        self._poor_leaders.drop(name)
-
 
 class _Misses:
     """Of each member: the rounds in a row that it has missed, and those that have passed it over since its chance."""
@@ -104,8 +100,10 @@ class _Misses:
         self._counts.put(name, (misses, passed + 1))
 
     def give_a_chance(self, name: str) -> None:
+        """Not for ever: a member may say in every round that it has just fetched the state."""
         misses, _ = self._counts.get(name) or (0, 0)
-        self._counts.put(name, (misses, 1 << _RAREST))
+        if misses < _MOST_CHANCES:
+            self._counts.put(name, (misses, 1 << _RAREST))
 
     def has_a_chance(self, name: str) -> bool:
         misses, passed = self._counts.get(name) or (0, 0)

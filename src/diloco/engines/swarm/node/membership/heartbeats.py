@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from diloco.engines.swarm.network.limits import PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.members import MAX_ADDRESSES, Members, Peer
@@ -21,6 +22,7 @@ from diloco.engines.swarm.node.messages import Beat, Goodbye, Hello, expect
 from diloco.engines.swarm.node.refusals import OUT_OF_THE_RUN
 from diloco.engines.swarm.node.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.engines.swarm.trust.permissions import MAX_PEERS
 from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -32,12 +34,16 @@ _FORGET_SECONDS = 600.0
 _MAX_SILENT = 256
 """Silent peers that are called for ever."""
 _LONGEST_PAUSE_SECONDS = 300.0
+_RETURNS_AT_ONCE, _RETURNS_PER_SECOND = 8.0, 1 / 60
+"""How often a member that has said goodbye may say hello again. Each return and each goodbye is an event on every
+member's disk, and changes what the members share out."""
 
 
 class Heartbeats:
     def __init__(self, members: Members) -> None:
         self.members, self.transport, self.settings = members, members.transport, members.settings
         self._asking: set[str] = set()
+        self._returns = PeerRateLimit(_RETURNS_AT_ONCE, _RETURNS_PER_SECOND, MAX_PEERS)
 
     # Hello: from then on both peers know each other
 
@@ -77,6 +83,8 @@ class Heartbeats:
 
     def _add(self, name: str, hello: Hello) -> None:
         if name in self.members.peers:
+            if self.members.peers[name].left and not self._returns.take(name, clock.now()):
+                raise CallRefused("this worker has left and come back too often; asking again in a minute", "busy")
             check_process(self.members.peers[name], hello.status.process, self.settings.beat_seconds)
         self.members.add_revocations(hello.revocations)
         peer = self.members.add(name, hello.credential, hello.addresses)
@@ -133,8 +141,19 @@ class Heartbeats:
         if not peer.live:
             often = min(_LONGEST_PAUSE_SECONDS, (now - peer.lost_at) / 10)
             due = max(self.settings.lost_seconds, often) if peer.lost_at else 0.0
-        if now - max(peer.heard_at, peer.asked_at) >= due:
+        if not peer.heard_at and peer.lost_at and now - peer.lost_at > _FORGET_SECONDS:
+            del self.members.peers[peer.name]  # named by others, and never heard
+        elif now - max(peer.heard_at, peer.asked_at) >= due:
             self.beat_soon(peer.name)
+
+    async def dial(self, peer: Peer) -> None:
+        """Connect to a peer that is not live, and say hello. Raises what `say_hello` raises."""
+        addresses, tellers = self.members.dialled_addresses(peer)
+        if not addresses:
+            raise Unreachable("members have named it, and too many others that do not answer: later")
+        await self.transport.connect(peer.name, addresses, self.settings.lost_seconds)
+        await self.say_hello(peer.name)
+        self.members.record_dialled(peer, tellers)
 
     def beat_soon(self, name: str) -> None:
         """Ask the peer now whether it is still live."""
@@ -155,8 +174,7 @@ class Heartbeats:
         peer.asked_at = clock.now()
         try:
             if not peer.live:
-                await self.transport.connect(peer.name, list(peer.addresses), self.settings.lost_seconds)
-                await self.say_hello(peer.name)
+                await self.dial(peer)
                 return
             try:
                 data = await self._call(peer.name, self._beat_for(peer), self.settings.lost_seconds)

@@ -116,13 +116,14 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
     last = clock.now() + max(_SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
     while True:
         known = _known_addresses(members)
-        known |= {peer.name: list(peer.addresses) for peer in members.peers.values()}  # they have called this one
+        called = [peer for peer in members.peers.values() if peer.heard_at]
+        known |= {peer.name: list(peer.addresses) for peer in called}
         _vouch_for_own(members)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
         _check_admitted(problems)
         if any(problem is None for problem in problems):
             others = [peer for peer in members.peers.values() if not peer.live]  # those that the first ones named
-            await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in others))
+            await asyncio.gather(*(_try(heartbeats, peer.name) for peer in others))
             return True
         refusals = [problem for problem in problems if isinstance(problem, CallRefused)]
         if refusals and clock.now() > last:
@@ -132,10 +133,14 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str]) -> Exception | None:
+async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str] | None = None) -> Exception | None:
+    """Say hello to a peer at these addresses; None: to one that is known, where it or other members say that it is."""
     try:
-        await heartbeats.transport.connect(peer, addresses, heartbeats.settings.lost_seconds)
-        await heartbeats.say_hello(peer)
+        if addresses is None:
+            await heartbeats.dial(heartbeats.members.peers[peer])
+        else:
+            await heartbeats.transport.connect(peer, addresses, heartbeats.settings.lost_seconds)
+            await heartbeats.say_hello(peer)
     except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
         logger.info("%s: %s", peer, problem)
         return problem
@@ -216,7 +221,7 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
             logger.info("no number yet: %s", problem)
         await asyncio.sleep(_PAUSE_SECONDS)
         peers = list(members.peers.values())
-        _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name, list(peer.addresses)) for peer in peers)))
+        _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name) for peer in peers)))
     raise RendezvousError(
         f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
         f"({len(members.peers)} workers are known); see {command('doctor', '-')}, and try again"

@@ -26,8 +26,12 @@ from diloco.engines.swarm.trust.permissions import MAX_PEERS, Permissions
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 16
+MAX_TOLD_ADDRESSES, MAX_TELLERS = 8, 8
+"""Addresses that one member may tell of another; members whose word about one is kept."""
 NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
 """New members that one member may name."""
+DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
+"""Calls to addresses that one member has told, without an answer of the peer that it named."""
 _LATEST_ROUNDS = 3
 _HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
 _MOST_SILENT = 12.0  # and after more than half have
@@ -40,6 +44,9 @@ class Peer:
     name: str
     credential: bytes
     addresses: tuple[str, ...]
+    """As the peer itself has told them."""
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses that other members have told while it is not live here, by teller."""
     status: Status = field(default_factory=Status)
     heard_at: float = 0.0
     """0 for a peer that other members have named, and that has not proved its key here."""
@@ -59,7 +66,7 @@ class Peer:
     """The live members as the peer last reported them, by the ends of their names."""
 
     def roster_entry(self) -> RosterEntry:
-        return RosterEntry(self.name, self.credential, self.addresses[:MAX_ADDRESSES], self.status.number)
+        return RosterEntry(self.name, self.credential, self.addresses[:MAX_TOLD_ADDRESSES], self.status.number)
 
 
 class Members:
@@ -69,7 +76,8 @@ class Members:
         permissions.is_known_to_most = self._is_known_to_most
         self.peers: dict[str, Peer] = {}
         self.numbers: dict[str, int] = {}
-        """Peer -> worker number, of all that ever had one: a worker that returns keeps its number."""
+        """Peer -> worker number, of all that this node has heard with one: a worker that returns keeps its number.
+        What others say of a peer is not in it, so that no invented one counts in a quorum."""
         self.attendance = Attendance()
         self.addresses: tuple[str, ...] = ()
         """This node's own."""
@@ -82,6 +90,7 @@ class Members:
         self._waiters: dict[asyncio.Event, None] = {}
         """In their order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
+        self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
 
     @property
     def me(self) -> str:
@@ -189,7 +198,8 @@ class Members:
         self.permissions.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, ()))
         peer.credential = credential
-        peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
+        if not named:
+            peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
         return peer
 
     def add_roster(self, teller: str, entries: Iterable[RosterEntry]) -> None:
@@ -201,17 +211,17 @@ class Members:
             if entry.peer == self.me:
                 continue
             if entry.peer in self.peers:
-                self._update_addresses(self.peers[entry.peer], entry.addresses)
+                self._hear_addresses(self.peers[entry.peer], teller, entry.addresses)
                 continue
             if not self._new_from.take(teller, clock.now()):
                 return
             try:
-                self.add(entry.peer, entry.credential, entry.addresses, named=True).status.number = entry.number
+                peer = self.add(entry.peer, entry.credential, (), named=True)
             except PeerRefused as reason:
                 logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
             else:
-                if entry.number >= 0:  # a joiner is known to others before the leader has given it a number
-                    self.numbers.setdefault(entry.peer, entry.number)
+                peer.status.number = entry.number
+                self._hear_addresses(peer, teller, entry.addresses)
 
     def take_seats(self, teller: str, seats: Iterable[tuple[str, bytes]]) -> None:
         """Of workers that are away or banned, as another member shows by their credentials."""
@@ -219,10 +229,31 @@ class Members:
             if name not in self.peers and name != self.me and self._new_from.take(teller, clock.now()):
                 self.permissions.take_seat_for(name, credential)
 
-    def _update_addresses(self, peer: Peer, addresses: tuple[str, ...]) -> None:
-        """A peer that is lost here and live elsewhere may have moved."""
-        if not peer.live and not peer.left and addresses and peer.addresses != addresses[:MAX_ADDRESSES]:
-            peer.addresses, peer.asked_at = addresses[:MAX_ADDRESSES], 0.0
+    def _hear_addresses(self, peer: Peer, teller: str, addresses: tuple[str, ...]) -> None:
+        """A peer that is not live here, and is elsewhere, may be there. The addresses that it told itself are kept."""
+        addresses = addresses[:MAX_TOLD_ADDRESSES]
+        if peer.live or peer.left or not addresses or peer.told.get(teller) == addresses:
+            return
+        peer.told[teller] = addresses
+        if len(peer.told) > MAX_TELLERS:
+            del peer.told[next(iter(peer.told))]
+        if peer.heard_at and addresses != peer.addresses[:MAX_TOLD_ADDRESSES] and self._dials.take(teller, clock.now()):
+            peer.asked_at = 0.0  # it has moved: try now
+
+    def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
+        """Where to call a peer now: its own addresses, and those of tellers that may have this node call them; with
+        these tellers. Each may have it call some peers that do not answer, and then one every ten seconds: a member
+        that invents others, or gives the address of a third party for them, has that called no more often."""
+        now = clock.now()
+        tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
+        told = [address for teller in tellers for address in peer.told[teller]]
+        return list(dict.fromkeys([*peer.addresses, *told])), tellers
+
+    def record_dialled(self, peer: Peer, tellers: Iterable[str]) -> None:
+        """The peer has answered at an address that these members told: they were right."""
+        peer.told.clear()
+        for teller in tellers:
+            self._dials.give_back(teller)
 
     def add_revocations(self, records: Iterable[bytes]) -> None:
         if [record for record in records if self.permissions.add_revocation(record)]:
@@ -269,15 +300,15 @@ class Members:
         if status.number >= 0:
             self.numbers[peer.name] = status.number
         appeared = not peer.live and not peer.left
-        if appeared:
-            self.attendance.forget(peer.name)
+        if appeared:  # what is known of its attendance stays: it belongs to the key, and not to the visit
             peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
         if status.number >= 0 and (appeared or number < 0):
             self.emit_about("member_joined", peer.name)
         self.changed()
 
     def _is_taken(self, number: int, name: str) -> bool:
-        numbers = {other.name: other.status.number for other in self.peers.values()} | {self.me: self.status.number}
+        heard = [other for other in self.peers.values() if other.heard_at]
+        numbers = {other.name: other.status.number for other in heard} | {self.me: self.status.number}
         return any(its == number for other, its in numbers.items() if other != name)
 
     def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:

@@ -16,10 +16,11 @@ def give_number(members: Members, name: str, wished: int) -> int:
         raise CallRefused(f"{leader} leads, not this worker", "leader")
     numbers = {**members.numbers, members.me: members.status.number}
     taken, number = set(numbers.values()), numbers.get(name)
+    told = {peer.status.number for peer in members.peers.values() if peer.status.number >= 0}  # as others say
     if number is None:
-        number = wished if wished >= 0 and wished not in taken else _next(taken)
+        number = wished if wished >= 0 and wished not in taken else _next(taken | told)
     elif any(other < name for other, its in numbers.items() if its == number):
-        number = _next(taken)
+        number = _next(taken | told)
     members.numbers[name] = number
     return number
 

@@ -54,7 +54,7 @@ class Quorum:
         names = {entry.peer for entry in last.entries}
         names |= {name for name, number in members.numbers.items() if number in last.counted}
         names -= last.liars
-        there = [peer for peer in members.peers.values() if self._may_be_there(peer)]
+        there = [peer for peer in members.peers.values() if self._has_proved_its_key(peer) and self._may_be_there(peer)]
         known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
         return names & known if len(known) >= FEWEST else set()
 
@@ -62,6 +62,11 @@ class Quorum:
         """The numbers of the live members that have the state, and whose work was in an earlier mean."""
         live = [self._members.status, *(peer.status for peer in self._members.with_state())]
         return tuple(sorted({status.number for status in live if status.has_state and status.contributed_round >= 0}))
+
+    def _has_proved_its_key(self, peer: Peer) -> bool:
+        """It was heard here, or has signed the certificate of the last round. One that others only name may be
+        invented."""
+        return peer.heard_at > 0 or (self.agreed is not None and peer.name in self.agreed.certificate.signatures)
 
     def _may_be_there(self, peer: Peer) -> bool:
         """It is neither known to be dead or gone, nor silent for too long."""
