@@ -25,8 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
-from diloco.core.clipping import FEWEST
-from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import cosines
 from diloco.core.methods.course import Course
@@ -86,12 +85,12 @@ def absurd_clipped(engine: Engine) -> tuple[bytes, tuple[int, ...], dict[int, st
 
 def clipped(engine: Engine) -> tuple[bytes, str]:
     """As four and more do it; a sidecar, a process of its own, keeps to four."""
-    reduction.FEWEST = 2
+    reduction.FEWEST_TO_MERGE["clipped"] = 2
     try:
         posted = replace(contribution(engine, name="int8", weight=1.0 + engine.worker), merge="clipped")
         result = engine.start_round(RoundKey(0, 0), posted, 60.0).wait()
     finally:
-        reduction.FEWEST = FEWEST
+        reduction.FEWEST_TO_MERGE["clipped"] = FEWEST_TO_MERGE["clipped"]
     return result.mean.data.numpy().tobytes(), result.merge
 
 

@@ -1,5 +1,7 @@
 """Centred clipping: a mean that no single worker can pull far, for four and more workers (`sync.merge = clipped`).
 
+The median of three contributions is one of them: a round with fewer than four is averaged plainly (core/config.py).
+
 Part by part (arXiv 2012.10333, with the median as the centre):
 
     x_i  = the mean of the others, where it points against their sum or is next to nothing (see below)
@@ -26,8 +28,6 @@ from diloco.core.merging import shares
 
 _DEVIATIONS = 4.0
 _LEAST_SHARE = 0.1
-FEWEST = 4
-"""Contributions: the median of three is one of them, and a round with fewer is averaged as with `merge = mean`."""
 
 
 def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor, scales: Sequence[float]) -> Tensor:

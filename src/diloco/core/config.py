@@ -14,7 +14,9 @@ _DEFAULTS_OFF = {
     "overlap_steps": 0, "mixing": 0.0, "outer_overlap": "none", "fragments": 1, "warm_start": 0, "offload": False,
 }  # fmt: skip
 Merge = Literal["mean", "clipped"]
-"""How contributions become a mean: core/merging.py, core/clipping.py."""
+"""How contributions become a mean: core/merging.py, core/merges.py."""
+FEWEST_TO_MERGE: dict[str, int] = {"mean": 1, "clipped": 4}
+"""The ways to merge, each with the fewest contributions that it takes: a round with fewer is averaged plainly."""
 COARSE_CODECS = ("2bit", "topk")
 """They leave out so much of a vector that they are made for error feedback."""
 OUTER_NUMBERS: dict[str, dict[str, float]] = {
@@ -239,16 +241,16 @@ class SyncConfig:
             raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
 
     def _check_merge(self) -> None:
-        if self.merge not in ("mean", "clipped"):
-            raise ConfigError(f"sync.merge = {self.merge!r} must be mean or clipped")
+        if self.merge not in FEWEST_TO_MERGE:
+            raise ConfigError(f"sync.merge = {self.merge!r} must be one of {', '.join(FEWEST_TO_MERGE)}")
         reasons = {
             f"outer_overlap = {self.outer_overlap}": self.outer_overlap == "eager",
             "asynchronous = true": self.asynchronous,
             f"codec = {self.codec}": self.codec == "topk",
         }
-        for given in (name for name, is_given in reasons.items() if is_given and self.merge == "clipped"):
+        for given in (name for name, is_given in reasons.items() if is_given and self.merge != "mean"):
             raise ConfigError(
-                f"sync.merge = clipped and sync.{given}: clipping needs all outer gradients of a round, whole, at one "
+                f"sync.merge = {self.merge} and sync.{given}: it needs all outer gradients of a round, whole, at one "
                 "place; leave out one of the two"
             )
 

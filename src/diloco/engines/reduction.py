@@ -14,9 +14,9 @@ from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
-from diloco.core.clipping import FEWEST, clipped_mean
-from diloco.core.config import Merge
+from diloco.core.config import FEWEST_TO_MERGE, Merge
 from diloco.core.fragments import span_elements
+from diloco.core.merges import MERGES
 from diloco.core.merging import (
     Claim,
     absurd_norms,
@@ -108,7 +108,7 @@ def decide(
         weights=tuple(weight for _, weight in accepted),
         scales=tuple(scales),
         clipped=clipped,
-        merge=merge if len(accepted) >= FEWEST else "mean",
+        merge=merge if len(accepted) >= FEWEST_TO_MERGE[merge] else "mean",
         refused=refused,
         too_long=too_long,
         resync=resync,
@@ -194,7 +194,7 @@ class _Reduction:
 
     def reduce(self, some: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""
-        all_at_once = with_products or self.merge == "clipped"
+        all_at_once = with_products or self.merge != "mean"
         shape = (some.stop - some.start, self.part)
         count = len(self.encoded) if all_at_once else min(len(self.encoded), 2)
         terms = [scratch(f"term {index}", shape, self.out.device) for index in range(count)]
@@ -206,8 +206,8 @@ class _Reduction:
             if self.with_squares:
                 pairs = zip(combinations_with_replacement(range(count), 2), found.tolist(), strict=True)
                 self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})
-        if self.merge == "clipped":
-            self.replaced.append(clipped_mean(terms, self.weights, mean, self.scales))
+        if self.merge != "mean":
+            self.replaced.append(MERGES[self.merge](terms, self.weights, mean, self.scales))
         else:
             weighted_mean(values, self.weights, mean, self.scales)
         self.codec.for_means.encode(mean, self.out[some])

@@ -154,7 +154,7 @@ class RoundResult:
     clipped: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution was scaled down."""
     merge: Merge = "mean"
-    """How the mean was made: `mean` or `clipped` (core/clipping.py)."""
+    """How the mean was made: `mean`, `clipped` or another of core/merges.py."""
     plain: bool = False
     """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
     signatures: int = 0
@@ -164,9 +164,9 @@ class RoundResult:
 
     @property
     def replaced(self) -> dict[int, float]:
-        """Of each contributor to a clipped mean the share of the parts in which it counted as the others' mean."""
+        """For each contributor, the share of the parts where it counted as the others' mean; empty for plain means."""
         told = self.comparison
-        if self.merge != "clipped" or not told.parts:
+        if self.merge == "mean" or not told.parts:
             return {}
         return {worker: count / told.parts for worker, count in zip(self.contributors, told.replaced, strict=True)}
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from diloco.codecs.registry import codec
-from diloco.core.clipping import FEWEST
-from diloco.core.config import FaultsConfig, SyncConfig, check_faults
+from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig, check_faults
 from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
@@ -74,10 +73,11 @@ def sync_config(sync: object, H: object) -> SyncConfig:
 
 def check_merge(sync: SyncConfig, engine: Connection) -> None:
     """A fixed set of workers must be large enough for the way in which it averages."""
-    if sync.merge == "clipped" and not engine.elastic and engine.workers < FEWEST:
+    fewest = FEWEST_TO_MERGE[sync.merge]
+    if not engine.elastic and engine.workers < fewest and sync.merge != "mean":
         raise ConfigError(
-            f"sync.merge = clipped with {engine.workers} workers: among fewer than {FEWEST} no contribution can be "
-            "told from the others; leave it out"
+            f"sync.merge = {sync.merge} with {engine.workers} workers: among fewer than {fewest} no contribution can "
+            "be told from the others; leave it out"
         )
 
 

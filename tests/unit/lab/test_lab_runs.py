@@ -11,7 +11,8 @@ import pytest
 
 from diloco.cli.main import app
 from diloco.codecs.registry import CODECS
-from diloco.core.config import OUTER_NUMBERS
+from diloco.core.config import FEWEST_TO_MERGE, OUTER_NUMBERS
+from diloco.core.merges import MERGES
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands, runs, scales
@@ -99,7 +100,9 @@ OWN = """
 from dataclasses import dataclass
 from diloco.codecs.floats import Float32
 from diloco.codecs.registry import CODECS
-from diloco.core.config import OUTER_NUMBERS
+import torch
+from diloco.core.config import FEWEST_TO_MERGE, OUTER_NUMBERS
+from diloco.core.merges import MERGES
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, SGD
 from diloco.lab.experiment import Experiment
 
@@ -118,20 +121,39 @@ OUTER_OPTIMIZERS["mine"] = Mine
 OUTER_NUMBERS["mine"] = {"lr": 1.0}
 CODECS["plain"] = Plain
 
+def nothing(values, weights, out, scales):
+    out.zero_()
+    return torch.zeros(len(values))
+
+MERGES["nothing"] = nothing
+FEWEST_TO_MERGE["nothing"] = 2
+
 def arms(scale):
-    return {f"lr {lr}": scale.diloco(outer={"optimizer": "mine", "lr": lr}, sync={"codec": "plain"}) for lr in (0.5, 1)}
+    own = {f"lr {lr}": scale.diloco(outer={"optimizer": "mine", "lr": lr}, sync={"codec": "plain"}) for lr in (0.5, 1)}
+    return own | {"nothing": scale.diloco(sync={"merge": "nothing"})}
 
 EXPERIMENT = Experiment("own", "own", "own", arms, lambda scale: ())
 """
 
 
 @pytest.mark.slow
-def test_an_experiments_own_optimizer_and_codec_work_in_every_process() -> None:
+def test_an_experiments_own_optimizer_codec_and_merge_work_in_every_process() -> None:
     Path("own.py").write_text(OWN)
     try:
-        assert _run(load(Path("own.py")), seeds=1, processes=2)[-2] == "all finished"
+        own = load(Path("own.py"))
+        assert _run(own, seeds=1, processes=2)[-2] == "all finished"
+        [nothing] = [one for one in _results() if one.arm.sync.get("merge") == "nothing"]
+        assert len({loss for _, loss in nothing.curve}) == 1  # its anchor never moves
     finally:
-        del OUTER_OPTIMIZERS["mine"], OUTER_NUMBERS["mine"], CODECS["plain"]
+        for registry, name in (
+            (OUTER_OPTIMIZERS, "mine"), (OUTER_NUMBERS, "mine"), (CODECS, "plain"),
+            (MERGES, "nothing"), (FEWEST_TO_MERGE, "nothing"),
+        ):  # fmt: skip
+            registry.pop(name, None)  # type: ignore[attr-defined]
+
+
+def _results() -> list[ArmResult]:
+    return [ArmResult.from_json(json.loads(path.read_text())["result"]) for path in Path("out/results").glob("*.json")]
 
 
 def test_what_an_experiment_file_adds_counts_as_code_and_its_arms_and_docstrings_do_not(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
         """
         scales = self.decision.scales or (1.0,) * len(self.contributors)
         longest = max(e.parsed.claim.norm * scale for e, scale in zip(self.contributors, scales, strict=True))
-        return longest * math.sqrt(len(self.contributors)) if self.decision.merge == "clipped" else longest
+        return longest * math.sqrt(len(self.contributors)) if self.decision.merge != "mean" else longest
 
     @property
     def opposed_peers(self) -> list[str]:
