@@ -1,4 +1,4 @@
-"""Four honest members and a bad one, all by the real commands: what becomes of the rounds, the model and the bad one.
+"""Honest members and a bad one, all by the real commands: what becomes of the rounds, the model and the bad one.
 
     python benchmarks/adversary_real.py                 every row, after a calm run
     python benchmarks/adversary_real.py --rows          their names
@@ -61,6 +61,9 @@ class Row:
     """Each member has a machine of its own, a network namespace of this one; needs root."""
     waits: bool = False
     """Members wait for the bad one, for multiples of `lost_seconds`."""
+    members: int = 5
+    bad: int = 1
+    """So many of them attack, in the same way; the figures are about the first of them."""
 
     @property
     def long(self) -> bool:
@@ -98,6 +101,13 @@ ROWS = (
     Row("small contribution, clipped", "small", options=("--sync.merge=clipped",)),
     Row("wrong direction", "wrong_direction"),
     Row("wrong direction, clipped", "wrong_direction", options=("--sync.merge=clipped",)),
+    Row("calm, three members", members=3),
+    Row("× −2.9", "against"),
+    Row("× −2.9, clipped", "against", options=("--sync.merge=clipped",)),
+    Row("× −2.9 in every second round", "against_sometimes"),
+    Row("two of five × −2.9", "against", bad=2),
+    Row("one of three × −2.9", "against", members=3),
+    Row("a wrong mean as reducer, clipped", "wrong_mean", proved=True, options=("--sync.merge=clipped",)),
     Row("a member sleeps", fault=sleep),
     Row("one identity twice", fault=twice),
     Row("the founder is gone", fault=founder_gone),
@@ -134,10 +144,12 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
         port, calls = stack.enter_context(third_party())
         net = stack.enter_context(internet()) if row.lines else None
         swarm = stack.enter_context(Swarm(folder, size, cache, environment={"ATTACK_PORT": str(port)}, net=net))
-        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=4 if row.late or row.early else 5)
-        for number in (1, 2, 3)[: 2 if row.late else 3]:
+        expected = row.members - 1 if row.late or row.early else row.members
+        swarm.found(*row.options, attack=row.attack if row.leads else "", min_workers=expected)
+        for number in range(1, row.members - row.bad - (1 if row.late else 0)):
             swarm.join(f"honest-{number}")
-        swarm.join("fifth", attack="" if row.leads else row.attack)
+        for number in range(row.bad):
+            swarm.join(f"bad-{number}" if number else "fifth", attack="" if row.leads else row.attack)
         if row.late:
             swarm.wait_for_round(size.attack_from, swarm.members[0])
             swarm.join("late")
@@ -220,8 +232,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no member is left behind
     size = Size(**{name: getattr(given, name) for name in asdict(Size())})
     wanted = [word for word in given.only.split(",") if word]
-    named = [row for row in ROWS[2:] if not wanted or any(word in row.name for word in wanted)]
-    chosen = [ROWS[0], *(ROWS[1:2] if any(row.long for row in named) else ()), *named]
+    named = [row for row in ROWS[1:] if not wanted or any(word in row.name for word in wanted)]
+    calm = [row for row in ROWS if not row.attack and row.fault is None]  # of each length and number of members
+    wanted_calm = [one for one in calm[1:] if any((r.long, r.members) == (one.long, one.members) for r in named)]
+    chosen = [ROWS[0], *wanted_calm, *(row for row in named if row not in calm)]
     if given.rows:
         print("\n".join(row.name for row in ROWS))
         return 0
@@ -243,16 +257,16 @@ def main() -> int:
 def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]]:
     """The first row is calm, and so is the first one with long rounds."""
     rows: list[dict[str, Any]] = []
-    calm_runs = dict[bool, Figures]()
+    calm_runs = dict[tuple[bool, int], Figures]()
     for index, row in enumerate(chosen):
         if row.lines and (reason := missing()):
             print(f"{row.name}: not run, {reason}")
             continue
         place = folder / f"{index}-{row.attack or 'run'}"
         place.mkdir(parents=True)
-        size = short.longer(calm_runs[False]) if row.long else short
+        size = short.longer(calm_runs[False, 5]) if row.long else short
         told, more = run(row, size, place, folder / "cache")
-        calm = calm_runs.setdefault(row.long, told)
+        calm = calm_runs.setdefault((row.long, row.members), told)
         made = {"row": row.name, **asdict(told), "loss_change": told.loss / calm.loss - 1}
         made |= {"usual_times": told.round_seconds / calm.round_seconds}
         made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}

@@ -78,10 +78,15 @@ def false_validation_loss() -> None:
         return await posts(self, structs.replace(posted, header=honest(*values)))
 
 
-def _contribute(change: Callable[[Tensor], Tensor], claim: float | None = None, **fields: Any) -> None:
+def _contribute(
+    change: Callable[[Tensor], Tensor],
+    claim: float | None = None,
+    when: Callable[[int], bool] = lambda _: True,
+    **fields: Any,
+) -> None:
     @instead_of(Participant, "post")
     async def post(honest: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:
-        if has_begun(posted.key.sequence):
+        if has_begun(posted.key.sequence) and when(posted.key.sequence):
             posted = _changed(posted, change, claim, **fields)
         return await honest(self, posted)
 
@@ -109,6 +114,16 @@ def small() -> None:
 
 def wrong_direction() -> None:
     _contribute(lambda values: -values)
+
+
+def against() -> None:
+    """Just inside the bound on norms."""
+    _contribute(lambda values: -2.9 * values)
+
+
+def against_sometimes() -> None:
+    """In every second round; in the others its honest work."""
+    _contribute(lambda values: -2.9 * values, when=lambda sequence: sequence % 2 == 0)
 
 
 def first_ready_with_another_layout() -> None:

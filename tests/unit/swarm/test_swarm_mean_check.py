@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diloco.codecs.registry import codec
+from diloco.core.clipping import clipped_mean
 from diloco.engines.swarm.network.transport import Stream
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import NotHere
@@ -105,12 +106,111 @@ def test_the_numbers_of_a_right_mean_fit_and_those_of_a_flipped_one_do_not(name:
             out = torch.empty(parts, used.for_means.part_bytes(part), dtype=torch.uint8)
             used.for_means.encode(factor * mean, out)
             data = out.view(-1).numpy().data
-            numbers, error = projections.project_mean(used.for_means, data, parts, sign)
+            numbers, error, _ = projections.project_mean(used.for_means, data, parts, sign)
             wanted = projections.expected(plan, found)
             assert (projections.suspects(plan, wanted, numbers, error) == []) == fits, (name, factor)
 
 
+def clipped_means(
+    count: int, signal: float, turned: int | None, seed: int, name: str = "fp16"
+) -> tuple[Any, dict[str, Any], torch.Tensor, torch.Tensor]:
+    """A plan of 16 parts and as many workers, the numbers of their contributions, the signs, and their clipped mean."""
+    used, parts, part = codec(name), 16, 1024
+    torch.manual_seed(seed)
+    common = torch.randn(parts, part)
+    plan: Any = SimpleNamespace(
+        contributors=tuple(SimpleNamespace(peer=str(index)) for index in range(count)),
+        decision=SimpleNamespace(weights=(1.0,) * count, scales=(), total_weight=count, merge="clipped"),
+        longest=300.0,
+        ranges=lambda _: {str(i): range(16 * i // count, 16 * (i + 1) // count) for i in range(count)},
+    )
+    sign = projections.signs(bytes([seed % 256] * 32), part, projections.CLIPPED_NUMBERS)
+    found, decoded = {}, []
+    for index in range(count):
+        encoded = torch.empty(parts, used.part_bytes(part), dtype=torch.uint8)
+        used.encode((signal * common + torch.randn(parts, part)) * (-1 if index == turned else 1), encoded)
+        decoded.append(torch.empty(parts, part))
+        used.decode(encoded, decoded[-1])
+        found[str(index)] = projections.project(used, encoded.view(-1).numpy().data, parts, sign)
+    mean = torch.empty(parts, part)
+    clipped_mean(decoded, [1.0] * count, mean, ())
+    return plan, found, sign, mean
+
+
+def clipped_parts(plan: Any, found: dict[str, Any], sign: torch.Tensor, mean: torch.Tensor) -> list[int]:
+    used = codec("fp16")
+    out = torch.empty(len(mean), used.for_means.part_bytes(mean.shape[1]), dtype=torch.uint8)
+    used.for_means.encode(mean, out)
+    made = projections.project_mean(used.for_means, out.view(-1).numpy().data, len(mean), sign)
+    return projections.clipped_suspects(plan, found, *made)
+
+
+@pytest.mark.parametrize("count", [4, 5, 8])
+@pytest.mark.parametrize("signal", [0.2, 1.0])
+@pytest.mark.parametrize("turned", [None, 1])
+def test_a_clipped_mean_that_is_wrong_is_suspected_as_often_as_computed(
+    count: int, signal: float, turned: int | None
+) -> None:
+    """One part, the range of one reducer, or a right mean; also where a contribution counts as the others' mean."""
+    missed_part = missed_range = alarms = 0
+    rounds = 40
+    for seed in range(rounds):
+        plan, found, sign, mean = clipped_means(count, signal, turned, seed)
+        alarms += bool(clipped_parts(plan, found, sign, mean))
+        wrong = mean.clone()
+        wrong[3] *= -1
+        missed_part += 3 not in clipped_parts(plan, found, sign, wrong)
+        wrong = mean.clone()
+        rows = plan.ranges(16)["2"]
+        wrong[rows.start : rows.stop] *= -1
+        missed_range += not set(rows).intersection(clipped_parts(plan, found, sign, wrong))
+    assert missed_range == 0
+    assert missed_part <= 4  # of 40; computed with t = 0.6: 0.014 each
+    assert alarms <= 4, "a right part is opened now and then"
+
+
+def test_the_probability_that_a_wrong_part_of_a_clipped_mean_is_missed_is_that_of_the_numbers() -> None:
+    chance = np.random.default_rng(0)
+    for wrong_by, threshold in ((2.0, 0.6), (1.0, 0.5), (2.0, 1.5)):
+        numbers = chance.normal(0.0, wrong_by, (200_000, projections.CLIPPED_NUMBERS))
+        missed = float(np.mean(np.sqrt(np.mean(numbers**2, axis=1)) < threshold))
+        assert missed == pytest.approx(projections.miss_probability(wrong_by, threshold), abs=0.003)
+    assert projections.miss_probability(2.0, 0.6) < 0.015
+    assert projections.miss_probability(2.0, 1.0) ** 2 < 0.01, "of two rounds, where a part is wrong by twice t"
+
+
 # Rounds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reducer_of_clipped_means_is_banned_within_two_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It turns its range around from its second round on; no random part is opened here, only what is suspected."""
+
+    def contribution(number: int, sequence: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10_000 * seed + 100 * sequence + number)
+        common = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+        return 0.5 * common + torch.randn(NUMEL, generator=generator)
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[set[str]]], str]:
+        workers = await founded(swarm, 5)
+        liar = workers[seed % 5]
+        good = [worker for worker in workers if worker is not liar]
+        bans = []
+        for sequence in range(3):
+            if sequence == 1:
+                reduces_wrongly(liar, lambda decoded: -decoded, monkeypatch)
+            posts = [
+                w.post(contribution(w.node.number, sequence), sequence=sequence, merge="clipped", seconds=20.0)
+                for w in workers
+            ]
+            await asyncio.gather(*posts)
+            await asyncio.sleep(3.0)
+            bans.append(banned(good))
+        return bans, liar.name
+
+    bans, liar = told(story)
+    assert bans[0] == [set()] * 4
+    assert bans[2] == [{liar}] * 4
 
 
 @pytest.mark.parametrize("name", ["fp32", "e3m0"])

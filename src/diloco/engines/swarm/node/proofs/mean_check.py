@@ -13,8 +13,9 @@ long as it must have kept that contribution (own_contributions.py).
 A check begins half a second after the round, or sooner where the transfer took less: the outer step, for which all
 training waits, has the processor first.
 
-A mean that is not linear (`sync.merge = clipped`) or lacks values has no such numbers: a random part is opened now and
-then, so that this costs a hundredth of the bytes at most.
+A clipped mean (`sync.merge = clipped`) has several numbers for each part, which must be near those of a plain mean. A
+mean that lacks values has none: a random part is opened now and then, so that this costs a hundredth of the bytes at
+most.
 """
 
 import asyncio
@@ -66,7 +67,15 @@ class _Counted:
     processes: dict[str, str]
     """Of each contributor: one that was restarted has forgotten its parts."""
     numbers: dict[str, Numbers] = field(default_factory=dict)
-    """By contributor."""
+    """By contributor, the numbers of one part after another."""
+
+    @property
+    def numbers_a_part(self) -> int:
+        return projections.CLIPPED_NUMBERS if self.agreed.plan.decision.merge == "clipped" else 1
+
+    @property
+    def signs(self) -> torch.Tensor:
+        return projections.signs(self.agreed.certificate.mean, self.posted.part_elements, self.numbers_a_part)
 
 
 class MeanCheck:
@@ -118,7 +127,7 @@ class MeanCheck:
     def _add(self, round_: _Counted, sender: str, first: int, values: Numbers) -> None:
         if all(entry.peer != sender for entry in round_.agreed.plan.contributors):
             return
-        missing = np.full(round_.posted.num_parts, np.nan, np.float32)
+        missing = np.full(round_.posted.num_parts * round_.numbers_a_part, np.nan, np.float32)
         numbers = round_.numbers.setdefault(sender, missing)
         numbers[first : first + len(values)] = values[: max(0, len(numbers) - first)]
 
@@ -138,14 +147,14 @@ class MeanCheck:
         self, round_: _Counted, own: OwnContribution, copied: Callable[[], Awaitable[None]], delay: float
     ) -> None:
         plan, used = round_.agreed.plan, codec(round_.posted.codec)
-        linear = plan.decision.merge == "mean" and not used.means_drop_values and not used.for_means.means_drop_values
+        has_numbers = not used.means_drop_values and not used.for_means.means_drop_values
         try:
             await copied()
             await asyncio.sleep(delay)
-            if linear:
+            if has_numbers:
                 await self._tell_numbers(round_, own)
             del own  # for the others it is kept in `self.own`
-            if linear:
+            if has_numbers:
                 suspects = await self._compare(round_)
             else:
                 chance = _OPENED_SHARE * round_.posted.num_parts / len(plan.entries)
@@ -164,9 +173,8 @@ class MeanCheck:
         posted = round_.posted
         if any(entry.peer == self._me for entry in round_.agreed.plan.contributors):
             await asyncio.shield(own.copying)
-            sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
             loop, used, parts = asyncio.get_running_loop(), codec(posted.codec), posted.num_parts
-            mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, sign)
+            mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, round_.signs)
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
 
@@ -174,12 +182,15 @@ class MeanCheck:
         """The parts to open."""
         plan, posted = round_.agreed.plan, round_.posted
         loop = asyncio.get_running_loop()
-        sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
-        used, parts, mean = codec(posted.codec), posted.num_parts, memoryview(round_.mean)
-        numbers, error = await loop.run_in_executor(None, projections.project_mean, used.for_means, mean, parts, sign)
+        means, parts, mean = codec(posted.codec).for_means, posted.num_parts, memoryview(round_.mean)
+        numbers, error, norms = await loop.run_in_executor(
+            None, projections.project_mean, means, mean, parts, round_.signs
+        )
         absent = await self._wait_for_numbers(round_)
         if absent:
             return [self._part_of(round_, peer) for peer in absent]
+        if plan.decision.merge == "clipped":
+            return list(projections.clipped_suspects(plan, round_.numbers, numbers, error, norms))
         return list(projections.suspects(plan, projections.expected(plan, round_.numbers), numbers, error))
 
     async def _tell(self, round_: _Counted, numbers: Numbers) -> None:
@@ -235,12 +246,16 @@ class MeanCheck:
     def _compare_numbers(self, round_: _Counted, part: int, shown: dict[str, bytes]) -> None:
         """The mean is right: has a contributor told a wrong number?"""
         posted, plan = round_.posted, round_.agreed.plan
-        sign = projections.signs(round_.agreed.certificate.mean, posted.part_elements)
+        count, sign = round_.numbers_a_part, round_.signs
         for peer, data in shown.items():
             told = round_.numbers.get(peer)
-            right = float(projections.project(codec(posted.codec), memoryview(bytearray(data)), 1, sign)[0])
-            if told is not None and not abs(float(told[part]) - right) <= 1e-4 * plan.longest + 1e-3 * abs(right):
-                self._liars.record_unproved(peer, f"its number of part {part} is {told[part]:.3g}, not {right:.3g}")
+            if told is None:
+                continue
+            right = projections.project(codec(posted.codec), memoryview(bytearray(data)), 1, sign)
+            for one, wanted in zip(told[part * count : (part + 1) * count].tolist(), right.tolist(), strict=True):
+                if not abs(one - wanted) <= 1e-4 * plan.longest + 1e-3 * abs(wanted):
+                    self._liars.record_unproved(peer, f"its number of part {part} is {one:.3g}, not {wanted:.3g}")
+                    break
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
         request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
