@@ -7,9 +7,10 @@ that no reducer can choose.
 
 A clipped mean (core/clipping.py) is near the plain one, or near the one without those that count as the mean of the
 others there. So its numbers, four for each part with signs of their own, are near those of one of these: z is their
-distance from the nearest, less what the codec may have changed, as a share of the norm of the part. A part is suspected if z is above `t`, six times the
-median of all parts, which fewer than half of the reducers cannot move; t is at least 0.1. A part that is wrong by δ
-times its norm has z = δ √(χ² / 4), where χ² has four degrees of freedom, so that it is missed with the probability
+distance from the nearest, less what the codec may have changed, as a share of the norm of the part. A part is suspected
+if z is above t, six times the median of all parts, which fewer than half of the reducers cannot move, and at least 0.1.
+A part that is wrong by δ times its norm has z = δ √(χ² / 4), where χ² has four degrees of freedom, so that it is missed
+with the probability
 
     p = P(χ² < 4 t² / δ²) = 1 − e^(−u) (1 + u)   with u = 2 t² / δ²
 
