@@ -81,13 +81,13 @@ def false_validation_loss() -> None:
 def _contribute(
     change: Callable[[Tensor], Tensor],
     claim: float | None = None,
+    fields: dict[str, Any] | None = None,
     when: Callable[[int], bool] = lambda _: True,
-    **fields: Any,
 ) -> None:
     @instead_of(Participant, "post")
     async def post(honest: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:
         if has_begun(posted.key.sequence) and when(posted.key.sequence):
-            posted = _changed(posted, change, claim, **fields)
+            posted = _changed(posted, change, claim, **fields or {})
         return await honest(self, posted)
 
 
@@ -96,7 +96,7 @@ def times_minus_900() -> None:
 
 
 def heavy_and_turned() -> None:
-    _contribute(lambda values: -values, None, **{f"at_{_WEIGHT}": 1e18, f"at_{_ROUND_WEIGHT}": 1e18})
+    _contribute(lambda values: -values, None, {f"at_{_WEIGHT}": 1e18, f"at_{_ROUND_WEIGHT}": 1e18})
 
 
 def not_a_number() -> None:
@@ -149,7 +149,7 @@ def first_ready_with_another_layout() -> None:
             made = structs.replace(contribution, header=with_fields(contribution.header, **fields))
             _tasks.add(asyncio.create_task(post_first(made)))
 
-    _contribute(lambda values: values, None, **{f"at_{_LAYOUT}": b"another"})
+    _contribute(lambda values: values, None, {f"at_{_LAYOUT}": b"another"})
 
 
 _tasks: set[asyncio.Task[None]] = set()
