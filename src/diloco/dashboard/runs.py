@@ -14,6 +14,7 @@ from diloco.dashboard.snapshot import SILENT_SECONDS, snapshot
 from diloco.dashboard.tail import EventTail
 from diloco.errors import ConfigError
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION
+from diloco.training.records.progress import DOING
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE
 
@@ -66,7 +67,12 @@ class Run:
         with self._lock:
             options = self.options()
             found = snapshot(self._record, options, self._ended[1], until, time.time())
+            if found["status"] == "empty" and self._is_new():
+                found |= {"status": "starting", "doing": DOING["started"]}
             return {"run": self.name, "version": self.version, "problems": self._problems(), **found}
+
+    def _is_new(self) -> bool:
+        return time.time() - _changed(self.folder) < SILENT_SECONDS
 
     def series(self, until: float | None, points: int, chosen: set[int] | None) -> Json:
         self.refresh()
@@ -119,8 +125,7 @@ class Run:
     def _from_log(self, options: Json) -> Json:
         state = snapshot(self._record, options, None, None, time.time())
         if not self._record.events:  # not read yet, or there is nothing to read
-            is_new = time.time() - _changed(self.folder) < SILENT_SECONDS
-            state["status"] = "starting" if is_new else "silent"
+            state["status"] = "starting" if self._is_new() else "silent"
         validation = state["validation"] or {}
         return {
             "status": state["status"],
@@ -149,7 +154,8 @@ class Run:
         elif not self._tail.path.exists() and self._record.events:
             problems.append(f"{EVENTS_FILE} of this run is gone: this is what was read before.")
         elif not self._tail.path.exists():
-            problems.append(f"There is no {EVENTS_FILE} yet: the run has not started to train.")
+            if not self._is_new():
+                problems.append(f"There is no {EVENTS_FILE} yet: the run has not started to train.")
         elif self._tail.problem is not None:
             problems.append(f"{EVENTS_FILE} cannot be read: {self._tail.problem}.")
         return problems

@@ -74,6 +74,21 @@ class _Axes:
         paused: Numbers = self._paused[np.searchsorted(resumed, seconds, side="right")]
         return seconds + self._start + paused
 
+    def between(self, times: Numbers) -> Json:
+        """The same for moments at which nothing was logged: what grew evenly since, so that no two have one place."""
+
+        def reached(name: str) -> list[Numbers]:
+            known = [_rows_of(row, ~np.isnan(row[name])) for row in self._rows]
+            return [np.interp(times, row["time"], row[name], left=0.0) for row in known if len(row["time"])]
+
+        nothing = np.zeros(len(times))
+        return {
+            "step": exact_json(np.max([nothing, *reached("step")], axis=0)),
+            "tokens": exact_json(np.sum([nothing, *reached("tokens")], axis=0)),
+            "bytes": exact_json(np.max([nothing, *reached("bytes_sent")], axis=0)),
+            "seconds": exact_json(self.seconds(times)),
+        }
+
     def at(self, times: Numbers, steps: Numbers | None = None) -> Json:
         tokens = sum((_held(row, "tokens", times) for row in self._rows), np.zeros(len(times)))
         sent = np.zeros(len(times))
@@ -154,7 +169,7 @@ def _rates(
     known = np.array(shares)
     counts = (~np.isnan(known)).sum(axis=0)
     mean = np.where(counts > 0, np.nansum(known, axis=0) / np.maximum(counts, 1), np.nan)
-    return axes.at(axes.times(grid[1:])) | {
+    return axes.between(axes.times(grid[1:])) | {
         "tokens_per_second": as_json(total),
         "utilization": as_json(mean),
         "utilization_low": as_json(_extreme(known, np.fmin)),

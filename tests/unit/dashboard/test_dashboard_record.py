@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -412,3 +413,42 @@ def test_a_run_that_has_logged_no_step_says_what_it_is_doing(tmp_path: Path) -> 
     assert Run(run, "run").state()["doing"] == "measuring the validation loss before the first step"
     append(run, step(0, 10))
     assert Run(run, "run").state()["doing"] is None
+
+
+def test_rates_have_no_two_values_at_one_place_on_any_axis(tmp_path: Path) -> None:
+    """Two steps are logged far apart, others close together: a moment between them is between their steps."""
+    events = [started(0, 1), *(step(0, number) for number in (10, 20, 30, 200, 210, 220))]
+    rates = Run(write_run(tmp_path, events), "run").series(None, 100, None)["rates"]
+    for axis in ("step", "tokens", "seconds"):
+        assert all(after > before for before, after in pairwise(rates[axis])), axis
+
+
+def test_a_round_that_is_taken_again_after_a_resume_is_drawn_where_it_was_taken(tmp_path: Path) -> None:
+    """A stop ends with a round without work, whose number the first round after the resume has again."""
+    nothing = {"mean_norm": None, "similarity": None, "cosines": []}
+    stopped = [*calm_events(workers=1, steps=40), *round_events(2, 1, 20, **nothing)]
+    for one in stopped[-2:]:
+        one["time"], one["step"] = START + 45, 40
+    resumed = event("resumed", 500.5, step=40, rounds=2, workers=1, new=False, notes=[])
+    again = [one | {"time": one["time"] + 460} for one in round_events(2, 1, 20)]
+    run = Run(write_run(tmp_path, [*stopped, started(0, 1, 500.0), resumed, *again]), "run")
+    last = run.rounds(None, 1)["rounds"][0]
+    assert (last["sequence"], last["step"], last["time"]) == (2, 60, again[-1]["time"])
+    assert last["workers"][0]["posted"] == again[0]["time"]
+
+
+def test_the_last_round_of_a_member_is_that_of_the_rounds_and_not_of_the_last_list(tmp_path: Path) -> None:
+    listed = {"member": 0, "where": "", "step": 7, "loss": 3.0, "contributed": 0, "state": "training"}
+    events = [started(0, 1), *round_events(0, 1, 20), event("members", 24.0, present=[listed]), *round_events(1, 1, 20)]
+    [member] = Run(write_run(tmp_path, events, engine="swarm"), "run").state()["members"]
+    assert member["contributed"] == 1 and member["joined"] == START, "it was there from its first event on"
+
+
+def test_a_run_folder_that_has_just_been_made_is_starting(tmp_path: Path) -> None:
+    write_run(tmp_path, [])
+    (tmp_path / "events.jsonl").unlink()
+    state = Run(tmp_path, "run").state()
+    assert (state["status"], state["doing"], state["problems"]) == ("starting", "starting the workers", [])
+    os.utime(tmp_path / "config.toml", (START, START))
+    state = Run(tmp_path, "run").state()
+    assert state["status"] == "empty" and "There is no events.jsonl yet" in state["problems"][0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 from diloco.dashboard.runs import Run
@@ -52,6 +53,7 @@ def test_a_truncated_or_replaced_log_is_read_from_its_beginning(tmp_path: Path) 
     assert run.state()["step"] == 80
     (tmp_path / "events.jsonl").unlink()
     assert run.state()["step"] == 80, "what was read stays"
+    os.utime(tmp_path / "config.toml", (0, 0))
     empty = Run(tmp_path, "run").state()
     assert empty["status"] == "empty" and "has not started" in empty["problems"][0]
 

@@ -22,7 +22,7 @@ export function drawHealth(state, { fetched, connected }, replaying) {
   const { health, rounds, status } = state, running = ["training", "starting", "silent"].includes(status), plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
   const age = state.last_time === null ? null : state.now - state.last_time + (Date.now() - fetched) / 1000;
   const facts = [
-    running ? [`${health.present} of ${plural(health.all, "worker")} here`, health.present < health.all ? "warning" : "good"] : [plural(health.all, "worker"), ""],
+    !health.all ? null : running ? [`${health.present} of ${plural(health.all, "worker")} here`, health.present < health.all ? "warning" : "good"] : [plural(health.all, "worker"), ""],
     health.lost.length ? [`lost or failed: ${health.lost.join(", ")}`, "bad"] : null,
     health.left.length ? [`left: ${health.left.join(", ")}`, ""] : null,
     health.not_finite.length ? [`the loss of worker ${health.not_finite.join(", ")} is not a number`, "bad"] : null,
