@@ -133,6 +133,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         restoring: bool = False,
         learning_rates: LearningRateCurve | None = None,
         faults: FaultsConfig | None = None,
+        send_frozen: bool = True,
     ) -> None:
         """Collective: every worker builds it at the same point; all then have worker 0's parameters.
 
@@ -144,6 +145,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         `restoring`: a saved state is loaded right after, on every worker, so no parameters are sent now.
         `learning_rates`: those of `inner` over the whole run, which `sync.growth` needs to be known in advance.
         `faults`: on purpose, for experiments.
+        `send_frozen`: False if all workers have the same frozen parameters already, and `identity` says which.
         """
         check_model_inner_engine(model, inner, engine)
         sync = sync_config(sync, H)
@@ -157,7 +159,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         if sync.asynchronous:
             engine, outer, policy = *asynchronous_parts(engine, outer, sync), AsynchronousWorkers
         self.loop = OuterLoop(
-            model_tensors(model, inner),
+            model_tensors(model, inner, send_frozen=send_frozen),
             engine,
             sync,
             outer,

@@ -53,7 +53,7 @@ def print_estimate(
     )
     told = warnings(config, found, device)
     try:
-        check_disk(config, found.parameters, folder)
+        check_disk(config, found.parameters, folder, trainable=found.trainable_parameters)
     except ConfigError as error:
         told.append(f"this run would be refused: {error}")
     values = found.as_json() | {"warnings": told}

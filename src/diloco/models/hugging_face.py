@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
 from diloco.models.folders import replace_model_folder
-from diloco.models.pretrained import TOKENIZER_FILE, Pretrained, weight_files
+from diloco.models.lora import LoraConfig, add_adapters, frozen_digest, merged_weights
+from diloco.models.lora import description as lora_description
+from diloco.models.lora import save_adapter as save_lora
+from diloco.models.pretrained import TOKENIZER_FILE, Pretrained, is_local, weight_files
 from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
 
 # Keys of a config that do not affect the computation.
@@ -40,6 +43,16 @@ class HuggingFaceModel(LanguageModel):
         super().__init__()
         self.inner = inner
         self.origin = origin
+        self.lora: LoraConfig | None = None
+        """With it, only adapters are trained."""
+        self._frozen = ""
+
+    def add_lora(self, config: LoraConfig) -> None:
+        """Freeze the weights and put adapters beside them, drawn from torch's generator; before it is trained."""
+        add_adapters(self.inner, config, self.origin.name)
+        self.lora = config
+        if not any(parameter.is_meta for parameter in self.inner.parameters()):
+            self._frozen = frozen_digest(self.inner)
 
     @classmethod
     def load(cls, origin: Pretrained) -> "HuggingFaceModel":
@@ -100,6 +113,8 @@ class HuggingFaceModel(LanguageModel):
     @property
     def description(self) -> str:
         config = {key: value for key, value in self.inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+        if self.lora is not None:
+            config |= lora_description(self.lora, self._frozen)
         return json.dumps(config, sort_keys=True, default=str)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -129,12 +144,21 @@ class HuggingFaceModel(LanguageModel):
             # transformers refuses to save some published generation configs; the original file is copied below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
         with replace_model_folder(folder) as new, _no_progress_bars(), _saving_here(self.inner):
-            self.inner.save_pretrained(new)
+            if self.lora is None:
+                self.inner.save_pretrained(new)
+            else:
+                self.inner.save_pretrained(new, state_dict=merged_weights(self.inner))
             weight_files(new)  # raises if transformers wrote no weights
             if own:
                 copy_tokenizer(self.origin.folder, new)
             elif tokenizer_path is not None:
                 write_tokenizer(new, tokenizer_path, end_of_text, self.max_sequence_length)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapters alone, as a folder of peft that names the model it belongs to."""
+        assert self.lora is not None, "only a model with adapters has any"
+        name = str(self.origin.folder) if is_local(self.origin.name) else self.origin.name
+        save_lora(self.inner, self.lora, folder, name.removeprefix("hf:"))
 
 
 @contextmanager

@@ -8,17 +8,21 @@ from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
 from diloco.models.choice import ModelChoice
 from diloco.models.hugging_face import HuggingFaceModel
+from diloco.models.lora import LoraConfig
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_transformers
 
 
-def build_model(model: ModelChoice | str, *, vocab_size: int, sequence_length: int) -> LanguageModel:
+def build_model(
+    model: ModelChoice | str, *, vocab_size: int, sequence_length: int, lora: LoraConfig | None = None
+) -> LanguageModel:
     """The chosen or named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
 
     A preset takes vocabulary and sequence length as given and draws its weights from torch's global generator. A
-    pre-trained model keeps its own, which must be large enough.
+    pre-trained model keeps its own, which must be large enough; with `lora` it is frozen, and gets adapters that are
+    drawn from that generator.
     """
     choice = model if isinstance(model, ModelChoice) else ModelChoice(model)
     model = choice.name
@@ -34,10 +38,24 @@ def build_model(model: ModelChoice | str, *, vocab_size: int, sequence_length: i
                 f"model {model!r} has weights that are not finite (the first is {name.removeprefix('inner.')}): it can "
                 f"be neither trained nor used; restore {found.folder}"
             )
-    return loaded
+    return _with_adapters(loaded, lora)
 
 
-def model_outline(model: ModelChoice, *, vocab_size: int, sequence_length: int, device: str = "meta") -> LanguageModel:
+def _with_adapters(model: LanguageModel, lora: LoraConfig | None) -> LanguageModel:
+    if lora is not None and lora.rank is not None:
+        assert isinstance(model, HuggingFaceModel), "RunConfig refuses other models"
+        model.add_lora(lora)
+    return model
+
+
+def model_outline(
+    model: ModelChoice,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    lora: LoraConfig | None = None,
+    device: str = "meta",
+) -> LanguageModel:
     """The same model without its weights: names and shapes. By default without any memory.
 
     Of a model of the hub only the small files are fetched.
@@ -50,7 +68,11 @@ def model_outline(model: ModelChoice, *, vocab_size: int, sequence_length: int, 
                 preset(model.name, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape)
             )
         if uses_transformers(model.name):
-            return HuggingFaceModel.outline(found)
+            before = torch.get_rng_state()
+            try:
+                return _with_adapters(HuggingFaceModel.outline(found), lora)
+            finally:
+                torch.set_rng_state(before)
         return NativeModel(ModelConfig.from_hf_config(read_json(found.folder / CONFIG_FILE)))
 
 

@@ -46,7 +46,7 @@ class DataParallel:
     ) -> None:
         """`restoring`: a saved state is loaded right after, so no parameters are sent now."""
         self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
-        tensors = model_tensors(model, inner)
+        tensors = model_tensors(model, inner, send_frozen=False)  # a LoRA's base: its digest is in `identity`
         self.parameters = tensors.averaged
         self._gradients = GradientMean(self.parameters, codec(sync.codec), sync.max_norm_ratio)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]

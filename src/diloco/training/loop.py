@@ -77,7 +77,12 @@ class Training:
         self.device, self.folder = device, folder
         self.reader = ShardReader(texts.read, config, starting_shards(texts, engine, config))
         torch.manual_seed(config.seed)
-        model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        model = build_model(
+            config.model,
+            vocab_size=corpus.vocab_size,
+            sequence_length=config.data.sequence_length,
+            lora=config.lora,
+        )
         self.precision = Precision(config.compute.precision, device, engine.ranks)
         self.placed = place_model(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
         self.model = self.placed.model

@@ -122,6 +122,7 @@ class DiLoCoMode(Mode):
             restoring=restoring,
             learning_rates=None if config.sync.growth is None else learning_rates(config.inner, config.steps),
             faults=_faults(config),
+            send_frozen=False,  # a LoRA's base: its digest is in `identity`
         )
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         inner.register_step_post_hook(lambda *_: inner.zero_grad())  # a round needs their memory

@@ -66,6 +66,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("validation perplexity", _perplexity(summary)),
         ("inner steps", _steps(summary)),
         ("trained here", _here(summary)),
+        ("parameters trained", _trained(summary)),
         ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
         ("warm start", _warm_start(summary)),
         ("outer steps", _rounds(summary)),
@@ -100,6 +101,14 @@ def _steps(summary: Summary) -> str:
     if summary["workers"] == 1:
         return f"{summary['inner_steps']:,}"
     return f"{summary['inner_steps']:,} {each} {summary['workers']} workers"
+
+
+def _trained(summary: Summary) -> str:
+    """With LoRA, how many parameters the rounds carry; empty if all are trained."""
+    trained, whole = summary.get("trainable_parameters"), summary["parameters"]
+    if not trained or not whole or trained == whole:
+        return ""
+    return f"{trained:,} of {whole:,}, the LoRA adapters: only these are averaged"
 
 
 def _here(summary: Summary) -> str:

@@ -29,8 +29,13 @@ def _memory(sizes: Sizes) -> str:
     processes = "1 process" if sizes["processes"] == 1 else f"{sizes['processes']} processes"
     return (
         f"memory: about {size_text(sizes['process_bytes'])} a process{gpu} ({processes}{available}); "
-        f"{sizes['parameters'] / 1e6:.4g}M parameters"
+        f"{sizes['parameters'] / 1e6:.4g}M parameters{_trained(sizes)}"
     )
+
+
+def _trained(sizes: Sizes) -> str:
+    trained = sizes.get("trainable_parameters", sizes["parameters"])  # older runs do not tell it
+    return f", of which {trained / 1e6:.3g}M are trained and sent (LoRA)" if trained < sizes["parameters"] else ""
 
 
 def _disk(sizes: Sizes) -> str:

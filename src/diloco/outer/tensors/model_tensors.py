@@ -43,8 +43,9 @@ class ModelTensors:
         return frozenset(id(tensor) for tensor in self.averaged.values())
 
 
-def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensors:
-    """Sort the model's tensors; refuses parameters that would be forgotten."""
+def model_tensors(model: nn.Module, inner: torch.optim.Optimizer, *, send_frozen: bool = True) -> ModelTensors:
+    """Sort the model's tensors; refuses parameters that would be forgotten. `send_frozen`: False if frozen parameters are
+    the same on all workers already."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     sharded = _sharded_modules(model)
@@ -83,7 +84,7 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer) -> ModelTensor
     buffers = {bare_name(name): buffer for name, buffer in model.named_buffers() if bare_name(name) in saved}
     means = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
     rest = {name: buffer for name, buffer in buffers.items() if name not in means}
-    frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad and send_frozen}
     return ModelTensors(dict(trainable), means, {**frozen, **rest}, sharded)
 
 

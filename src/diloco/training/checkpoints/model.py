@@ -9,7 +9,9 @@ from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint, find_checkpoints
+from diloco.training.checkpoints.resume import differing_parts
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors
+from diloco.training.checkpoints.worker_state import trained_tensors
 from diloco.training.config.run import RunConfig
 
 
@@ -31,6 +33,17 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     raise CheckpointError(f"every checkpoint asked for is damaged ({'; '.join(damage)}): restore the files")
 
 
+def check_model_of(checkpoint: Checkpoint, description: str) -> None:
+    """Refuse a model that is not the one that the checkpoint's run began with: the frozen weights of LoRA may have been
+    replaced in their folder."""
+    saved = str(checkpoint.manifests[0].config["model"])
+    if saved != description:
+        raise ConfigError(
+            f"the model's folder is no longer that of the run's start ({differing_parts(saved, description)} differ): "
+            "restore it"
+        )
+
+
 def checkpoint_model(config: RunConfig, checkpoint: Checkpoint) -> tuple[LanguageModel, Corpus]:
     """The model with the checkpoint's anchor, and the prepared text, which has the tokenizer."""
     digest = str(checkpoint.manifests[0].config["corpus"])
@@ -40,11 +53,14 @@ def checkpoint_model(config: RunConfig, checkpoint: Checkpoint) -> tuple[Languag
             f"the prepared text of this run (digest {digest[:16]}), which has its tokenizer, is no longer in the "
             "cache: prepare it again with diloco data prepare and the run's options"
         )
-    model = build_model(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    model = build_model(
+        config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length, lora=config.lora
+    )
     saved = saved_tensors(checkpoint.folder)
     memory = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in trained_tensors(model).items():
         anchor = f"outer.anchor.{name}"  # in data-parallel training the parameters themselves are the agreed ones
         memory[anchor if anchor in saved else f"model.{name}"] = pieces_of(tensor)
     read_tensors(checkpoint.folder, memory)
+    check_model_of(checkpoint, model.description)
     return model, corpus

@@ -187,12 +187,27 @@ def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
     """Refuse to resume with another value of what must stay the same (`RunConfig.lasting`)."""
     saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
     other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    if other == ["model"]:
+        raise ConfigError(
+            f"{checkpoint.folder} was saved with another model: {differing_parts(saved['model'], now['model'])} differ. "
+            "A run keeps what it began with: restore the model's folder, or start a new run"
+        )
     if other:
         key = other[0]
         raise ConfigError(
             f"{checkpoint.folder} was saved with {key} = {saved.get(key)!r}, and the run now has {now.get(key)!r}: a "
             f"run keeps what it began with ({', '.join(other)} differ); start a new run to change it"
         )
+
+
+def differing_parts(saved: str, now: str) -> str:
+    """In what two models' descriptions differ: the keys, if they are JSON objects with some that are the same."""
+    try:
+        before, after = json.loads(saved), json.loads(now)
+        keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    except (ValueError, AttributeError):  # our own transformer describes itself in other words
+        return f"{saved} and {now}"
+    return ", ".join("the frozen weights" if key == "frozen" else key for key in keys)
 
 
 class _Read(NamedTuple):

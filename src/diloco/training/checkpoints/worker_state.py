@@ -1,6 +1,6 @@
 """A worker's whole state as named tensors and numbers, and back: resuming gives the same bits (invariant I5).
 
-    model.NAME                 parameters θ_i and saved buffers
+    model.NAME                 parameters θ_i and saved buffers; not what is frozen
     inner.KEY.NAME             the inner optimizer's state by parameter: the order of its groups does not matter
     outer.KIND.NAME            anchors, outer momentum, errors; in_flight.SEQUENCE.NAME: means that are not merged yet
     rng.RANK.DEVICE            torch's random number generators
@@ -74,7 +74,7 @@ class WorkerState:
         return tensors, numbers | {"schedule": self.mode.averager.inner_steps}  # of the next step, also of an open one
 
     def _model(self) -> dict[str, TensorPieces]:
-        return {f"model.{bare_name(name)}": pieces_of(tensor) for name, tensor in self.model.state_dict().items()}
+        return {f"model.{bare_name(name)}": pieces_of(tensor) for name, tensor in trained_tensors(self.model).items()}
 
     def _inner_states(self) -> dict[str, dict[str, Any]]:
         """By parameter name; parameters that have not been stepped have none."""
@@ -151,6 +151,12 @@ class WorkerState:
                 torch.set_rng_state(state)
             elif torch.cuda.is_available():
                 torch.cuda.set_rng_state(state)
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has of a model: all that is saved of it but frozen parameters, which its folder has."""
+    frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _empty(data: SavedTensor) -> Tensor:

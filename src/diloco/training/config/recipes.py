@@ -19,6 +19,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
+from diloco.models.lora import check_peft
 from diloco.models.native.presets import PRESETS, preset
 from diloco.models.pretrained import check_model, is_pretrained
 from diloco.training.config.run import RunConfig
@@ -57,6 +58,8 @@ FINE_TUNING: dict[str, object] = {
     "training.batch_size": 8,
 }
 RECIPE_NAMES = ("warm", "plain", "paper")
+LORA: dict[str, object] = {"inner.lr": 2e-4}
+"""Of fine-tuning with adapters, which start at zero and bear larger steps than trained weights."""
 _FOLDERS_READ = 100  # to know whether a folder is of Python
 FINE_TUNING_LENGTH = 1024
 """Tokens of a sequence if a pre-trained model takes that many."""
@@ -131,6 +134,8 @@ def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, o
     recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
         recipe["data.tokenizer"] = found.tokenizer
+    if "lora.rank" in asked:
+        recipe |= LORA
     return recipe
 
 
@@ -174,6 +179,8 @@ def check_run_model(config: RunConfig) -> None:
             f"nothing with a new one; give the model's folder"
         )
     found.check(vocab_size=1, sequence_length=config.data.sequence_length)
+    if config.lora.rank is not None:
+        check_peft()
 
 
 MODE_DEFAULTS: dict[str, dict[str, object]] = {

@@ -14,6 +14,8 @@ from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
+from diloco.models.lora import LoraConfig
+from diloco.models.pretrained import uses_transformers
 from diloco.training.config.tables import CheckpointConfig, ComputeConfig, InnerConfig, TrainingConfig, at_least
 from diloco.version import __version__
 
@@ -28,6 +30,7 @@ class RunConfig:
     model: ModelChoice = field(default_factory=ModelChoice)
     recipe: Literal["warm", "plain", "paper"] | None = None
     """The defaults of all that is not given (default: warm for tiny where it can have a warm start, else plain)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     workers: int = option(2, may_change=True, may_differ="in a swarm")
     """Workers on this machine; under torchrun its world size counts instead."""
     ranks: str = option("1", may_change=True, may_differ="in a swarm")
@@ -92,6 +95,7 @@ class RunConfig:
             if name not in SINK_NAMES or self.sink_names.count(name) > 1:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
         check_faults(self.faults, self.sync)
+        self._check_lora()
         self._check_compute()
         self._check_ranks()
         self._check_engine()
@@ -101,6 +105,20 @@ class RunConfig:
     @property
     def sink_names(self) -> tuple[str, ...]:
         return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
+
+    def _check_lora(self) -> None:
+        if self.lora.rank is None:
+            return
+        given = f"lora.rank = {self.lora.rank}"
+        if not uses_transformers(self.model.name):
+            raise ConfigError(
+                f"{given} puts adapters into a pre-trained model of transformers, and model = {self.model.name}: give "
+                "hf:NAME_OR_PATH (a folder of a Llama too), or leave LoRA out"
+            )
+        if self.inner.optimizer == "muon":
+            raise ConfigError(f"{given}: Muon is for whole matrices, and adapters are thin ones; use adamw")
+        if set(self.ranks.split(",")) != {"1"}:
+            raise ConfigError(f"{given} is for workers of one rank, and ranks = {self.ranks}: leave out one of the two")
 
     def _check_compute(self) -> None:
         if self.mode == "data-parallel" and self.sync.codec in COARSE_CODECS:

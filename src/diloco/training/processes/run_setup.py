@@ -114,8 +114,15 @@ def _not_writable(folder: Path, error: OSError) -> ConfigError:
 
 def check_room(config: RunConfig, vocab_size: int, folder: Path | None = None, workers: int | None = None) -> None:
     """Refuse a run whose checkpoints do not fit on the disk. `folder`: of a resumed run; `workers`: on this machine."""
-    parameters = config.model.num_parameters(vocab_size=vocab_size, sequence_length=config.data.sequence_length)
-    check_disk(config, parameters, folder or Path(config.out or "runs"), workers)
+    length = config.data.sequence_length
+    parameters = config.model.num_parameters(vocab_size=vocab_size, sequence_length=length)
+    trainable = None
+    if config.lora.rank is not None:
+        from diloco.models.registry import model_outline  # imports torch
+
+        outline = model_outline(config.model, vocab_size=vocab_size, sequence_length=length, lora=config.lora)
+        trainable = sum(parameter.numel() for parameter in outline.parameters() if parameter.requires_grad)
+    check_disk(config, parameters, folder or Path(config.out or "runs"), workers, trainable=trainable)
 
 
 # The text

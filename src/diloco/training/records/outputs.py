@@ -16,19 +16,23 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES, find_tokenizer
 from diloco.errors import DataError
 from diloco.models.base import LanguageModel
+from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import RunConfig
-from diloco.training.records.run_folder import MODEL_FOLDER
+from diloco.training.records.run_folder import ADAPTER_FOLDER, MODEL_FOLDER
 
 _GREETING = "Hello!"
 _QUESTION_TOKENS = 1 << 16  # of the validation text that are looked through
 
 
 def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
-    """RUN/model/, with the tokenizer and the chat template of the conversations that it was trained on."""
+    """RUN/model/, with the tokenizer and the chat template of the conversations that it was trained on. With LoRA the
+    adapters are merged into it, and RUN/adapter/ has them alone."""
     tokenizer = corpus.tokenizer_path
     end_of_text = Tokenizer.load(tokenizer).decode([corpus.meta.end_of_text])
     model.save(folder / MODEL_FOLDER, tokenizer_path=tokenizer, end_of_text=end_of_text)
+    if isinstance(model, HuggingFaceModel) and model.lora is not None:
+        model.save_adapter(folder / ADAPTER_FOLDER)
     if corpus.meta.chat_template is not None:  # transformers prefers this file to a template in tokenizer_config.json
         write_file(folder / MODEL_FOLDER / CHAT_TEMPLATE_FILES[0], corpus.meta.chat_template)
 

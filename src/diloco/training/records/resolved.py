@@ -40,6 +40,7 @@ def resolved_values(
         "text.shards": corpus.shards,
         "text.train_tokens": corpus.train_tokens,
         "model.description": model.description,
+        "model.trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "model.parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens_per_step": config.tokens_per_step,
     }

@@ -10,6 +10,7 @@ from diloco.training.processes.run_lock import is_training
 
 RUN_FILE = "config.toml"
 MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "adapter"
 
 
 def run_model(run: Path) -> Path:

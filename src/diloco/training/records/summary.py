@@ -24,7 +24,7 @@ from diloco.version import __version__
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
 _ADDED_LATER = frozenset(
-    {"versions", "engine", "resyncs", "members_seen", "resolved", "rounds_dropped"}
+    {"versions", "engine", "resyncs", "members_seen", "resolved", "rounds_dropped", "trainable_parameters"}
 )  # the summaries of earlier runs are read all the same
 
 
@@ -62,13 +62,14 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         compared = (numbers["local_steps"], usual_workers(events))
     elif config.sync.dynamic_steps:  # positions in the schedule are not steps
         numbers["tokens"] = _own_tokens(events, members)
-    sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(started.get("parameters", 0), *compared)
+    sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(_trainable(started), *compared)
     return {
         "status": "failed" if error else "stopped" if best is None or best["stopped_early"] else "complete",
         "error": error,
         "mode": config.mode,
         "model": config.model.name,
         "parameters": started.get("parameters"),
+        "trainable_parameters": _trainable(started),
         "codec": config.sync.codec,
         **_validation(events),
         "unigram_perplexity": started.get("unigram_perplexity"),
@@ -88,6 +89,11 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
         "seconds": history.seconds(log),
         "resolved": started.get("resolved", {}),
     } | numbers
+
+
+def _trainable(started: Event) -> int:
+    """The parameters that are averaged: with LoRA those of the adapters. Logs of earlier versions have no such field."""
+    return int(started.get("trainable_parameters", started.get("parameters", 0)))
 
 
 def versions() -> dict[str, str]:

@@ -57,17 +57,22 @@ def eager_copies(config: RunConfig) -> int:
     return own[config.sync.outer_overlap]
 
 
-def disk_use(config: RunConfig, parameters: int, workers: int | None = None) -> DiskUse:
-    """`workers`: those of this machine (default: the configuration's)."""
+def disk_use(
+    config: RunConfig, parameters: int, workers: int | None = None, *, trainable: int | None = None
+) -> DiskUse:
+    """`workers`: those of this machine (default: the configuration's). `trainable`: the parameters that are trained
+    (default: all of them), which alone are in checkpoints; those of adapters are written besides the merged model."""
     copies = saved_copies(config) * (config.workers if workers is None else workers) + anchor_copies(config)
-    one = _FP32 * parameters * copies
+    one = _FP32 * (parameters if trainable is None else trainable) * copies
     count = config.num_checkpoints
     return DiskUse(one if count else 0, count, min(count, config.checkpoint.keep + 1), _FP32 * parameters)
 
 
-def check_disk(config: RunConfig, parameters: int, folder: Path, workers: int | None = None) -> None:
+def check_disk(
+    config: RunConfig, parameters: int, folder: Path, workers: int | None = None, *, trainable: int | None = None
+) -> None:
     """Refuse a run whose checkpoints and model have no room where its folder is, or will be."""
-    use = disk_use(config, parameters, workers)
+    use = disk_use(config, parameters, workers, trainable=trainable)
     room = free_disk(folder) + folder_bytes(folder / FOLDER)  # a resumed run has some checkpoints already
     if use.peak_bytes > room:
         raise ConfigError(

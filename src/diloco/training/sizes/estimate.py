@@ -5,6 +5,7 @@ a network and the time of a step are measured by the run itself: they are known 
 """
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Estimate:
     """All sizes are in bytes."""
 
     parameters: int
+    trainable_parameters: int
+    """Those that are trained and averaged: with LoRA the adapters', otherwise all."""
     processes: int
     """On this machine."""
     memory: dict[str, int]
@@ -113,9 +116,12 @@ def estimate(
     libraries = resident_bytes()
     importlib.import_module("torch._dynamo")  # torch's optimizers do it at their first use: 80 MB
     base = resident_bytes()
-    outline = model_outline(config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
+    outline = model_outline(
+        config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length, lora=config.lora
+    )
     parameters = sum(p.numel() for p in outline.parameters())
     shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
+    trainable = sum(math.prod(shape) for shape in shapes.values())
     host, device = process_memory(config, outline, place, base, vocab_size)
     sent = round_bytes(config, shapes, place.workers)
     known = bandwidth_bits or measured_bits_per_second(events)
@@ -123,12 +129,13 @@ def estimate(
     rough = None if threads is None or measured else rough_step_seconds(config, parameters, place, threads)
     return Estimate(
         parameters=parameters,
+        trainable_parameters=trainable,
         processes=processes,
         memory=host,
         device_memory=device,
         network_memory=network_memory(config, shapes, libraries),
         memory_available=available_memory(),
-        disk=disk_use(config, parameters, max(1, processes // place.ranks)),
+        disk=disk_use(config, parameters, max(1, processes // place.ranks), trainable=trainable),
         disk_free=free_disk(folder),
         workers=place.workers,
         round_bytes=sent,

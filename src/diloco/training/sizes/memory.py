@@ -66,13 +66,16 @@ def process_memory(
     shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
     whole = sum(p.numel() for p in outline.parameters())
     own = sum(shard_bounds(shape, place.ranks)[1] for shape in shapes.values())
-    held = own if place.ranks > 1 and config.compute.sharding == "fsdp" else whole
+    trained = sum(torch.Size(shape).numel() for shape in shapes.values())
+    sharded = place.ranks > 1 and config.compute.sharding == "fsdp"
+    held = own if sharded else whole
     share = held / whole
+    held_trained = own if sharded else trained
     model = {
         "parameters": _FP32 * held,
         "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
     }
-    step = {"gradients": _FP32 * held, ACTIVATIONS: _activations(config, outline, place, vocab_size)}
+    step = {"gradients": _FP32 * held_trained, ACTIVATIONS: _activations(config, outline, place, vocab_size)}
     outer, travelling = _averaging(config, shapes, place, own)
     at_once = config.sync.merges_at_once and not config.sync.asynchronous
     if not place.cuda and config.mode == "diloco" and at_once:
@@ -80,7 +83,7 @@ def process_memory(
     model |= step
     host = {"Python and its libraries": base}
     if config.checkpoint.asynchronous and config.num_checkpoints:
-        saved = _FP32 * held + model["inner optimizer"] + sum(outer.values())
+        saved = _FP32 * held_trained + model["inner optimizer"] + sum(outer.values())
         host["copy for the checkpoint being written"] = saved
     if not place.cuda:
         return host | model | outer | travelling, {}
@@ -201,6 +204,8 @@ def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_
         )
 
     def build() -> LanguageModel:
-        return model_outline(config.model, vocab_size=vocab_size, sequence_length=length, device="cpu")
+        return model_outline(
+            config.model, vocab_size=vocab_size, sequence_length=length, lora=config.lora, device="cpu"
+        )
 
     return traced_peak(build, rows, length, precision=SHORT_TYPES.get(place.precision))
