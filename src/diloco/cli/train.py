@@ -28,6 +28,7 @@ and average from time to time.
 
   --model M             tiny (default), 60m, 150m, 400m, llama-150m, llama-1b;
                         a folder (Llama family); hf:NAME_OR_PATH (any causal LM)
+  --lora [RANK]         train adapters of this rank (16) in an hf: model
   --workers N           workers on this machine (default 2; 1 in a swarm)
   --ranks R             processes of each worker, a device each: 1 (default), 4,
                         or one number for each worker: 1,2

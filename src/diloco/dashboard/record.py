@@ -81,6 +81,7 @@ class RunRecord:
         self.samples: list[dict[str, Any]] = []
         self.resolved: dict[str, Any] = {}
         self.parameters = 0
+        self.trainable_parameters = 0
         self.tokens_per_step = 0
         self.unigram_perplexity: float | None = None
         self.refused_events = 0
@@ -128,6 +129,7 @@ class RunRecord:
         worker.started |= {"workers": count(event.get("workers") or 0)}
         worker.states.append((event["time"], "starting"))
         self.parameters = count(event.get("parameters") or 0)
+        self.trainable_parameters = count(event.get("trainable_parameters") or self.parameters)
         self.tokens_per_step = count(event.get("tokens_per_step") or 0)
         self.unigram_perplexity = finite(event.get("unigram_perplexity"))
         self.resolved = dict(event.get("resolved") or {})

@@ -243,7 +243,7 @@ def _communication(record: RunRecord, rows: dict[int, dict[str, Numbers]], axes:
     row = max(rows.values(), key=lambda one: float(np.nan_to_num(one["tokens"][-1])))
     kept = thin_out(row["bytes_sent"], 300)
     taken = row["tokens"][kept] / record.tokens_per_step
-    baseline = data_parallel_bytes(record.parameters, 1, workers) * taken
+    baseline = data_parallel_bytes(record.trainable_parameters, 1, workers) * taken
     x = axes.at(row["time"][kept], row["step"][kept])
     return x | {"sent": as_json(row["bytes_sent"][kept]), "data_parallel": as_json(baseline)}
 

@@ -236,7 +236,7 @@ def _communication(record: RunRecord, rounds: list[Round], workers: list[Json], 
     peers = record.usual_workers([len(one.contributors) for one in rounds if one.merged])
     first = max(workers, key=lambda one: one["tokens"] or 0, default=None)
     taken = 0 if first is None or not record.tokens_per_step else int(first["tokens"] or 0) // record.tokens_per_step
-    baseline = data_parallel_bytes(record.parameters, taken, peers)
+    baseline = data_parallel_bytes(record.trainable_parameters, taken, peers)
     seconds = max((one["elapsed_seconds"] or 0.0 for one in workers), default=0.0)
     rates = [one.bytes_sent / one.seconds for one in rounds if one.seconds and one.bytes_sent]
     return {

@@ -158,7 +158,7 @@ class HuggingFaceModel(LanguageModel):
         """Write the adapters alone, as a folder of peft that names the model it belongs to."""
         assert self.lora is not None, "only a model with adapters has any"
         name = str(self.origin.folder) if is_local(self.origin.name) else self.origin.name
-        save_lora(self.inner, self.lora, folder, name.removeprefix("hf:"))
+        save_lora(self.inner, folder, name.removeprefix("hf:"))
 
 
 @contextmanager

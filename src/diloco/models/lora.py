@@ -107,7 +107,7 @@ def frozen_digest(inner: "nn.Module") -> str:
     for name, parameter in sorted(inner.named_parameters()):
         if not parameter.requires_grad:
             hasher.update(name.encode())
-            hasher.update(memoryview(parameter.detach().contiguous().numpy()).cast("B"))
+            hasher.update(parameter.detach().contiguous().numpy().tobytes())
     return hasher.hexdigest()[:32]
 
 
@@ -125,25 +125,18 @@ def merged_weights(inner: Any) -> "dict[str, Tensor]":
     return merged
 
 
-def save_adapter(inner: Any, config: LoraConfig, folder: Path, base: str) -> None:
+def save_adapter(inner: Any, folder: Path, base: str) -> None:
     """Write the adapters as a folder of peft: its configuration and the weights. `base`: the name of the model."""
-    from peft import LoraConfig as PeftConfig
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     used = inner.peft_config[_NAME]
     weights = get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": tensor.detach().float().cpu().contiguous() for name, tensor in weights.items()}
-    told = PeftConfig(
-        r=used.r,
-        lora_alpha=config.used_alpha,
-        lora_dropout=used.lora_dropout,
-        target_modules=sorted(used.target_modules),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        inference_mode=True,
-    )
-    values = json.loads(json.dumps(told.to_dict(), default=sorted))
+    weights = {
+        f"base_model.model.{name}": tensor.detach().float().cpu().contiguous() for name, tensor in weights.items()
+    }
+    changed = {"target_modules": sorted(used.target_modules), "base_model_name_or_path": base, "inference_mode": True}
+    values = json.loads(json.dumps(used.to_dict() | changed, default=sorted))
     with replace_model_folder(folder) as new:
         save_file(weights, new / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(new / ADAPTER_CONFIG_FILE, values)

@@ -1,4 +1,6 @@
-"""`diloco export RUN --to DIR`: a run's model, or that of a checkpoint, as a folder to give away, with a model card."""
+"""`diloco export RUN --to DIR`: a run's model, or that of a checkpoint, as a folder to give away, with a model card.
+
+Of a run with LoRA that is the model with the adapters merged into it or, with --adapter, the adapters alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from diloco.models.folders import check_unused, size_bytes
 from diloco.training.config.run_file import merge, read_run_file
 from diloco.training.records.events import read_events
 from diloco.training.records.model_card import model_card
-from diloco.training.records.run_folder import MODEL_FOLDER, RUN_FILE, check_run_folder, run_model
+from diloco.training.records.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, RUN_FILE, check_run_folder, run_model
 from diloco.training.records.summary import read_summary, summarize
 
 
@@ -28,6 +30,7 @@ def export(
     checkpoint: Annotated[str | None, Parameter(name="--checkpoint")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(name="--dtype")] = "float32",
     max_shard_size: Annotated[str, Parameter(name="--max-shard-size")] = "5GB",
+    adapter: Annotated[bool, Parameter(name="--adapter")] = False,
 ) -> None:
     """Write a run's model as a folder that transformers loads.
 
@@ -43,15 +46,23 @@ def export(
         The type of the weights: float32, bfloat16 or float16.
     max_shard_size
         Weights above this size are cut into several files.
+    adapter
+        Of a run with LoRA the adapters alone, in fp32, as peft loads them; otherwise they are merged into the model.
     """
+    if adapter and (dtype != "float32" or max_shard_size != "5GB"):
+        raise ConfigError("--dtype and --max-shard-size have no effect with --adapter: leave them out")
     most = size_bytes(max_shard_size)
     check_unused(to.expanduser())
     console = Console()
-    source = _ended(run, dtype) if checkpoint is None else _saved(run, checkpoint, dtype)
+    source = _ended(run, dtype, adapter) if checkpoint is None else _saved(run, checkpoint, dtype, adapter)
     with console.status("reading the model") as status, source as (folder, card):
-        from diloco.models.export import export_model
+        from diloco.models.export import export_adapter, export_model
 
         try:
+            if adapter:
+                export_adapter(_adapter(run, folder), folder, to, card=card)
+                console.print(Text(f"exported to {to}"), soft_wrap=True)
+                return
             tell = lambda done, total: status.update(f"writing the weights: {done} of {total} files")  # noqa: E731
             export_model(folder, to, dtype=dtype, max_shard_bytes=most, card=card, progress=tell)
         except OSError as error:
@@ -59,15 +70,23 @@ def export(
     console.print(Text(f"exported to {to}"), soft_wrap=True)
 
 
+def _adapter(run: Path, model: Path) -> Path:
+    """The folder of the adapters, which is beside that of the model."""
+    folder = model.parent / ADAPTER_FOLDER
+    if not folder.is_dir():
+        raise ConfigError(f"--adapter: {run} was trained without LoRA, and has no adapters; leave it out")
+    return folder
+
+
 @contextmanager
-def _ended(run: Path, dtype: str) -> Iterator[tuple[Path, str]]:
+def _ended(run: Path, dtype: str, adapter: bool) -> Iterator[tuple[Path, str]]:
     """The model folder and the card of a run that has ended."""
     folder = run_model(run)
-    yield folder, model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype)
+    yield folder, model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype, adapter=adapter)
 
 
 @contextmanager
-def _saved(run: Path, checkpoint: str, dtype: str) -> Iterator[tuple[Path, str]]:
+def _saved(run: Path, checkpoint: str, dtype: str, adapter: bool) -> Iterator[tuple[Path, str]]:
     """The same of a checkpoint, with a model folder that is there for the moment."""
     if checkpoint != "latest" and not checkpoint.isdecimal():
         raise ConfigError(f"--checkpoint {checkpoint}: give `latest`, or the inner step of a checkpoint")
@@ -80,7 +99,7 @@ def _saved(run: Path, checkpoint: str, dtype: str) -> Iterator[tuple[Path, str]]
     model, corpus = checkpoint_model(config, found)
     summary = summarize(config, [event for event in read_events(run) if event.get("step", 0) <= found.step])
     summary |= {"inner_steps": found.step}
-    card = model_card(summary, read_run_file(run / RUN_FILE), dtype=dtype, checkpoint_of=config.steps)
+    card = model_card(summary, read_run_file(run / RUN_FILE), dtype=dtype, checkpoint_of=config.steps, adapter=adapter)
     with TemporaryDirectory(dir=run, prefix=".export-") as temporary:
         write_model(model, corpus, Path(temporary))
         yield Path(temporary) / MODEL_FOLDER, card

@@ -44,8 +44,8 @@ class ModelTensors:
 
 
 def model_tensors(model: nn.Module, inner: torch.optim.Optimizer, *, send_frozen: bool = True) -> ModelTensors:
-    """Sort the model's tensors; refuses parameters that would be forgotten. `send_frozen`: False if frozen parameters are
-    the same on all workers already."""
+    """Sort the model's tensors; refuses parameters that would be forgotten. `send_frozen`: False if frozen parameters
+    are the same on all workers already."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     sharded = _sharded_modules(model)

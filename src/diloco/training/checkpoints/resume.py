@@ -188,9 +188,10 @@ def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
     saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
     other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if other == ["model"]:
+        parts = differing_parts(saved["model"], now["model"])
         raise ConfigError(
-            f"{checkpoint.folder} was saved with another model: {differing_parts(saved['model'], now['model'])} differ. "
-            "A run keeps what it began with: restore the model's folder, or start a new run"
+            f"{checkpoint.folder} was saved with another model ({parts} differ): "
+            "a run keeps what it began with; restore the model's folder, or start a new run"
         )
     if other:
         key = other[0]

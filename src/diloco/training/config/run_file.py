@@ -21,6 +21,7 @@ from diloco.core.options import scopes
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
+from diloco.models.lora import DEFAULT_RANK
 from diloco.own_command import command
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
@@ -35,7 +36,7 @@ from diloco.training.config.run import RunConfig, may_change
 
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 _OTHER_WORDS = {"learning_rate": "lr", "epochs": "steps", "max_steps": "steps", "num_workers": "workers"}
-ALIASES = {"codec": "sync.codec", "H": "sync.num_inner_steps", "model": "model.name"}
+ALIASES = {"lora": "lora.rank", "codec": "sync.codec", "H": "sync.num_inner_steps", "model": "model.name"}
 
 
 def sections(config: RunConfig) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
     The run file, if any, is the first token.
     """
-    tokens = _join_flags([_unalias(token) for token in tokens])
+    tokens = _join_flags([_unalias(token) for token in _with_lora_rank(tokens)])
     if "resume" in _given(tokens):
         return _merge_resumed(tokens), []
     has_file = bool(tokens) and not tokens[0].startswith("-")
@@ -229,7 +230,7 @@ def _without_shape_of_another(model: str, file: Mapping[str, Any]) -> tuple[dict
 
 def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Options that do not make a whole run: the tokens as the parser takes them, and their values by name."""
-    tokens = _join_flags([_unalias(token) for token in tokens])
+    tokens = _join_flags([_unalias(token) for token in _with_lora_rank(tokens)])
     given = _given(tokens)
     _check_tables(given)
     _check_whole(given)
@@ -285,6 +286,18 @@ def _recipe(name: str, model: str, mode: str, asked: Mapping[str, Any]) -> dict[
     if "outer.optimizer" in asked:  # the numbers are another optimizer's
         recipe = {key: value for key, value in recipe.items() if not key.startswith("outer.")}
     return recipe
+
+
+def _with_lora_rank(tokens: Sequence[str]) -> list[str]:
+    """`--lora` as `--lora.rank`: of the number that follows, of --lora.rank if that is given too, else the default."""
+    if "--lora" not in tokens:
+        return list(tokens)
+    at = tokens.index("--lora")
+    before, after = list(tokens[:at]), list(tokens[at + 1 :])
+    if after and after[0].isdecimal():
+        return [*before, f"--lora.rank={after[0]}", *after[1:]]
+    has_rank = any(token.partition("=")[0] in ("--lora.rank", "--lora-rank") for token in [*before, *after])
+    return [*before, *after] if has_rank else [*before, f"--lora.rank={DEFAULT_RANK}", *after]
 
 
 def _unalias(token: str) -> str:

@@ -17,9 +17,16 @@ _OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "dashboar
 _PATHS = ("model.name", "data.source", "data.tokenizer", "data.feature_model")
 
 
-def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str, checkpoint_of: int | None = None) -> str:
-    """The README.md of an exported model. `options`: the dotted keys of the run's config.toml. `checkpoint_of`: the
-    inner steps of the whole run, for the weights of a checkpoint."""
+def model_card(
+    summary: Summary,
+    options: Mapping[str, Any],
+    *,
+    dtype: str,
+    checkpoint_of: int | None = None,
+    adapter: bool = False,
+) -> str:
+    """The README.md of an exported model, or with `adapter` of its adapters alone. `options`: the dotted keys of the
+    run's config.toml. `checkpoint_of`: the inner steps of the whole run, for the weights of a checkpoint."""
     rows = [*_what(summary, options), *_how(summary, options), *_result(summary), ("weights", dtype)]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows if value)
     return f"""{_front_matter(options)}
@@ -32,12 +39,22 @@ def model_card(summary: Summary, options: Mapping[str, Any], *, dtype: str, chec
 {table}
 
 ```python
+{_ADAPTER_USE if adapter else _USE}
+```
+{_every_value(summary)}"""
+
+
+_USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-```
-{_every_value(summary)}"""
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+_ADAPTER_USE = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("THE MODEL IT STARTED FROM"), "FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 def _front_matter(options: Mapping[str, Any]) -> str:
@@ -72,10 +89,18 @@ def _what(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]
         ("started from", start),
         ("shape", _shape(options)),
         ("parameters", _number(summary["parameters"])),
+        ("trained", _lora(summary, options)),
         ("data", _public(options["data.source"])),
         ("tokenizer", _tokenizer(model, tokenizer, options["data.vocab_size"])),
         ("sequence length", _number(options["data.sequence_length"])),
     ]
+
+
+def _lora(summary: Summary, options: Mapping[str, Any]) -> str:
+    rank = options.get("lora.rank")
+    if rank is None:
+        return ""
+    return f"{_number(summary.get('trainable_parameters'))} parameters, LoRA adapters of rank {rank}"
 
 
 def _shape(options: Mapping[str, Any]) -> str:

@@ -92,8 +92,8 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
 
 
 def _trainable(started: Event) -> int:
-    """The parameters that are averaged: with LoRA those of the adapters. Logs of earlier versions have no such field."""
-    return int(started.get("trainable_parameters", started.get("parameters", 0)))
+    """The parameters that are averaged: with LoRA those of the adapters. Logs of earlier versions do not have it."""
+    return int(started.get("trainable_parameters") or started.get("parameters") or 0)
 
 
 def versions() -> dict[str, str]:

@@ -204,8 +204,14 @@ def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_
         )
 
     def build() -> LanguageModel:
-        return model_outline(
-            config.model, vocab_size=vocab_size, sequence_length=length, lora=config.lora, device="cpu"
-        )
+        return model_outline(config.model, vocab_size=vocab_size, sequence_length=length, device="cpu")
 
-    return traced_peak(build, rows, length, precision=SHORT_TYPES.get(place.precision))
+    traced = traced_peak(build, rows, length, precision=SHORT_TYPES.get(place.precision))
+    return traced + _adapter_activations(config, outline, rows * length)
+
+
+def _adapter_activations(config: RunConfig, outline: LanguageModel, tokens: int) -> int:
+    """What adapters keep besides: their inputs are kept for a trained matrix too, so the products with A, and the
+    gradients of these. Adapters cannot be put into a model whose tensors have no memory."""
+    adapters = sum(p.requires_grad for p in outline.parameters()) // 2 if config.lora.rank else 0
+    return 2 * _FP32 * tokens * adapters * (config.lora.rank or 0)
