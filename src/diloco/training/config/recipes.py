@@ -134,8 +134,6 @@ def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, o
     recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
         recipe["data.tokenizer"] = found.tokenizer
-    if "lora.rank" in asked:
-        recipe |= LORA
     return recipe
 
 
@@ -144,7 +142,7 @@ def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str,
     if name == "paper":
         return {}
     if is_pretrained(model):
-        return dict(FINE_TUNING)
+        return FINE_TUNING | (LORA if "lora.rank" in asked else {})
     numbers = dict(RECIPES.get(model, {}))
     if name == "warm":
         steps = _whole(asked.get("steps", numbers["steps"])) or 0
