@@ -38,6 +38,7 @@ NOT_FIGURES = {
     ("docs/codecs.md", "codec"): "formats and error bounds, which tests/unit/test_codecs.py checks",
     ("docs/configuration.md", "name"): "defaults",
     ("docs/configuration.md", "key"): "defaults",
+    ("docs/configuration.md", "`--recipe`"): "defaults",
     ("docs/figures.md", "file"): "the list of files, which LINES has",
     ("docs/lab.md", "name"): "experiments",
     ("docs/lab.md", "field of an arm"): "options",
