@@ -8,6 +8,7 @@
     │   ├── RendezvousError  the workers did not find each other
     │   │   └── Excluded     the swarm refuses this worker: banned, revoked, or training another model
     │   └── RunComplete      the run has come to its end: there is nothing left to join
+    ├── LossNotFinite        a worker's loss is nan or inf: training on is of no use
     ├── CheckpointError      there is no checkpoint to resume from, or it is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
     ├── SinkFailed           `diloco sink` could not write all events to W&B, TensorBoard or trackio
@@ -63,6 +64,10 @@ class Excluded(RendezvousError):
 
 class RunComplete(EngineError):
     """The workers of this run have taken all its steps."""
+
+
+class LossNotFinite(DiLoCoError):
+    """The loss of a worker is nan or infinite. The last agreed parameters are from before."""
 
 
 class CheckpointError(DiLoCoError):

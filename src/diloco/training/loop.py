@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import EngineError
+from diloco.errors import DiLoCoError, EngineError, LossNotFinite
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
@@ -42,7 +42,7 @@ from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields, told_round
 from diloco.training.sharding import place_model
-from diloco.training.step_log import StepLog
+from diloco.training.step_log import BadLoss, LossCheck, StepLog
 from diloco.training.swarm.peers import SwarmPeers, starting_shards
 from diloco.training.swarm.validation import SwarmValidation
 from diloco.training.validation import Validation
@@ -99,6 +99,8 @@ class Training:
         """Called after every inner step, in the training thread."""
         self._open_step = False  # the last inner step is taken, its rounds are not
         self._saved_before_cut = False
+        self._not_finite: LossNotFinite | None = None  # why this worker ends
+        self._losses = LossCheck(engine.ranks)
         self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks)
         self.validation = self._validation()
         self.samples = Samples(config, corpus, self.model, events.emit)
@@ -174,6 +176,8 @@ class Training:
                 self._end_step()
             else:
                 self._step(state.inner_steps)
+            if self._not_finite is not None:
+                continue
             self.peers.check_progress(self._failures, self.log.loss)
             if self.validation.due(state.inner_steps):
                 self.validation.measure(self.mode)
@@ -244,15 +248,70 @@ class Training:
                     part = batch.loss(self.placed.loss) / len(batches)
                 self.precision.backward(part)
             loss += part.detach()
-        self.mode.before_clipping(self.precision, learnt)
+        bad = self._losses.check(position + 1, loss, now=self._must_know(position + 1))
+        if bad is None:
+            self._average_gradients(position + 1, loss, learnt)
+        elif not self._end_for(bad):
+            return
         norm = self._clip()
         rate = self.inner.param_groups[0]["lr"]
-        if self.log.due(position + 1):
+        if self.log.due(position + 1) and bad is None:
             self.log.log(position + 1, loss, norm, rate)
         self._update_report()
         self.mode.step(self.precision)
         self.schedule.step()
         self._end_step()
+
+    def _average_gradients(self, step: int, loss: Tensor, learnt: int | None) -> None:
+        """Without a mean no worker can step: if the reason is that gradients are not finite, say so."""
+        try:
+            self.mode.before_clipping(self.precision, learnt)
+        except EngineError as error:
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            if all(bool(gradient.isfinite().all()) for gradient in gradients):
+                raise
+            raise self._tell(BadLoss(step, loss.item(), "with gradients that are not finite")) from error
+
+    def _must_know(self, step: int) -> bool:
+        """Whether this step's loss is needed now: it is logged, or the state after it is saved or is the last one."""
+        saved = self.config.checkpoints_until(step) > self.config.checkpoints_until(step - 1)
+        return saved or self.log.due(step) or step >= self.config.steps
+
+    def _end_for(self, bad: BadLoss) -> bool:
+        """Tell of a loss that is not finite, at once, and end as at a stop: the others hear of it with the next round,
+        whose mean has this worker's finite steps alone. (On a GPU one bad step is in them: they are then refused.)
+
+        Whether the others' gradients are here, with which this worker takes the step that all take together.
+        """
+        told = self._tell(bad)
+        self.stop_requested = True
+        self.mode.request_stop()
+        try:
+            return self.mode.leave_gradients_out()
+        except EngineError as error:
+            raise told from error
+
+    def _tell(self, bad: BadLoss) -> LossNotFinite:
+        rate, last = self.inner.param_groups[0]["lr"], self.log.loss
+        self.events.emit("loss_not_finite", step=bad.step, loss=str(bad), learning_rate=rate, last_loss=last)
+        self._not_finite = LossNotFinite(self._why_to_end(bad, rate))
+        return self._not_finite
+
+    def _why_to_end(self, bad: BadLoss, rate: float) -> str:
+        last = "" if self.log.loss is None else f", the last logged loss {self.log.loss:.4g}"
+        told = f"the loss of worker {self.engine.worker} is {bad} at step {bad.step} (learning rate {rate:.3g}{last})"
+        remedy = f"a lower --inner.lr (now {self.config.inner.lr:g})"
+        if self.config.inner.clip_norm is None:
+            remedy += " or clipped gradients (--inner.clip_norm 1)"
+        if self.engine.elastic and len(self.engine.members()) > 1:
+            return f"{told}: it leaves the swarm, and the others train on. If it comes back, it takes their state"
+        step = self.checkpoints.common_step
+        if self.precision.name != "fp32" and step:
+            return (
+                f"{told}: begin a new run with {remedy}, or go on from the checkpoint of step {step}, which is from "
+                "before, with --resume RUN --compute.precision fp32"
+            )
+        return f"{told}: to resume would lead to the same loss; begin a new run with {remedy}, and check the data"
 
     def _end_step(self) -> None:
         """After the rounds of the step."""
@@ -299,6 +358,8 @@ class Training:
     # The end
 
     def _finish(self) -> None:
+        if self._not_finite is not None:
+            self._finish_without_result(self._not_finite)
         if not self._saved_before_cut:
             self.checkpointer.at_end(open_step=self._open_step)
         self.mode.finish(before_confirming=self._last_evaluation)
@@ -311,6 +372,15 @@ class Training:
             if model is not None:
                 sample(model, self.corpus, self.config, self.events.emit, self.mode.averager.inner_steps)
         self.checkpoints.close()
+
+    def _finish_without_result(self, reason: LossNotFinite) -> NoReturn:
+        """End together with the others, and save no checkpoint: the run would come to the same loss again."""
+        try:
+            self.mode.finish(before_confirming=self._last_evaluation)
+        except DiLoCoError as error:
+            raise reason from error
+        self.validation.announce_end()
+        raise reason
 
     def _last_evaluation(self) -> None:
         self.validation.announce()  # the one before, which the last rounds have reported
@@ -343,7 +413,7 @@ class Training:
         try:
             self._emit_end("worker_failed", error=str(error))
             if self.engine.ranks.count > 1:
-                if not isinstance(error, EngineError):  # the other ranks of the worker have it too
+                if not isinstance(error, EngineError | LossNotFinite):  # the other ranks of the worker have it too
                     raise EngineError("only this rank has the error, and the others may be in another collective")
                 self.engine.ranks.agree(None)
             with self.mode.outer_parameters():

@@ -48,6 +48,11 @@ class Mode(ABC):
     def step(self, precision: Precision) -> None: ...
 
     @abstractmethod
+    def leave_gradients_out(self) -> bool:
+        """Instead of `before_clipping`, for a worker whose loss is not finite: whether it has the others' gradients,
+        and takes the step with them. Without an average of gradients there is no step."""
+
+    @abstractmethod
     def post_and_merge(self) -> None:
         """The rounds that belong to the last inner step, if it was saved without them."""
 
@@ -143,6 +148,9 @@ class DiLoCoMode(Mode):
     def step(self, precision: Precision) -> None:
         precision.step(self.optimizer)
 
+    def leave_gradients_out(self) -> bool:
+        return self.optimizer.warm_start.active and self.optimizer.warm_start.average(skip=True)
+
     def post_and_merge(self) -> None:
         self.optimizer.post()
         self.optimizer.merge()
@@ -218,6 +226,11 @@ class DataParallelMode(Mode):
 
     def step(self, precision: Precision) -> None:  # noqa: ARG002
         self.averager.step()
+
+    def leave_gradients_out(self) -> bool:
+        """Its gradients are not finite either, and are refused by all workers."""
+        self.averager.average_gradients()
+        return True
 
     def post_and_merge(self) -> None:
         raise AssertionError("in this mode a step and its average are one")

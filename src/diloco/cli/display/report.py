@@ -44,7 +44,8 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     if sentence := savings(summary):
         console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
-    if summary["status"] != "complete" and find_checkpoints(folder)[0]:
+    in_vain = any(event["type"] in ("loss_not_finite", "excluded") for event in latest)
+    if summary["status"] != "complete" and find_checkpoints(folder)[0] and not in_vain:
         console.print(Text(f"to continue: {resume_command(folder)}"), soft_wrap=True)
 
 

@@ -20,6 +20,7 @@ from diloco.training.processes.local_process import (
     CHECKPOINT_CODE,
     CONFIG_CODE,
     EXCLUDED_CODE,
+    LOSS_CODE,
     RENDEZVOUS_FILE,
     STOP_SIGNALS,
     LocalRank,
@@ -39,6 +40,7 @@ class LocalWorkers:
         self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
         self._events = EventReader(run_folder)
         self._started = False
+        self._ending = False  # since a worker's loss is not finite
         self.stop_requests = 0
         sizes = config.sizes()
         self._ranks = [LocalRank(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
@@ -88,6 +90,7 @@ class LocalWorkers:
         while self._alive():
             time.sleep(_POLL_SECONDS)
             poll()
+            self._read_events()
             if self._failed is None and (failed := self._first_failure()) is not None:
                 self._failed = failed
                 deadline = time.monotonic() + self._grace_seconds(failed[1])
@@ -103,10 +106,20 @@ class LocalWorkers:
 
         A worker that failed without being killed has waited for the round's timeout itself, and so have the others.
         """
-        self._started |= any(event["type"] == "worker_started" for event in self._events.new_events())
+        self._read_events()
         if not self._started:
             return 2.0
         return _GRACE_SECONDS + (self.config.sync.timeout_seconds if code < 0 else 0.0)
+
+    def _read_events(self) -> None:
+        """Note that the workers have begun; ask all to end if one has a loss that is not finite."""
+        for event in self._events.new_events():
+            self._started |= event["type"] == "worker_started"
+            if event["type"] == "loss_not_finite" and not self._ending:
+                self._ending = True
+                for process in self._alive():
+                    if process.pid is not None:
+                        os.kill(process.pid, signal.SIGINT)
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._processes if process.is_alive()]
@@ -144,7 +157,7 @@ def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
         return ConfigError(reason)
     elif code == CHECKPOINT_CODE:
         return CheckpointError(reason)
-    elif code == EXCLUDED_CODE or reason_is_enough(output):
+    elif code in (EXCLUDED_CODE, LOSS_CODE) or reason_is_enough(output):
         return WorkerFailed(f"{worker} has ended: {reason}")
     return WorkerFailed(f"{worker} failed: {reason}{more}", output)
 

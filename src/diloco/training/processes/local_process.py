@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded, LossNotFinite
 
 RENDEZVOUS_FILE = ".rendezvous"
 CONFIG_CODE = 2
@@ -14,8 +14,11 @@ CHECKPOINT_CODE = 3
 """Exit code: no checkpoint to resume from is usable."""
 EXCLUDED_CODE = 4
 """Exit code: the swarm refuses this worker, and would refuse it again."""
+LOSS_CODE = 5
+"""Exit code: the loss is not finite, and would be so again."""
 _CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
-    (ConfigError, CONFIG_CODE), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE)
+    (ConfigError, CONFIG_CODE), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE),
+    (LossNotFinite, LOSS_CODE),
 )  # fmt: skip
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

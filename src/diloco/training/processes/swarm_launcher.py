@@ -2,8 +2,8 @@
 
 A worker that was killed, or failed for a reason that may pass, is started again under its own name: it takes the
 swarm's state, or, if no member is left, continues from the newest checkpoint of this machine. A worker that the swarm
-refuses (banned, another model), whose configuration is refused, or that failed before it had joined, is not. The run
-has ended when all local workers have.
+refuses (banned, another model), whose configuration is refused, whose loss is not finite, or that failed before it had
+joined, is not. The run has ended when all local workers have.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import failure, rotate_log, stop_signals_blocked
-from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, SwarmSlot
+from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, LOSS_CODE, SwarmSlot
 from diloco.training.processes.spawn import run_swarm_worker
 
 MAX_RESTARTS = 5
@@ -26,7 +26,7 @@ MAX_RESTARTS = 5
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
-_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE)
+_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE)
 
 
 @dataclass
@@ -106,7 +106,8 @@ class SwarmWorkers:
         if time.monotonic() - local.started > RESTED_SECONDS:
             local.restarts = 0
         never_in = code > 0 and not (local.slot.run_folder / SWARM_FOLDER / f"{local.slot.name}.json").exists()
-        if code == 0 or code in _FOR_GOOD or never_in or self.stop_requests or local.restarts >= MAX_RESTARTS:
+        in_vain = never_in or any(other.code == LOSS_CODE for other in self._locals)  # no state may be left to join
+        if code == 0 or code in _FOR_GOOD or in_vain or self.stop_requests or local.restarts >= MAX_RESTARTS:
             local.code = code
             if code and len(self._locals) > 1:
                 self._tell(f"{local.slot} has ended for good ({self._reason(local, code)}); the others train on")

@@ -223,6 +223,10 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "checkpoint_skipped": ("warning", lambda e: f"the checkpoint of step {e['step']} was left out: {e['reason']}"),
     "sample_skipped": ("warning", lambda e: f"no sample: {e['reason']}"),
     "worker_finished": ("good", lambda e: f"worker {e['worker']} has ended after step {e['inner_steps']}"),
+    "loss_not_finite": (
+        "bad",
+        lambda e: f"the loss of worker {e['worker']} is {e['loss']} at step {e['step']}: the run stops",
+    ),
     "worker_failed": ("bad", lambda e: f"worker {e['worker']} failed: {e.get('error')}"),
     "threads": ("info", _threads),
     "swarm": ("info", lambda e: f"worker {e['worker']} {'founded' if e.get('founded') else 'is in'} the swarm"),

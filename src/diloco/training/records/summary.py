@@ -40,6 +40,8 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
     ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
     best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
     began = bool(started or best)  # if not, and without an error, it was stopped before the first step
+    if error is None and config.engine != "swarm":  # in a swarm the others train on
+        error = _bad_loss(log)
     if error is None and began and (best is None or best["type"] != "worker_finished"):
         error = "no worker has come to the end"
     members = (best or {}).get("members") or _last_members(events)
@@ -94,6 +96,13 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
 def _trainable(started: Event) -> int:
     """The parameters that are averaged: with LoRA those of the adapters. Logs of earlier versions do not have it."""
     return int(started.get("trainable_parameters") or started.get("parameters") or 0)
+
+
+def _bad_loss(log: list[Event]) -> str | None:
+    """Why the latest start of a run has stopped, if a worker's loss was not finite."""
+    *_, latest = [[], *history.starts(log)]
+    bad = _last(list(latest), "loss_not_finite")
+    return None if bad is None else f"the loss of worker {bad['worker']} is {bad['loss']} at step {bad['step']}"
 
 
 def versions() -> dict[str, str]:
