@@ -58,7 +58,7 @@ class LossCheck:
             return None if math.isfinite(value) else BadLoss(step, value)
         copy = torch.empty((), dtype=loss.dtype, pin_memory=True)
         copy.copy_(loss, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._copied.append((step, copy, event))
         while len(self._copied) > (0 if now else 1):
