@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,13 @@ from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.membership.processes import addressed
-from diloco.engines.swarm.run_files import invitation_file
-from diloco.engines.swarm.trust.invitation import Invitation
+from diloco.engines.swarm.node.node import Node
+from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.engines.swarm.node.wire import Malformed
+from diloco.engines.swarm.run_files import RUN_KEY_FILE, invitation_file
+from diloco.engines.swarm.trust.credential import PeerRefused
+from diloco.engines.swarm.trust.invitation import Invitation, invite
+from diloco.engines.swarm.trust.run_key import RunKey
 
 _INVENTED = 10_000
 
@@ -54,11 +60,76 @@ def invented_members() -> None:
                 invented.clear()
         await _tell_all(tuple(invented))
 
-    async def _tell_all(invented: tuple[messages.RosterEntry, ...]) -> None:
+    beside(tell)
+
+
+async def _tell_all(invented: tuple[messages.RosterEntry, ...]) -> None:
+    own = node()
+    for peer in own.members.live():
+        beat = structs.replace(own.heartbeats._beat_for(peer), roster=invented)
+        with contextlib.suppress(CallRefused, Unreachable):
+            await own.transport.call(peer.name, addressed(own.members, peer.name, beat), 5.0)
+
+
+def invented_with_a_live_number() -> None:
+    """The owner of the run names 60 members, each with an invitation of its own, the number 1 of an honest member and
+    the address of a third party."""
+
+    async def tell() -> None:
         own = node()
-        for peer in own.members.live():
-            beat = structs.replace(own.heartbeats._beat_for(peer), roster=invented)
-            with contextlib.suppress(CallRefused, Unreachable):
-                await own.transport.call(peer.name, addressed(own.members, peer.name, beat), 5.0)
+        while not has_begun():
+            await asyncio.sleep(0.2)
+        key, port = RunKey.load(own.settings.path(RUN_KEY_FILE)), os.environ["ATTACK_PORT"]
+        peers = [peer_id(secrets.token_bytes(32)) for _ in range(60)]
+        made = [(peer, invite(key, [], 86400.0, time.time()).credential(peer).data()) for peer in peers]
+        while True:
+            roster = tuple(
+                messages.RosterEntry(peer, credential, (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",), 1)
+                for peer, credential in made
+            )
+            await _tell_all(roster)
+            await asyncio.sleep(1.0)
 
     beside(tell)
+
+
+def withholds_and_returns() -> None:
+    """It sends no part and no mean, and says goodbye and hello after every round."""
+
+    @instead_of(Transfer, "run")
+    async def run(honest: Callable[..., Any], self: Transfer) -> None:
+        if has_begun(self.plan.key.sequence):
+            await asyncio.sleep(3600.0)
+        await honest(self)
+
+    async def come_and_go() -> None:
+        seen = -1
+        while True:
+            own = node()
+            ended = max((peer.status.ended_round for peer in own.members.live()), default=-1)
+            if has_begun() and ended > seen:
+                seen = ended
+                await _leave_and_return(own)
+            await asyncio.sleep(0.2)
+
+    beside(come_and_go)
+
+
+def goodbye_flood() -> None:
+    """It says goodbye and hello without end."""
+
+    async def flood() -> None:
+        while True:
+            if has_begun():
+                await _leave_and_return(node())
+            await asyncio.sleep(0.03)
+
+    beside(flood)
+
+
+async def _leave_and_return(own: Node) -> None:
+    peers = [peer.name for peer in own.members.live()]
+    await own.heartbeats.say_goodbye(2.0)
+    for name in peers:
+        with contextlib.suppress(CallRefused, Unreachable, Malformed, PeerRefused):
+            await own.heartbeats.say_hello(name)

@@ -2,16 +2,18 @@
 
 import math
 import struct
+from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
+from diloco.codecs.top_k import _pack_indices
 from diloco.core.fragments import PART_QUANTUM, PartLayout
 from diloco.errors import ConfigError
 
@@ -309,3 +311,44 @@ def test_the_norm_of_the_error_bound_is_that_of_the_bound_or_little_more(name: s
     assert told.shape == (3,)
     least = 1e-18  # what fp32 can square
     assert bool((told >= (1 - 1e-5) * right - least).all()) and bool((told <= 1.01 * right + least).all())
+
+
+# Bytes of others
+
+
+@every_codec
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([b"", b"\xff", b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00"]),
+)
+def test_any_bytes_decode_to_the_same_values_in_whatever_batch_they_are(name: str, seed: int, filling: bytes) -> None:
+    """Also with scales that are nan, infinite or negative, and indices that are double or out of range."""
+    made, elements, random = EVERY[name], 3 * PART_QUANTUM, Random(seed)
+    size = 4 * made.part_bytes(elements)
+    content = random.randbytes(size) if not filling else (filling * size)[:size]
+    mixed = bytearray(content)
+    for _ in range(16):
+        place = random.randrange(size)
+        mixed[place] = random.randrange(256)
+    data = torch.frombuffer(mixed, dtype=torch.uint8).view(4, -1)
+    together, alone = torch.empty(4, elements), torch.empty(4, elements)
+    made.decode(data, together)
+    for index in range(4):
+        made.decode(data[index : index + 1], alone[index : index + 1])
+    assert torch.equal(together.isnan(), alone.isnan())
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+
+
+@pytest.mark.parametrize("made", [codec("topk"), codec("topk").for_means], ids=["topk", "mean"])
+def test_an_index_that_is_not_above_those_before_it_counts_for_nothing(made: Codec) -> None:
+    count = 128 if made.name == "topk mean" else 64
+    kept = 10 * torch.arange(count)
+    values = torch.zeros(1, 4096)
+    values[0, kept] = torch.where(kept == 0, 5.0, -5.0)
+    data = encoded(made, values)
+    places = torch.cat([kept[:1].expand(3), kept[1 : count - 2]]).view(1, -1)  # the first index thrice
+    data[:, : count * 12 // 8] = _pack_indices(places)
+    after = torch.empty_like(values)
+    made.decode(data, after)
+    assert after[0, 0] == 5.0 and after.nonzero()[:, 1].tolist() == kept[: count - 2].tolist()

@@ -4,8 +4,8 @@ A contribution has the 64 largest of every 4,096 values, with 12 bits for the in
 value. The mean of several is their union; its 128 largest of 4,096 travel, with 4 bits for the value: 0.06 bytes. So
 the mean of two workers loses no index, and that of more keeps the largest (docs/codecs.md has the figures).
 
-Of values of the same size the one with the lower index comes first, on every device. A part's last chunk may be
-shorter, and has as large a share of its values.
+Of values of the same size the one with the lower index comes first, on every device. Indices ascend within
+a chunk. A part's last chunk may be shorter, and has as large a share of its values.
 """
 
 from abc import abstractmethod
@@ -66,6 +66,7 @@ class _Sparse(Codec):
             indices, codes, scales = torch.split_with_sizes(flat, sizes, dim=1)
             values = self._restore(_unpack(codes, self.value_bits), scales.contiguous().view(torch.float32))
             places = _unpack_indices(indices).clamp_(max=chunks.shape[2] - 1)  # bytes of others may say anything
+            places, values = _ascending(places, values)
             chunks.scatter_(2, places.view(*chunks.shape[:2], count), values.view(*chunks.shape[:2], count))
 
     @abstractmethod
@@ -174,6 +175,18 @@ def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
     share = mean_of(chosen)
     mean = mean_of(sizes * chosen) / torch.where(share == 0, 1.0, share)
     return mean.minimum(sizes.amax(dim=1, keepdim=True))
+
+
+def _ascending(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where the indices [rows, count] ascend, as `encode` writes them. An index that is not above all before
+    it counts for nothing, so that bytes of others have one meaning: of two values with one index any could win."""
+    if not places.is_cuda and bool((places[:, 1:] > places[:, :-1]).all()):
+        return places, values
+    above = torch.ones_like(places, dtype=torch.bool)
+    above[:, 1:] = places[:, 1:] > places.cummax(dim=1).values[:, :-1]
+    positions = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    last = torch.where(above, positions, 0).cummax(dim=1).values  # the others repeat the last one that counts
+    return places.gather(1, last), values.gather(1, last)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from diloco.engines.swarm.node.proofs.norms import Encoding, are_long
 from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import PresentWorker, RoundOutcome, Snapshot
+from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
@@ -661,3 +662,70 @@ def test_a_note_or_report_that_cannot_be_read_is_an_offence_of_its_author_alone(
     assert "malformed" in ended[0].refused[number] or "report" in ended[0].refused[number]
     assert all(present.note == b"" for outcome in ended for present in outcome.present)
     assert bans == [{liar}] * 4
+
+
+# Encoded parts whose scales, indices or values no encoder writes
+
+SCALES = {"nan": math.nan, "infinite": math.inf, "huge": 1e38, "negative": -1e4}
+
+
+def with_scales(posted: PostedRound, scale: float) -> PostedRound:
+    """The last four bytes of every part are a scale of the block-wise codecs and of top-k's chunks."""
+    width = posted.contribution.num_bytes // posted.num_parts
+    data = bytearray(posted.contribution.view)
+    for part in range(posted.num_parts):
+        struct.pack_into("<f", data, (part + 1) * width - 4, scale)
+    return structs.replace(posted, contribution=SharedMemory.copy_of(bytes(data)))
+
+
+async def post_changed(workers: list[MemoryWorker], change: Callable[[PostedRound], PostedRound]) -> list[RoundOutcome]:
+    """A round to which the last worker posts other bytes than its header claims. The outcomes of the honest ones."""
+    *honest, liar = workers
+    lie = asyncio.create_task(liar.node.post(change(liar.posting(values(4, 1, 5000)))))
+    results = await asyncio.gather(*(w.post(values(w.node.number, 1, 5000)) for w in honest))
+    lie.cancel()
+    assert len({mean for _, mean in results}) == 1
+    return [outcome for outcome, _ in results]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "2bit", "topk"])
+def test_scales_out_of_range_count_for_nothing_and_ban_their_author(name: str, scale: str) -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        for worker in workers:
+            worker.codec = name
+        ended = await post_changed(workers, lambda posted: with_scales(posted, SCALES[scale]))
+        await asyncio.sleep(1.0)
+        return ended, banned(workers[:4]), workers[4].name
+
+    ended, bans, liar = told(story)
+    assert [outcome.failure for outcome in ended] == [None] * 4
+    assert all(outcome.contributors == (0, 1, 2, 3) for outcome in ended)
+    assert bans == [{liar}] * 4
+
+
+@pytest.mark.parametrize("codes", [0x00, 0xFF, 0x80])
+@pytest.mark.parametrize("name", ["int8", "int4", "topk"])
+def test_codes_and_indices_that_no_encoder_writes_are_read_the_same_by_all_and_ban_no_honest_worker(
+    name: str, codes: int
+) -> None:
+    """All codes of a part the same: int4's and int8's lowest, which no encoder uses, or top-k's indices all alike."""
+
+    def change(posted: PostedRound) -> PostedRound:
+        data = bytearray(posted.contribution.view)
+        length = len(data) // posted.num_parts // 8
+        data[:length] = bytes([codes]) * length
+        return structs.replace(posted, contribution=SharedMemory.copy_of(bytes(data)))
+
+    async def story(swarm: MemorySwarm) -> tuple[list[RoundOutcome], list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        for worker in workers:
+            worker.codec = name
+        ended = await post_changed(workers, change)
+        await asyncio.sleep(5.0)  # the mean is checked
+        return ended, banned(workers[:4]), workers[4].name
+
+    ended, bans, liar = told(story)
+    assert [outcome.failure for outcome in ended] == [None] * 4
+    assert all(one <= {liar} for one in bans)
