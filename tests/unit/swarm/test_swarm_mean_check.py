@@ -11,11 +11,11 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.core.clipping import clipped_mean
-from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.messages import NotHere
 from diloco.engines.swarm.node.proofs import mean_check, merkle, own_contributions, projections
-from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
+from diloco.engines.swarm.node.proofs.mean_check import PARTS_AT_ONCE, MeanCheck
 from diloco.engines.swarm.node.proofs.messages import AskPart, Part
 from diloco.engines.swarm.node.rounds import transfer as transfer_module
 from diloco.engines.swarm.node.rounds.transfer import Transfer
@@ -53,6 +53,42 @@ def shows(worker: MemoryWorker, answer: PeerMessage) -> None:
 
 
 # The tree
+
+
+def test_a_kept_tree_gives_the_same_roots_and_proofs_without_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(0)
+    for total in (1, 2, 3, 5, 64, 67):
+        leaves = merkle.leaves(memoryview(chance.randbytes(4 * total)), 4)
+        tree = merkle.Tree(leaves)
+        some = [range(first, total - first // 2) for first in range(total)]
+        wanted = [(rows, merkle.prove(leaves, rows)) for rows in some if rows]
+        root = merkle.root(leaves)
+        with monkeypatch.context() as patch:
+            patch.delattr(merkle, "_node")
+            assert merkle.root(tree) == root
+            assert all(merkle.prove(tree, rows) == proof for rows, proof in wanted)
+    assert merkle.root(merkle.Tree([])) == merkle.root([])
+
+
+def test_a_member_that_asks_for_parts_without_end_costs_no_hash_and_gets_a_bounded_number_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(swarm: MemorySwarm) -> tuple[int, int, bool]:
+        first, second, third = workers = await founded(swarm, 3)
+        await some_rounds(workers, 1)
+        check = first.node.outcomes.check
+        [plan_] = (bytes.fromhex(name) for name in list(check._rounds))
+        monkeypatch.delattr(merkle, "_node")
+        shown, refused = 0, 0
+        for _ in range(1000):
+            try:
+                shown += isinstance(await check.show(second.name, AskPart(plan_, 0)), Part)
+            except CallRefused as busy:
+                refused += busy.code == "busy"
+        return shown, refused, isinstance(await check.show(third.name, AskPart(plan_, 0)), Part)
+
+    shown, refused, other = told(story)
+    assert shown == PARTS_AT_ONCE and refused == 1000 - shown and other
 
 
 def test_parts_with_their_proof_give_the_root_and_any_other_part_place_or_proof_does_not() -> None:
@@ -420,7 +456,7 @@ def test_not_to_show_a_part_is_an_offence_as_long_as_a_contribution_must_be_kept
         swarm.network.cut.clear()
         await asyncio.sleep(3.0)
         request = AskPart(round_.agreed.plan.digest, 0)
-        shown = isinstance(await others[0].node.outcomes.check.show(request), Part)
+        shown = isinstance(await others[0].node.outcomes.check.show("peer", request), Part)
         shows(others[0], NotHere())
         assert await check._shown_part(round_, others[0].name, b"", 0) is None
         return offences, shown

@@ -317,7 +317,7 @@ class Node:
             case proofs.Projections():
                 return self.outcomes.check.record(peer, request)
             case proofs.AskPart():
-                return await self.outcomes.check.show(request)
+                return await self.outcomes.check.show(peer, request)
             case proofs.Proof():
                 return self.outcomes.liars.answer(request)
             case messages.Ready():

@@ -29,7 +29,7 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.network.limits import LruCache
+from diloco.engines.swarm.network.limits import LruCache, PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
@@ -43,11 +43,14 @@ from diloco.engines.swarm.node.proofs.own_contributions import OwnContribution, 
 from diloco.engines.swarm.node.proofs.projections import Numbers
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.engines.swarm.trust.permissions import MAX_PEERS
 
 logger = logging.getLogger(__name__)
 
 _KEPT = 8
 _MAX_OPENED = 3
+PARTS_AT_ONCE, PARTS_PER_SECOND = 64.0, 4.0
+"""Shown to one member. An honest one asks for three of a round at most, and for none of most rounds."""
 _PARTS_A_MESSAGE = 1 << 17
 _POLL_SECONDS = 0.1
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
@@ -83,6 +86,7 @@ class MeanCheck:
         self._members, self._calls, self._liars = members, calls, liars
         self._me, self._seconds = members.me, members.settings.stall_seconds
         self.own = OwnContributions()
+        self._shown_to = PeerRateLimit(PARTS_AT_ONCE, PARTS_PER_SECOND, MAX_PEERS)
         self._rounds: LruCache[_Counted] = LruCache(_KEPT)
         self._early: LruCache[Numbers] = LruCache(64)
         """Numbers of rounds that have not ended here yet, by plan and sender."""
@@ -95,7 +99,7 @@ class MeanCheck:
         self,
         agreed: Agreed,
         posted: PostedRound,
-        leaves: list[bytes],
+        leaves: merkle.Tree,
         mean: Bytes,
         copied: Callable[[], Awaitable[None]],
     ) -> None:
@@ -131,8 +135,10 @@ class MeanCheck:
         numbers = round_.numbers.setdefault(sender, missing)
         numbers[first : first + len(values)] = values[: max(0, len(numbers) - first)]
 
-    async def show(self, request: AskPart) -> PeerMessage:
-        """One part of this worker's contribution, if it is still kept."""
+    async def show(self, peer: str, request: AskPart) -> PeerMessage:
+        """One part of this worker's contribution, if it is still kept; CallRefused if `peer` asks for too many."""
+        if peer != self._me and not self._shown_to.take(peer, clock.now()):
+            raise CallRefused("too many parts in a short time: no honest member asks for so many", "busy")
         own = await self.own.find(request.plan)
         if own is None or request.part >= len(own.leaves):
             return NotHere()
@@ -259,7 +265,7 @@ class MeanCheck:
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
         request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
-        answer = await self.show(request) if peer == self._me else await self._ask(peer, request)
+        answer = await self.show(peer, request) if peer == self._me else await self._ask(peer, request)
         for pause in _PAUSES:
             if isinstance(answer, Part) or peer == self._me:
                 break

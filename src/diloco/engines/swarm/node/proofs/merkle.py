@@ -12,6 +12,41 @@ from diloco.engines.swarm.node.wire import Malformed
 DIGEST_BYTES = 32
 
 
+class Tree(list[bytes]):
+    """The leaves, with the digests of all subtrees above them: a root or a proof costs no hash.
+
+    The subtrees are in the order root, left half, right half. One of k leaves has 2k − 1 nodes, so that the place of
+    each is known: 64 bytes for each leaf in all.
+    """
+
+    def __init__(self, leaves: Sequence[bytes]) -> None:
+        super().__init__(leaves)
+        self._nodes = bytearray(DIGEST_BYTES * max(0, 2 * len(leaves) - 1))
+        if leaves:
+            self._fill(0, len(leaves), 0)
+
+    def _fill(self, low: int, high: int, place: int) -> bytes:
+        if high - low == 1:
+            digest = self[low]
+        else:
+            middle = (low + high) // 2
+            left = self._fill(low, middle, place + 1)
+            digest = _node(left, self._fill(middle, high, place + 2 * (middle - low)))
+        self._nodes[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)] = digest
+        return digest
+
+    def node(self, low: int, high: int) -> bytes:
+        """The digest of the subtree over these leaves."""
+        first, last, place = 0, len(self), 0
+        while (first, last) != (low, high):
+            middle = (first + last) // 2
+            if high <= middle:
+                last, place = middle, place + 1
+            else:
+                first, place = middle, place + 2 * (middle - first)
+        return bytes(self._nodes[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)])
+
+
 def leaves(data: memoryview, part_bytes: int) -> list[bytes]:
     """The digests of whole parts."""
     found = []
@@ -83,6 +118,8 @@ def _node(left: bytes, right: bytes) -> bytes:
 
 
 def _root(of: Sequence[bytes], low: int, high: int) -> bytes:
+    if isinstance(of, Tree):
+        return of.node(low, high)
     if high - low == 1:
         return of[low]
     middle = (low + high) // 2

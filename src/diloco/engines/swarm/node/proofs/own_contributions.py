@@ -28,21 +28,23 @@ def num_kept(num_bytes: int) -> int:
     return max(2, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
 
 
-async def hash_parts(posted: PostedRound) -> list[bytes]:
-    """The digests of all parts (merkle.py). A round begins with them, so that more than one thread takes them."""
+async def hash_parts(posted: PostedRound) -> merkle.Tree:
+    """The tree over all parts. A round begins with it, so that more than one thread hashes them; it is kept, so that no
+    question for a part costs the event loop more than a look."""
     loop, contribution, parts = asyncio.get_running_loop(), posted.contribution, posted.num_parts
     width = contribution.num_bytes // max(1, parts)
     pieces = pairwise(parts * index // _THREADS * width for index in range(_THREADS + 1))
     hashing = [loop.run_in_executor(None, merkle.leaves, contribution.view[a:b], width) for a, b in pieces]
-    return list(chain.from_iterable(await asyncio.gather(*hashing)))
+    leaves = list(chain.from_iterable(await asyncio.gather(*hashing)))
+    return await loop.run_in_executor(None, merkle.Tree, leaves)
 
 
 @dataclass(eq=False)
 class OwnContribution:
     sequence: int
     """Of its round."""
-    leaves: list[bytes]
-    """The digests of the posted parts (merkle.py), of which each post has a list of its own."""
+    leaves: merkle.Tree
+    """Of the posted parts; each post has a tree of its own."""
     data: memoryview
     """A copy of the posted parts, once `copying` is done."""
     copying: "asyncio.Future[None]"
@@ -56,7 +58,7 @@ class OwnContributions:
     def __init__(self) -> None:
         self._kept: list[OwnContribution] = []
 
-    def keep(self, plan: Plan, posted: PostedRound, leaves: list[bytes]) -> OwnContribution:
+    def keep(self, plan: Plan, posted: PostedRound, leaves: merkle.Tree) -> OwnContribution:
         """The posted memory must not change before `copied`."""
         own = next((one for one in self._kept if one.leaves is leaves), None)
         if own is None:

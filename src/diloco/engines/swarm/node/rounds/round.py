@@ -25,8 +25,8 @@ class Round:
     started: float = field(default_factory=clock.now)
     authority: Authority = NO_AUTHORITY
     """The highest that has sent a message in this round."""
-    leaves: list[bytes] = field(default_factory=list)
-    """The digests of the posted parts (proofs/merkle.py)."""
+    leaves: merkle.Tree = field(default_factory=lambda: merkle.Tree([]))
+    """The tree over the posted parts."""
     minority_since: float | None = None
     """When this worker last began to see no majority."""
     stuck_since: float | None = None
