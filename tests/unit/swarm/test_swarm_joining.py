@@ -1,6 +1,7 @@
 """Joining a swarm in memory, and leaving it: numbers, states, files, goodbyes."""
 
 import asyncio
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.guest import Guest
 from diloco.engines.swarm.node.membership.numbers import give_number
-from diloco.engines.swarm.node.messages import RosterEntry
+from diloco.engines.swarm.node.messages import OpenState, RosterEntry
+from diloco.engines.swarm.node.proofs.certificate import Certificate
+from diloco.engines.swarm.node.rounds import recent_rounds
 from diloco.engines.swarm.node.status import MAX_NUMBER
+from diloco.engines.swarm.node.transfers import state_transfer
 from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
+from diloco.engines.swarm.node.transfers.places import Place, Places
+from diloco.engines.swarm.node.wire import encode, write_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file
+from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.errors import EngineError, Excluded, RendezvousError
 from support import virtual_clock
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
+from support.swarm.memory import NAMES, NUMEL, MemorySwarm, MemoryWorker, plan, values
 from support.swarm.stories import founded, rounds, stop, told, train
 
 
@@ -146,6 +153,128 @@ def test_a_joiner_turns_to_another_source_when_one_is_slow(what: str) -> None:
 
     (source, mine), seconds = told(story)
     assert mine == source and seconds < 4.0  # `stall_seconds` are 2, the whole state of the slow one takes over 70
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_slow_readers_of_the_state_hold_no_place_that_a_faster_joiner_waits_for(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """They read a piece every second, for minutes, and come again at once when they are displaced."""
+    monkeypatch.setattr(state_transfer, "_MAX_READERS", 2)
+
+    async def story(swarm: MemorySwarm) -> tuple[float, bool]:
+        first, *slow = workers = await founded(swarm, 1 + number)
+        first.trainer.means.append(bytes(40 << 20))
+        for worker in workers:
+            worker.node.own.has_state = worker is first
+
+        async def read_slowly(reader: MemoryWorker) -> None:
+            while True:
+                with contextlib.suppress(Unreachable):
+                    stream = await reader.node.transport.open_stream(first.name, 10.0)
+                    await write_frame(stream, encode(OpenState()), 10.0)
+                    while True:
+                        await stream.read(1 << 17, 10.0)
+                        await asyncio.sleep(1.0)
+                await asyncio.sleep(0.01)
+
+        reading = [asyncio.create_task(read_slowly(reader)) for reader in slow]
+        await asyncio.sleep(5.0)
+        joiner = await swarm.start()
+        started = clock.now()
+        await joiner.catch_up()
+        for task in reading:
+            task.cancel()
+        return clock.now() - started, joiner.trainer.means == first.trainer.means
+
+    seconds, whole = told(story)
+    assert whole and seconds < 30.0  # 320 s otherwise
+
+
+def test_a_second_request_of_a_member_takes_the_place_of_its_first_one() -> None:
+    async def story(swarm: MemorySwarm) -> list[str]:
+        del swarm
+        places, ended = Places(2, 1.0), list[str]()
+
+        async def read(peer: str, name: str, seconds: float) -> None:
+            try:
+                async with places.take(peer) as place:
+                    await place.run(asyncio.sleep(seconds))
+                    ended.append(name)
+            except Unreachable:
+                ended.append(f"{name} was displaced")
+
+        readers = [("a", "first", 9.0), ("b", "other", 0.5), ("a", "second", 0.1)]
+        async with asyncio.TaskGroup() as group:
+            for reader in readers:
+                group.create_task(read(*reader))
+                await asyncio.sleep(0)
+        return ended
+
+    assert told(story) == ["first was displaced", "second", "other"]
+
+
+def test_a_joiner_whose_line_is_slower_than_a_round_gets_in_with_one_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Members keep one mean in memory, as of a large model; the source keeps those since its snapshot on the disk."""
+    monkeypatch.setattr(recent_rounds, "MAX_BYTES", 4 * NUMEL)
+    monkeypatch.setattr(state_transfer, "MAX_BYTES", 4 * NUMEL)
+    monkeypatch.setattr(state_transfer, "_CHUNK_BYTES", 1 << 9)
+    files = list[int]()
+    in_file = recent_rounds.on_disk
+    monkeypatch.setattr(recent_rounds, "on_disk", lambda folder, size: (files.append(size), in_file(folder, size))[1])
+
+    async def story(swarm: MemorySwarm) -> tuple[int, int, bool, list[dict[str, int]]]:
+        workers = list(await founded(swarm, 3))
+        await rounds(workers, 3)
+        joiner = await swarm.start()
+        asked = list[str]()
+        for worker in workers:
+            send = worker.node.states._send
+
+            async def slowly(stream: Stream, place: Place, send: Any = send) -> None:
+                asked.append(stream.peer)
+                write = stream.write
+
+                async def later(data: bytes | memoryview, seconds: float) -> None:
+                    await asyncio.sleep(0.1)
+                    await write(data, seconds)
+
+                stream.write = later  # type: ignore[method-assign]
+                await send(stream, place)
+
+            worker.node.states._send = slowly  # type: ignore[method-assign]
+        training = [asyncio.create_task(train(worker, 1000, step_seconds=0.8)) for worker in workers]
+        await joiner.catch_up()
+        missed = joiner.trainer.sequence - 3
+        same = joiner.trainer.means == workers[0].trainer.means[: joiner.trainer.sequence]
+        await asyncio.sleep(10.0)  # it has the state: nothing is kept for it any more
+        held = [worker.node.outcomes.recent.held() for worker in workers]
+        for task in training:
+            task.cancel()
+        return len(asked), missed, same, held
+
+    downloads, missed, same, held = told(story)
+    assert downloads == 1 and missed >= 5 and same and files and not any(held)
+
+
+def test_without_room_on_the_disk_no_means_are_held_and_memory_does_not_grow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recent_rounds, "MAX_BYTES", 4)
+    monkeypatch.setattr(recent_rounds, "_FREE_SHARE", 1.0)
+
+    async def story(swarm: MemorySwarm) -> tuple[int, dict[str, int]]:
+        del swarm
+        recent = recent_rounds.RecentRounds(tmp_path)
+        recent.hold("joiner", 0)
+        for sequence in range(5):
+            recent.add_copy(plan([0, 1], sequence), SharedMemory.copy_of(b"mean"), Certificate(1, (), {}))
+        await recent.copied()
+        return sum(sequence in recent for sequence in range(5)), recent.held()
+
+    assert told(story) == (1, {})
 
 
 @pytest.mark.parametrize(("answers", "hosts"), [({"a": 1.0, "b": 1.5, "c": 9.0}, ["a", "b"]), ({"c": 9.0}, ["c"])])

@@ -46,7 +46,7 @@ def banned(workers: list[MemoryWorker]) -> list[set[str]]:
 
 
 def shows(worker: MemoryWorker, answer: PeerMessage) -> None:
-    async def show(_: AskPart) -> PeerMessage:
+    async def show(_: str, __: AskPart) -> PeerMessage:
         return answer
 
     worker.node.outcomes.check.show = show  # type: ignore[method-assign]

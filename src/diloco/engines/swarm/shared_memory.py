@@ -6,8 +6,10 @@ is no locking here; the messages on the link say which process may write.
 
 import mmap
 import os
+import tempfile
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 
 class SharedMemory(mmap.mmap):
@@ -34,8 +36,17 @@ class SharedMemory(mmap.mmap):
             raise
 
     @classmethod
-    def copy_of(cls, data: bytes | memoryview) -> "SharedMemory":
-        memory = cls.create(len(data))
+    def on_disk(cls, folder: Path, size: int) -> "SharedMemory":
+        """In a file without a name, for what need not be in memory. Raises OSError if the disk has no room for it."""
+        with tempfile.TemporaryFile(dir=folder, prefix="state-") as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            fd = os.dup(file.fileno())
+        return cls(fd, size)
+
+    @classmethod
+    def copy_of(cls, data: bytes | memoryview, folder: Path | None = None) -> "SharedMemory":
+        """`folder`: on the disk there, not in memory."""
+        memory = cls.create(len(data)) if folder is None else cls.on_disk(folder, len(data))
         memory.view[:] = data
         return memory
 

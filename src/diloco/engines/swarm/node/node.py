@@ -164,6 +164,7 @@ class Node:
             if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
                 self.members.expel()
             self.members.drop_unknown()
+            self.states.release_held()
             self.members.addresses = tuple(await self.transport.addresses())
             if not self.participant.rounds:  # in a round, its leader says so
                 await settle_number(self.heartbeats)
@@ -309,7 +310,7 @@ class Node:
                     self._trainer.post_now(request.sequence)
                 return messages.Done()
             case messages.AskOutcome():
-                return self.outcomes.answer(request)
+                return self.outcomes.answer(peer, request)
             case messages.AskLastPlan():
                 return self.outcomes.answer_last()
             case proofs.AskStateDigest():

@@ -11,6 +11,7 @@ No mean counts without a certificate (proofs/certificate.py): that most workers 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
@@ -39,7 +40,7 @@ class Outcomes:
         self.heartbeats, self.members, self.calls, self.notary = heartbeats, heartbeats.members, calls, notary
         self.liars = Liars(self.members, calls, notary)
         self.check = MeanCheck(self.members, calls, self.liars)
-        self.recent = RecentRounds()
+        self.recent = RecentRounds(Path(self.members.settings.folder))
         self.quorum = Quorum(self.members)
         self.missed = MissedRounds()
         self.on_end: Callable[[Agreed], None] = lambda _: None
@@ -197,8 +198,8 @@ class Outcomes:
             raise
         return Agreed(answer.plan, answer.certificate)
 
-    async def fetch_mean(self, agreed: Agreed, peer: str) -> bytes:
-        """The encoded mean of a round that has ended. Raises Unreachable or Malformed."""
+    async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
+        """The encoded mean of a round that has ended; `moved` is called for each piece. Raises Unreachable or Malformed."""
         sequence = agreed.plan.key.sequence
         stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
         try:
@@ -211,6 +212,7 @@ class Outcomes:
             view, received = memoryview(data), 0
             while received < size:
                 received += await frames.read_into(view[received:])
+                moved()
             await stream.write(b"\1", self._stall_seconds)
         finally:
             stream.close()
@@ -224,7 +226,8 @@ class Outcomes:
 
     # Answering others
 
-    def answer(self, request: AskOutcome) -> Outcome:
+    def answer(self, peer: str, request: AskOutcome) -> Outcome:
+        self.recent.touch(peer)
         ended = self.recent.get(request.sequence)
         return Outcome() if ended is None else self._outcome(ended.plan, ended.certificate)
 
@@ -245,4 +248,5 @@ class Outcomes:
         view = memoryview(ended.mean)
         for first in range(0, len(view), _CHUNK_BYTES):
             await write_frame(stream, view[first : first + _CHUNK_BYTES], self._stall_seconds)
+            self.recent.touch(stream.peer)
         await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit

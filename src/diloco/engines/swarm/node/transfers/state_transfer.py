@@ -1,10 +1,12 @@
 """The global state for a joiner, or for a worker that missed rounds.
 
 A source serves a snapshot that its trainer makes beside training; no worker waits for the transfer. The means of rounds
-that end during it follow: all members keep them for a while (rounds/recent_rounds.py). So a slow line catches up, and a
-worker that missed a round or two needs no snapshot at all. If a source dies or is slow, another one is asked
-(slow_sources.py). A state is taken over only if other members have the same (witnesses.py), and a mean only with its
-certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and numbers).
+that end during it follow: all members keep some, and the source keeps all since its snapshot until the reader has the
+state (rounds/recent_rounds.py), on its disk where they are large. So a slow line catches up, and a worker that missed a
+round or two needs no snapshot at all. Slow readers hold no place of others (places.py). If a source dies or is slow,
+another one is asked (slow_sources.py). A state is taken over only if other members have the same (witnesses.py), and a
+mean only with its certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and
+numbers).
 """
 
 import asyncio
@@ -13,14 +15,16 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
-from diloco.engines.swarm.node.rounds.recent_rounds import MAX_ROUNDS
+from diloco.engines.swarm.node.rounds.recent_rounds import MAX_BYTES, MAX_ROUNDS
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
+from diloco.engines.swarm.node.transfers.places import Place, Places
 from diloco.engines.swarm.node.transfers.slow_sources import Attempt, fetch_first
 from diloco.engines.swarm.node.transfers.witnesses import Witnesses, most_have, none_has_more
 from diloco.engines.swarm.node.wire import Malformed, encode, read_frame, write_frame
@@ -32,7 +36,9 @@ logger = logging.getLogger(__name__)
 LARGEST_STATE = 1 << 42
 _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
-_MAX_TRANSFERS = 2
+_MAX_READERS = 3
+_TURN = 2.0  # times `lost_seconds`: so long a reader keeps its place, though others wait and it is slow
+_IDLE = 4.0  # times `stall_seconds`: a reader that asks for nothing for so long is not waited for with means
 _POLL_SECONDS = 0.25
 _TELL_SECONDS = 1.0
 _MANY = 3
@@ -66,7 +72,7 @@ class StateTransfer:
         self.outcomes, self.recent, self._trainer = outcomes, outcomes.recent, trainer
         self.members, self.heartbeats = outcomes.members, outcomes.heartbeats
         self._stall_seconds = self.members.settings.stall_seconds
-        self._transfers = asyncio.Semaphore(_MAX_TRANSFERS)
+        self._places = Places(_MAX_READERS, _TURN * self.members.settings.lost_seconds)
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
         self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
         self.most_bytes = LARGEST_STATE
@@ -82,19 +88,33 @@ class StateTransfer:
     # Serving
 
     async def serve(self, stream: Stream) -> None:
-        async with self._transfers:
-            snapshot = await self._shared_snapshot()
-            if snapshot is None:
-                await write_frame(stream, encode(NotHere()), self._stall_seconds)
-                return
-            view, digest = snapshot.data.view, await self.witnesses.digest(snapshot, own=True)
-            head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
-            await write_frame(stream, encode(head), self._stall_seconds)
-            for first in range(0, len(view), _CHUNK_BYTES):
-                await stream.write(view[first : first + _CHUNK_BYTES], self._stall_seconds)
-            await stream.read(
-                1, self._stall_seconds
-            )  # the receiver confirms; closing earlier may lose bytes in transit
+        async with self._places.take(stream.peer) as place:
+            await place.run(self._send(stream, place))
+
+    async def _send(self, stream: Stream, place: Place) -> None:
+        snapshot = await self._shared_snapshot()
+        if snapshot is None:
+            await write_frame(stream, encode(NotHere()), self._stall_seconds)
+            return
+        self.recent.hold(stream.peer, snapshot.numbers["sequence"])
+        view, digest = snapshot.data.view, await self.witnesses.digest(snapshot, own=True)
+        head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
+        await write_frame(stream, encode(head), self._stall_seconds)
+        for first in range(0, len(view), _CHUNK_BYTES):
+            piece = view[first : first + _CHUNK_BYTES]
+            await stream.write(piece, self._stall_seconds)
+            place.sent_bytes += len(piece)
+            self.recent.touch(stream.peer)
+        await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit
+
+    def release_held(self) -> None:
+        """Let go of means that were kept for members which have the state now, are lost, or ask for nothing more."""
+        for peer, first in self.recent.held().items():
+            known = self.members.peers.get(peer)
+            caught_up = known is not None and known.status.has_state and known.status.next_round >= first
+            idle = self.recent.idle_seconds(peer) > _IDLE * self._stall_seconds
+            if known is None or not known.live or caught_up or idle:
+                self.recent.release(peer)
 
     async def _shared_snapshot(self) -> Snapshot | None:
         """Several requests at the same moment share one snapshot."""
@@ -164,7 +184,7 @@ class StateTransfer:
                 return None
             if base.snapshot is not None:
                 self.outcomes.quorum.agreed = await self.outcomes.ask_last(source.name, base.sequence)
-            means, sequence = await self._fetch_means(base.sequence, source)
+            means, sequence = await self._fetch_means(base.sequence, attempt)
             return FetchedState(base.snapshot, means, sequence, self._position())
         except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame, _NotVotedFor) as problem:
             logger.info("no state from %s: %s", source.name, problem)
@@ -252,9 +272,11 @@ class StateTransfer:
                 return
         raise _NotTheSame(f"{same} of {len(asked)} other members have the same state")
 
-    async def _fetch_means(self, sequence: int, source: Peer) -> tuple[tuple[RoundMean, ...], int]:
+    async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], int]:
         """The means of this round and all later ones that have ended; and the round after them."""
+        source = attempt.source
         means: list[RoundMean] = []
+        held = 0
         while True:
             agreed = await self.outcomes.ask(source.name, sequence)
             if agreed is None:
@@ -264,12 +286,22 @@ class StateTransfer:
             if not self.outcomes.quorum.accepts(agreed):
                 raise _NotVotedFor(f"most members that count have not voted for the mean of round {sequence}")
             plan = agreed.plan
-            mean = await self.outcomes.fetch_mean(agreed, source.name) if plan.has_mean else b""
+            mean = await self.outcomes.fetch_mean(agreed, source.name, attempt.moved) if plan.has_mean else b""
             if plan.has_mean:
-                means.append(RoundMean(plan.key, SharedMemory.copy_of(mean), plan.decision.plain))
+                held += len(mean)
+                means.append(RoundMean(plan.key, self._keep(mean, held > MAX_BYTES), plan.decision.plain))
             self.recent.add(plan, mean, agreed.certificate)
             self.outcomes.quorum.record(agreed)
             sequence += 1
+
+    def _keep(self, mean: bytes, on_disk: bool) -> SharedMemory:
+        try:
+            return SharedMemory.copy_of(mean, Path(self.members.settings.folder) if on_disk else None)
+        except OSError as error:
+            raise EngineError(
+                f"there is no room for the means of rounds that ended while the state arrived ({error}): make room in "
+                f"{self.members.settings.folder}, or use a faster line"
+            ) from error
 
     def _position(self) -> int:
         positions = [peer.status.position for peer in self.members.with_state()]
