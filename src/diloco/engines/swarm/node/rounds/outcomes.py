@@ -199,7 +199,7 @@ class Outcomes:
         return Agreed(answer.plan, answer.certificate)
 
     async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
-        """The encoded mean of a round that has ended; `moved` is called for each piece. Raises Unreachable or Malformed."""
+        """The encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or Malformed."""
         sequence = agreed.plan.key.sequence
         stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
         try:
