@@ -50,6 +50,7 @@ class OuterNumbers:
 
     loop: OuterLoop
     warm_start: WarmStart
+    _on_round: Callable[[RoundEvent], None] | None = None
 
     @property
     def position(self) -> int:
@@ -58,8 +59,8 @@ class OuterNumbers:
 
     @property
     def rounds(self) -> int:
-        """Rounds whose mean is in the anchor, of all fragments."""
-        return self.loop.rounds
+        """Rounds whose mean is in the anchor, of all fragments of parameters; those of buffers are part of them."""
+        return self.loop.outer_steps
 
     @property
     def failures(self) -> int:
@@ -91,12 +92,19 @@ class OuterNumbers:
 
     @property
     def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Set it to a function, and it is called after every round, with or without a mean, in this thread."""
-        return self.loop.on_round
+        """Set it to a function, and it is called after every round, with or without a mean, in this thread.
+
+        A round of the model's buffers, which travel with the last fragment, is part of that fragment's round.
+        """
+        return self._on_round
 
     @on_round.setter
     def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
-        self.loop.on_round = function
+        self._on_round, is_auxiliary = function, self.loop.is_auxiliary
+        if function is None:
+            self.loop.on_round = None
+        else:
+            self.loop.on_round = lambda event: None if is_auxiliary(event.key) else function(event)
 
 
 def _wrapped_for_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,6 +134,27 @@ def test_running_statistics_are_averaged_plainly_and_other_buffers_only_equal_at
         assert model.norm.num_batches_tracked.item() == 4
 
 
+def test_a_round_of_a_model_with_running_statistics_is_one_round() -> None:
+    """The buffers are a fragment of their own, which the user does not see."""
+    models, optimizers = normed()
+    told: list[int] = []
+    optimizers[0].on_round = lambda event: told.append(event.key.fragment)
+    for step in range(4):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, worker, step).backward()
+            optimizer.inner_step()
+        for part in (DiLoCo.post, DiLoCo.merge):
+            for optimizer in optimizers:
+                part(optimizer)
+    assert [optimizer.rounds for optimizer in optimizers] == [2, 2]
+    assert told == [0, 0]
+    assert optimizers[0].loop.rounds == 4
+    deltas = optimizers[0].loop.compared[1]
+    assert optimizers[0].similarity is not None and len(deltas) == 3
+    assert optimizers[0].loop.replica.groups[1].auxiliary
+
+
 def test_statistics_of_any_size_are_averaged_and_no_outlier() -> None:
     """A worker whose inputs have another scale is honest: the bound on norms is for gradients."""
     models, optimizers = normed()

@@ -144,6 +144,16 @@ class OuterLoop:
         return self.state.rounds
 
     @property
+    def outer_steps(self) -> int:
+        """Merged rounds of the parameters' fragments, without those of buffers and second moments."""
+        counts = zip(self.replica.groups, self.state.merged_rounds, strict=True)
+        return sum(rounds for group, rounds in counts if not group.auxiliary)
+
+    def is_auxiliary(self, key: RoundKey) -> bool:
+        """A round of buffers or second moments."""
+        return self.replica.groups[key.fragment].auxiliary
+
+    @property
     def stopping(self) -> bool:
         """A worker has asked for the end (`report.stopping`): leave the loop and call `finish`."""
         return self.policy.stopping
@@ -256,7 +266,8 @@ class OuterLoop:
             mean_norm = self._take_in(posted, outcome)
         taken = time.monotonic() - started
         self.sync_seconds += taken
-        if result is not None and mean_norm is not None and len(result.contributors) > 1:
+        several = result is not None and mean_norm is not None and len(result.contributors) > 1
+        if result is not None and several and not self.is_auxiliary(posted.key):
             self.compared = (result.contributors, result.comparison.products)
         if self.on_round is not None:
             lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]

@@ -56,12 +56,12 @@ class Workers:
                 faults=faults,
             )
             optimizer.unfinished.silence()
-            optimizer.on_round = lambda event, worker=engine.worker: self._events.append((worker, event))
+            optimizer.loop.on_round = lambda event, worker=engine.worker: self._events.append((worker, event))
             self.optimizers.append(optimizer)
 
     @property
     def rounds(self) -> int:
-        return max(optimizer.rounds for optimizer in self.optimizers)
+        return max(optimizer.loop.rounds for optimizer in self.optimizers)
 
     @property
     def rounds_failed(self) -> int:
@@ -74,7 +74,7 @@ class Workers:
 
     def newest(self) -> int:
         """A worker that has merged the most rounds: its anchor is the run's."""
-        return max(range(self.arm.workers), key=lambda worker: self.optimizers[worker].rounds)
+        return max(range(self.arm.workers), key=lambda worker: self.optimizers[worker].loop.rounds)
 
     def saved(self) -> State | None:
         """All but the replicas' memory, between two steps; rounds in flight are settled and stay unmerged.

@@ -30,6 +30,11 @@ class Group:
     moments: SecondMoments | None = None
     """Second moments of the inner optimizer instead of tensors of the model; there is no fragment then."""
 
+    @property
+    def auxiliary(self) -> bool:
+        """Averaged beside the parameters: its rounds are no outer steps, and no rounds to the user."""
+        return self.buffers or self.moments is not None
+
 
 def lay_groups(
     tensors: ModelTensors,
