@@ -12,6 +12,7 @@ The inner optimizer stays the user's: learning-rate schedulers, hooks, parameter
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -183,6 +184,18 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.unfinished = UnfinishedSteps(self, engine.worker)
         if engine.workers == 1 and not engine.elastic:
             self.unfinished.silence()
+
+    def tell(self, *, loss: float | None = None, tokens: int | None = None) -> None:
+        """What the others, and `diloco status`, are to know of this worker besides its position; call it at any time.
+
+        `loss`: of the latest step. `tokens`: that this worker has trained on in all.
+        """
+        if loss is not None:
+            self.loop.report = replace(self.loop.report, loss=loss)
+        if tokens is not None:
+            if tokens < 0:
+                raise ConfigError(f"tokens = {tokens} must be at least 0")
+            self.loop.report = replace(self.loop.report, tokens=tokens)
 
     # The three parts of a step, and the end
 

@@ -1,5 +1,6 @@
 """Where workers come and go: position and work are two things, missed rounds are made up for, leaving is lonely."""
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -631,3 +632,22 @@ def _step_if_it_need_not_wait(world: ElasticWorld, number: int) -> None:
             world.post(number)
         if ended():
             world.merge(number)
+
+
+# What `diloco status` shows of a loop of one's own
+
+
+def test_a_loop_of_ones_own_tells_its_position_and_what_else_it_is_told() -> None:
+    world = ElasticWorld(1, SyncConfig(4))
+    optimizer, engine = world.workers[0].optimizer, world.workers[0].loop.engine
+    told: list[dict[str, float]] = []
+    engine.progress = lambda **values: told.append(values)
+    world.step(times=2)
+    optimizer.tell(loss=2.5, tokens=640)
+    world.step(times=3)
+    assert [one["inner_steps"] for one in told] == [1, 2, 3, 4, 5]
+    assert [one["tokens"] for one in told] == [0, 0, 640, 640, 640]
+    assert math.isnan(told[1]["loss"]) and told[2]["loss"] == 2.5
+    assert all(one["step_seconds"] > 0 for one in told)
+    with pytest.raises(ConfigError, match="tokens = -1 must be at least 0"):
+        optimizer.tell(tokens=-1)

@@ -150,6 +150,41 @@ def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], t
     _check_that_phases_are_told(swarm)
 
 
+class Killed(BaseException):
+    """In place of kill -9: no last word."""
+
+
+def test_after_a_member_was_killed_and_came_back_all_machines_count_the_same_tokens(
+    made: tuple[RunConfig, Corpus], tmp_path: Path
+) -> None:
+    """H = 4. Worker 1 joins at step 6, dies at 14, two steps after its last round, and comes back at 18."""
+    swarm, config = Swarm(made, tmp_path), made[0]
+    told: list[int] = []
+
+    def die(training: Training) -> None:
+        raise Killed
+
+    def first(training: Training) -> None:
+        swarm.start(swarm.worker(1, step13=die))
+
+    def again(training: Training) -> None:
+        for thread in swarm.threads[1:]:
+            thread.join(60)
+        swarm.errors.clear()
+        training = swarm.worker(1)
+        training.engine.progress = lambda **values: told.append(values["tokens"])  # type: ignore[method-assign]
+        swarm.start(training)
+
+    swarm.start(swarm.worker(0, step5=first, step17=again))
+    swarm.end()
+    in_means = {0: STEPS, 1: (12 - 6) + (STEPS - 18)}
+    summaries = [summarize(config, read_events(tmp_path / f"machine-{number}")) for number in (0, 1)]
+    assert [one["tokens"] for one in summaries] == [sum(in_means.values()) * config.tokens_per_step] * 2
+    assert [one["members_seen"] for one in summaries] == [2, 2]
+    assert [one["local_tokens"] for one in summaries] == [steps * config.tokens_per_step for steps in in_means.values()]
+    assert told[-1] == in_means[1] * config.tokens_per_step, "what `diloco status` shows of it"
+
+
 def test_steps_are_logged_though_a_worker_jumps_over_every_multiple_of_the_interval(
     made: tuple[RunConfig, Corpus], tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ class Member(ElasticEngine):
     excluded: str | None = None
 
     def progress(self, **told: float) -> None:
-        assert told.keys() == {"inner_steps", "tokens", "loss", "step_seconds"}
+        assert told.keys() == {"inner_steps", "tokens", "loss", "step_seconds", "run_tokens"}
 
     def fetch_file(self, name: str, path: Path) -> None:
         raise EngineError(f"{name} is at {path} already")

@@ -19,6 +19,8 @@ NOTES = st.builds(
     st.dictionaries(st.integers(0, 2**32 - 1), st.tuples(COUNTS, COUNTS), max_size=8),
     st.frozensets(st.integers(0, 1 << 20), max_size=8),
     st.none() | FIGURES,
+    COUNTS,
+    st.dictionaries(st.integers(0, 1 << 20), COUNTS, max_size=8),
 )
 
 
@@ -39,9 +41,16 @@ def test_a_loss_that_is_not_finite_is_told_as_nan() -> None:
 
 
 def packed(
-    step: int = -1, loss: float = 1.0, tokens: int = 1, shards: int = 0, apart: int = 0, rest: bytes = b""
+    step: int = -1,
+    loss: float = 1.0,
+    tokens: int = 1,
+    shards: int = 0,
+    apart: int = 0,
+    rest: bytes = b"",
+    own_tokens: int = 0,
+    counted: int = 0,
 ) -> bytes:
-    return struct.pack("<4sqdqHH", b"dln1", step, loss, tokens, shards, apart) + rest
+    return struct.pack("<4sqdqqHHH", b"dln2", step, loss, tokens, own_tokens, shards, apart, counted) + rest
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def packed(
         b'{"validation": [1, ' + b"9" * 400 + b", 32]}",
         b"{" * 10_000,
         b"\xff\xfe",
-        b"dln1",
+        b"dln2",
         packed(step=-2),
         packed(step=1, tokens=0),
         packed(step=1, loss=math.inf),
@@ -63,6 +72,13 @@ def packed(
         packed(shards=1, rest=struct.pack("<Iqq", 0, -1, 0)),
         packed(shards=1, rest=struct.pack("<Iqq", 0, 0, 1 << 60)),
         packed(apart=1, rest=struct.pack("<I", 1 << 31)),
+        packed(own_tokens=-1),
+        packed(own_tokens=1 << 60),
+        packed(counted=1),
+        packed(counted=65535),
+        packed(counted=1, rest=struct.pack("<Iq", 1 << 31, 1)),
+        packed(counted=1, rest=struct.pack("<Iq", 1, -1)),
+        packed(counted=1, rest=struct.pack("<Iq", 1, 1 << 60)),
         write_note(Note()) + bytes(MAX_NOTE_BYTES),
     ],
 )

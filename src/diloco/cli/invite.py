@@ -10,7 +10,7 @@ from rich.text import Text
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
 from diloco.own_command import command
-from diloco.training.processes.run_lock import is_training
+from diloco.run_lock import is_training
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.records.run_folder import resume_command
 

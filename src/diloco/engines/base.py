@@ -54,6 +54,14 @@ class Connection(ABC):
         del sequence
         return False
 
+    def progress(  # noqa: B027 - only a swarm has a status
+        self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float, run_tokens: int = 0
+    ) -> None:
+        """Tell the others how far this worker is, for `diloco status`; an engine without a status does nothing.
+
+        Called by elastic workers after every inner step. `run_tokens`: in all means of the run, if that is counted.
+        """
+
     @abstractmethod
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
         """Collective: an engine for each lane; None where this process is not in it.

@@ -1,8 +1,8 @@
 """The note of a swarm's worker: what it tells the other trainers beside a contribution or a state.
 
 A note comes from another machine, so it has one form and one reader: fixed fields, each with its bounds, and a length
-that follows from its two counts. `read_note` accepts that and nothing else. A node reads the note of every contribution
-before it counts (swarm/node/plan.py): a note that cannot be read is an offence of its author.
+that follows from its three counts. `read_note` accepts that and nothing else. A node reads the note of every
+contribution before it counts (swarm/node/plan.py): a note that cannot be read is an offence of its author.
 """
 
 import struct
@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan, nan
 
-_MAGIC = b"dln1"
-_HEAD = struct.Struct("<4s qdq HH")
+_MAGIC = b"dln2"
+_HEAD = struct.Struct("<4s qdq q HHH")
 _SHARD = struct.Struct("<Iqq")
 _NUMBER = struct.Struct("<I")
+_TOKENS = struct.Struct("<Iq")
 
 MAX_NOTE_BYTES = 1 << 14
 MOST_SHARDS = 256
 """Shards left out of a note are read from their last known position."""
 MOST_APART = 256
+MOST_COUNTED = 256
+"""Workers whose tokens a note tells."""
 _MOST_COUNT = 1 << 53
 _MOST_NUMBER = 1 << 20
 """As of a worker number (swarm/node/status.py)."""
@@ -50,6 +53,10 @@ class Note:
     """The numbers of workers with their own text."""
     validation: ValidationFigure | None = None
     """The latest figure that the worker knows."""
+    own_tokens: int = 0
+    """That the worker has trained on, in all its starts as far as they are in the run."""
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> its tokens that are in the run's means, as far as the author knows (training/swarm/token_counts.py)."""
 
 
 def is_loss(value: float) -> bool:
@@ -58,16 +65,21 @@ def is_loss(value: float) -> bool:
 
 
 def write_note(note: Note) -> bytes:
-    """The first MOST_SHARDS shards and the lowest MOST_APART numbers; a loss that `is_loss` forbids becomes nan."""
+    """The first MOST_SHARDS shards and MOST_COUNTED counts, and the lowest MOST_APART numbers.
+
+    A loss that `is_loss` forbids becomes nan.
+    """
     read = list(note.read.items())[:MOST_SHARDS]
     apart = sorted(number for number in note.apart if 0 <= number <= _MOST_NUMBER)[:MOST_APART]
+    counted = list(note.tokens.items())[:MOST_COUNTED]
     figure = note.validation or ValidationFigure(-1, nan, 0)
     loss = figure.loss if is_loss(figure.loss) else nan
     return b"".join(
         [
-            _HEAD.pack(_MAGIC, figure.step, loss, figure.tokens, len(read), len(apart)),
+            _HEAD.pack(_MAGIC, figure.step, loss, figure.tokens, note.own_tokens, len(read), len(apart), len(counted)),
             *(_SHARD.pack(shard, *position) for shard, position in read),
             *(_NUMBER.pack(number) for number in apart),
+            *(_TOKENS.pack(worker, tokens) for worker, tokens in counted),
         ]
     )
 
@@ -80,18 +92,23 @@ def read_note(data: bytes) -> Note:
         raise MalformedNote(f"a note of {len(data)} bytes, more than {MAX_NOTE_BYTES}")
     if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedNote(f"a note that does not begin with {_MAGIC!r} and {_HEAD.size} bytes of numbers")
-    _, step, loss, tokens, shards, apart = _HEAD.unpack_from(data)
-    size = _HEAD.size + shards * _SHARD.size + apart * _NUMBER.size
-    if shards > MOST_SHARDS or apart > MOST_APART or len(data) != size:
-        raise MalformedNote(f"a note of {len(data)} bytes with {shards} shards and {apart} workers")
+    _, step, loss, tokens, own_tokens, shards, apart, counted = _HEAD.unpack_from(data)
     end_of_shards = _HEAD.size + shards * _SHARD.size
+    end_of_apart = end_of_shards + apart * _NUMBER.size
+    too_many = shards > MOST_SHARDS or apart > MOST_APART or counted > MOST_COUNTED
+    if too_many or len(data) != end_of_apart + counted * _TOKENS.size:
+        raise MalformedNote(f"a note of {len(data)} bytes with {shards} shards, {apart} workers and {counted} counts")
     read = {shard: (epoch, consumed) for shard, epoch, consumed in _SHARD.iter_unpack(data[_HEAD.size : end_of_shards])}
-    numbers = [number for (number,) in _NUMBER.iter_unpack(data[end_of_shards:])]
+    numbers = [number for (number,) in _NUMBER.iter_unpack(data[end_of_shards:end_of_apart])]
     if any(not 0 <= count <= _MOST_COUNT for position in read.values() for count in position):
         raise MalformedNote("a note with a position in the text that no shard has")
-    if any(number > _MOST_NUMBER for number in numbers):
-        raise MalformedNote(f"a note with worker {max(numbers)}, above {_MOST_NUMBER}")
-    return Note(read, frozenset(numbers), _figure(step, loss, tokens))
+    counts = dict(_TOKENS.iter_unpack(data[end_of_apart:]))
+    highest = max([*numbers, *counts], default=0)
+    if highest > _MOST_NUMBER:
+        raise MalformedNote(f"a note with worker {highest}, above {_MOST_NUMBER}")
+    if any(not 0 <= count <= _MOST_COUNT for count in (own_tokens, *counts.values())):
+        raise MalformedNote("a note with tokens that no worker has trained on")
+    return Note(read, frozenset(numbers), _figure(step, loss, tokens), own_tokens, counts)
 
 
 def _figure(step: int, loss: float, tokens: int) -> ValidationFigure | None:

@@ -59,6 +59,8 @@ class ElasticMembership(Policy):
         self._leaving = False
         self._agreed_last: int | None = None  # in a run without an agreed end: all are done, and end after this round
         self._catch_up = CatchUp(loop.state, loop.replica, loop.schedule)
+        self._last_step = time.monotonic()
+        self._step_seconds = 0.0
 
     # The start
 
@@ -94,6 +96,8 @@ class ElasticMembership(Policy):
         Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
         """
         posted: set[int] = set()
+        if self.loop.tells_progress:
+            self._tell_progress()
         if self.loop.pace is not None:
             self.loop.pace.advance(self.loop.ends_at)
         while self._must_act():
@@ -112,6 +116,20 @@ class ElasticMembership(Policy):
             if self._is_last_turn():
                 self.loop.report = replace(self.loop.report, done=True)
             yield index
+
+    def _tell_progress(self) -> None:
+        """For `diloco status`; the engine sends it twice a second at most."""
+        now = time.monotonic()
+        taken = now - self._last_step
+        self._last_step = now
+        self._step_seconds += (0.1 if self._step_seconds else 1.0) * (taken - self._step_seconds)
+        report = self.loop.report
+        self.loop.engine.progress(
+            inner_steps=self.state.inner_steps,
+            tokens=report.tokens,
+            loss=report.loss,
+            step_seconds=self._step_seconds,
+        )
 
     def _is_last_turn(self) -> bool:
         """The next round comes after the last one of the schedule: the others are in `finish`."""

@@ -83,6 +83,8 @@ class OuterLoop:
         """Called before merging a round in which a worker stops: the last moment to save."""
         self.on_resync: Callable[[str, int], None] | None = None
         """Called after an elastic worker took over the others' state, with the reason and the next round."""
+        self.tells_progress = True
+        """An elastic worker tells its engine after each step how far it is; False: the caller does that, and more."""
         self.note: Callable[[], bytes] = bytes
         """What else elastic workers are told with every post, and joiners with the state, in another thread."""
         self.arrived_note = b""

@@ -215,6 +215,7 @@ class Training:
                 )
         if self._resumed["new"]:
             self.log.restart()
+            self.peers.restart()
             torch.manual_seed(self.config.seed + self.engine.worker)
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,6 +394,7 @@ class Training:
             type_,
             **end_fields(self.mode, self.config.steps),
             resyncs=self.peers.resyncs,
+            tokens_by_worker=self.peers.tokens_by_worker(),
             checkpoints_failed=self.checkpoints.failed,
             tokens=self.log.tokens(),
             elapsed_seconds=self.log.seconds(),

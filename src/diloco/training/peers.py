@@ -41,6 +41,13 @@ class Peers(ABC):
     def after_round(self, event: RoundEvent) -> None:
         """After a round was merged or has failed."""
 
+    def restart(self) -> None:
+        """The state that was loaded is another worker's: its steps are not this one's."""
+
+    def tokens_by_worker(self) -> dict[str, int] | None:
+        """In a swarm: the tokens of every worker that are in the run, for the summary."""
+        return None
+
     @abstractmethod
     def check_progress(self, failures: list[str], loss: float | None) -> None:
         """Raise EngineError if training on is of no use. `failures`: of the latest rounds, in a row; `loss`: the last

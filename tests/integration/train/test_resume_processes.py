@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.run_lock import run_lock
 from diloco.training.checkpoints.manifests import find_checkpoints
-from diloco.training.processes.run_lock import run_lock
 from support.forks import fork_command
 from support.kills import trial
 from support.train_runs import SMALL, Run, completed, start, write_text

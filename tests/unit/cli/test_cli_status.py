@@ -83,6 +83,16 @@ def test_the_table_fits_80_columns_and_cuts_nothing_but_names(told: RunStatus) -
     assert all(len(line) <= 80 for line in headlines(told, 1_000_000))
 
 
+def test_the_tokens_of_all_workers_are_those_that_a_live_worker_has_counted() -> None:
+    members = (member(0, run_tokens=12_000), member(1, run_tokens=99_000, live=False), member(2, run_tokens=11_500))
+    assert headlines(structs.replace(TOLD, members=members))[2] == "12,000 tokens of all workers in the run's means"
+
+
+def test_tokens_that_a_loop_of_ones_own_does_not_tell_are_shown_as_unknown() -> None:
+    (row,) = rows(structs.replace(TOLD, members=(member(0, tokens=0),)))
+    assert row[2] == "80" and row[6] == "-"
+
+
 def test_a_swarm_at_its_last_step_is_complete() -> None:
     assert [row[-1] for row in rows(TOLD, 80)] == ["done", "lost", "joining"]
     assert headlines(TOLD, 80)[0] == "run abcd · complete after 80 steps · 2 workers · 8 rounds"

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,20 @@ from diloco.engines.swarm.settings import Settings
 from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
+from diloco.run_lock import is_training
+
+closing: list[Callable[[], None]] = []
+"""What the engines call when they are closed."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
+    closing.clear()
 
-    def start(settings: Settings, *, on_event: object) -> object:
+    def start(settings: Settings, *, on_event: object, on_close: Callable[[], None]) -> object:
         seen.append(settings)
+        closing.append(on_close)
         return object()
 
     monkeypatch.setattr(swarm_engine, "SwarmEngine", start)
@@ -34,6 +41,17 @@ def test_the_first_call_begins_a_swarm_and_the_next_goes_back_to_it(tmp_path: Pa
     diloco.join_swarm(tmp_path)
     assert started[0] == started[1] and started[0].founder  # the same port, too
     assert Invitation.parse((tmp_path / "swarm" / "worker-0.invitation").read_text(), None) == kept
+
+
+@pytest.mark.usefixtures("started")
+def test_a_loop_of_ones_own_is_known_to_run_in_its_folder_until_it_closes_its_engine(tmp_path: Path) -> None:
+    diloco.join_swarm(tmp_path, name="worker-0")
+    diloco.join_swarm(tmp_path, name="worker-1")
+    assert is_training(tmp_path)
+    closing[0]()
+    assert is_training(tmp_path)
+    closing[1]()
+    assert not is_training(tmp_path)
 
 
 def test_with_an_invitation_another_worker_must_be_there(tmp_path: Path, started: list[Settings]) -> None:

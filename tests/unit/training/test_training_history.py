@@ -9,9 +9,9 @@ import pytest
 
 from diloco.cli.display.view import RunView
 from diloco.errors import ConfigError
+from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import rotate_log
-from diloco.training.processes.run_lock import hold_as_worker, run_lock
 from diloco.training.records import history
 from diloco.training.records.events import Event
 from diloco.training.records.summary import summarize
@@ -126,7 +126,7 @@ def test_a_killed_process_leaves_no_lock_and_its_workers_are_waited_for(
 ) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from diloco.training.processes.run_lock import hold_as_worker, run_lock\n"
+        "from diloco.run_lock import hold_as_worker, run_lock\n"
         "with run_lock(Path(sys.argv[1])):\n"
         "    hold_as_worker(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
@@ -139,7 +139,7 @@ def test_a_killed_process_leaves_no_lock_and_its_workers_are_waited_for(
     process.stdout.close()
     with run_lock(tmp_path):
         hold_as_worker(tmp_path)
-    monkeypatch.setattr("diloco.training.processes.run_lock._LEFTOVER_SECONDS", 0.2)
+    monkeypatch.setattr("diloco.run_lock._LEFTOVER_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="workers of an earlier start still run"), run_lock(tmp_path):
         pass
 

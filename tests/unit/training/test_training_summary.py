@@ -9,8 +9,8 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
+from diloco.run_lock import run_lock
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.run_lock import run_lock
 from diloco.training.records.events import EVENTS_FILE, Event
 from diloco.training.records.summary import (
     SUMMARY_FILE,

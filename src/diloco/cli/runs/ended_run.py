@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from diloco.cli.display.view import duration
 from diloco.engines.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.errors import ConfigError
+from diloco.run_lock import is_training
 from diloco.training.config.run_file import read_run_file
-from diloco.training.processes.run_lock import is_training
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary, read_summary
 

@@ -21,8 +21,8 @@ from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
+from diloco.run_lock import is_training
 from diloco.training.config.run_file import read_run_file
-from diloco.training.processes.run_lock import is_training
 from diloco.training.records.counts import RunCounts
 from diloco.training.records.events import EVENTS_FILE, read_events
 from diloco.training.records.notes import printable
@@ -245,10 +245,13 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
     furthest = max((one.position for one in live), default=0)
     of = "" if not steps else f" of {steps:,} ({furthest / steps:.0%})"
+    tokens = max((one.run_tokens for one in live), default=0)
     done = "complete after" if steps is not None and furthest >= steps else "step"
+    in_all = [f"{tokens:,} tokens of all workers in the run's means"] if tokens else []
     return [
         f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {counted}",
         f"{now} · {speed:.2f} steps/s in all · led by worker {leader}",
+        *in_all,
     ]
 
 
@@ -268,7 +271,7 @@ def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
             str(first - one.position) if one.live else "-",
             f"{1 / one.step_seconds:.2f}" if one.step_seconds > 0 else "-",
             f"{one.loss:.3f}" if one.loss >= 0 else "-",
-            f"{one.tokens:,}",
+            f"{one.tokens:,}" if one.tokens else "-",
             f"round {one.contributed_round}" if one.contributed_round >= 0 else "none yet",
             _ago(one.silent_seconds) if _was_heard(one) else "never",
             f"{1000 * one.latency_seconds:.0f} ms" if one.latency_seconds else "-",

@@ -53,17 +53,19 @@ class SwarmEngine(Engine):
         on_event: OnEvent | None = None,
         start_seconds: float = START_SECONDS,
         command: Sequence[str] | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         """Founds or joins the swarm; raises a DiLoCoError that says why it cannot.
 
         `on_event(type, fields)` is called for joins, leaves, refusals and lost sidecars, in a thread of the engine: it
-        must not wait. `command` starts the sidecar, for tests.
+        must not wait. `command` starts the sidecar, for tests. `on_close` is called once, when the engine is closed.
         """
         if command is None:
             check_swarm()
         self.settings = settings = replace(settings, threads=torch.get_num_threads())
         self.log = Path(settings.folder).parent / "logs" / f"{settings.name}-swarm.log"
         self._on_event = on_event
+        self._on_close = on_close
         self._status = RunStatus("", (), None, {}, {})
         self._workers = 1
         self._members: tuple[Member, ...] = ()
@@ -200,12 +202,11 @@ class SwarmEngine(Engine):
         """Download it from any member that has it; `path` then holds the whole file, or does not exist."""
         self._request_until_answered(lambda number: messages.FetchFile(number, name, str(path)), name, _JOIN_SECONDS)
 
-    def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None:
-        """Tell the others how far this worker is; cheap enough to call after every step."""
+    def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float, run_tokens: int = 0) -> None:
         now = time.monotonic()
         if now - self._progress_sent_at >= _PROGRESS_SECONDS:
             self._progress_sent_at = now
-            self._sidecar.send(messages.Progress(inner_steps, tokens, loss, step_seconds), seconds=0.0)
+            self._sidecar.send(messages.Progress(inner_steps, tokens, loss, step_seconds, run_tokens), seconds=0.0)
 
     def status(self) -> RunStatus:
         """The node's latest status: the run and its members."""
@@ -243,6 +244,9 @@ class SwarmEngine(Engine):
         self._sidecar.close()
         self._snapshots.close()
         self._memory.clear()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     # Messages of the sidecar, in the supervisor's thread
 

@@ -24,6 +24,7 @@ from diloco.engines.swarm.run_files import (
 )
 from diloco.engines.swarm.settings import Settings
 from diloco.errors import ConfigError
+from diloco.run_lock import hold_as_worker
 
 if TYPE_CHECKING:
     from diloco.engines.swarm.engine import SwarmEngine
@@ -67,7 +68,12 @@ def join_swarm(
         announce=tuple(announce),
         timeout_seconds=timeout_seconds,
     )
-    return SwarmEngine(settings, on_event=on_event)
+    release = hold_as_worker(swarm.parent)
+    try:
+        return SwarmEngine(settings, on_event=on_event, on_close=release)
+    except BaseException:
+        release()
+        raise
 
 
 def _save_invitation(swarm: Path, name: str, source: str | None) -> bool:

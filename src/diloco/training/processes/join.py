@@ -28,11 +28,11 @@ from diloco.data.preparation.received_corpus import (
 from diloco.engines.swarm.run_files import PEERS_FILE, SWARM_FOLDER, invitation_file, write_private
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.models.native.presets import PRESETS
+from diloco.run_lock import run_lock
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import worker_name
 from diloco.training.processes.run import EndedRun, Observer
-from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import check_device, check_out, check_room, create_run_folder
 from diloco.training.processes.swarm_run import SWARM_TEXT, SwarmText, check_network, check_text, run_swarm_workers
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription

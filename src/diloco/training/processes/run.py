@@ -14,12 +14,12 @@ from typing import Protocol
 from diloco.data.order import worker_shards
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import DiLoCoError, WorkerFailed
+from diloco.run_lock import run_lock
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import LocalWorkers
 from diloco.training.processes.local_process import heard_signals
-from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
     check_data,
     check_device,

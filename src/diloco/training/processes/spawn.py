@@ -9,9 +9,9 @@ import threading
 import time
 from pathlib import Path
 
+from diloco.run_lock import hold_as_worker
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import LocalRank, SwarmSlot
-from diloco.training.processes.run_lock import hold_as_worker
 
 
 def run_local_rank(config: RunConfig, local: LocalRank) -> None:

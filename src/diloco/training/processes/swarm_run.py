@@ -17,13 +17,13 @@ from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import INVITATION_FILES, RUN_KEY_FILE, SWARM_FOLDER, write_private
 from diloco.errors import ConfigError
 from diloco.own_command import command
+from diloco.run_lock import run_lock
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import SwarmSlot, worker_name
 from diloco.training.processes.run import EndedRun, Observe, Observer, run_to_end
-from diloco.training.processes.run_lock import run_lock
 from diloco.training.processes.run_setup import (
     check_device,
     check_out,

@@ -16,12 +16,12 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.connect import join_from_environment
 from diloco.errors import DiLoCoError
+from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.processes.run import EndedRun, Observe
-from diloco.training.processes.run_lock import hold_as_worker, run_lock
 from diloco.training.processes.run_setup import (
     check_data,
     check_device,

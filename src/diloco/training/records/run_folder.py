@@ -6,7 +6,7 @@ from pathlib import Path
 from diloco.errors import ConfigError
 from diloco.models.pretrained import CONFIG_FILE
 from diloco.own_command import command
-from diloco.training.processes.run_lock import is_training
+from diloco.run_lock import is_training
 
 RUN_FILE = "config.toml"
 MODEL_FOLDER = "model"

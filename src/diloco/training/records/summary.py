@@ -18,7 +18,7 @@ from diloco.training.records import history
 from diloco.training.records.events import Event, read_events
 from diloco.training.records.progress import WorkerProgress
 from diloco.training.records.run_folder import RUN_FILE, how_to_end
-from diloco.training.records.swarm_summary import swarm_numbers, usual_workers
+from diloco.training.records.swarm_summary import steps_of_bytes, swarm_numbers, usual_workers
 from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
@@ -61,7 +61,7 @@ def summarize(config: RunConfig, events: list[Event], error: str | None = None) 
     compared = (max(steps.values(), default=0), workers)
     if config.engine == "swarm":
         numbers |= swarm_numbers(log, events, best)
-        compared = (numbers["local_steps"], usual_workers(events))
+        compared = (steps_of_bytes(log, events), usual_workers(events))
     elif config.sync.dynamic_steps:  # positions in the schedule are not steps
         numbers["tokens"] = _own_tokens(events, members)
     sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(_trainable(started), *compared)

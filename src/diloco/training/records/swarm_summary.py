@@ -1,11 +1,12 @@
 """The numbers of a swarm's run on one machine, where workers come and go, and jump in the schedule. Torch-free.
 
 Bytes, seconds and the comparison with data-parallel training are of this machine's own workers and of the steps that
-they took themselves; `tokens` is of the whole swarm, as far as this machine has heard of it.
+they took themselves. `tokens` is of the whole swarm, and `local_tokens` of this machine's share in it: what is behind
+the contributions in the run's means (training/swarm/token_counts.py), the same on every machine.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +49,13 @@ def swarm_numbers(log: Sequence[Event], events: Sequence[Event], ended: Event | 
     """`events`: without those that a resume has taken back. `ended`: the end of the worker that speaks for all."""
     work = own_work(log)
     rounds = [event for event in events if event["type"] == "round"]
-    tokens = {worker: one.tokens for worker, one in work.items()}
-    for event in rounds:
-        for member in event["members"]:
-            if member["worker"] not in work:
-                tokens[member["worker"]] = max(tokens.get(member["worker"], 0), member["report"]["tokens"])
-    per_step = next((event["tokens_per_step"] for event in events if event["type"] == "worker_started"), 0)
+    tokens = _tokens(rounds, work, ended)
+    per_step = _tokens_per_step(events)
     shares = [1 - one.sync_seconds / one.elapsed_seconds for one in work.values() if one.elapsed_seconds]
     confirmed = (ended or {}).get("confirmed") or []
     digests = [member["anchor_digest"] for member in confirmed] or [e["anchor_digest"] for e in [ended] if e]
     roster: list[int] = next((event["roster"] for event in reversed(rounds) if event["roster"]), [])
-    most = max((one.tokens for one in work.values()), default=0)
+    most = max((tokens.get(worker, 0) for worker in work), default=0)
     return {
         "workers": len(confirmed) or max(1, len(roster)),
         "members_seen": max(1, len(tokens)),
@@ -67,11 +64,36 @@ def swarm_numbers(log: Sequence[Event], events: Sequence[Event], ended: Event | 
         "local_workers": len(work),
         "local_steps": most // per_step if per_step else 0,
         "local_rounds": len({e["sequence"] for e in rounds if not work.keys().isdisjoint(e["contributors"])}),
-        "local_tokens": sum(one.tokens for one in work.values()),
+        "local_tokens": sum(tokens.get(worker, 0) for worker in work),
         "bytes_sent_per_worker": max((one.bytes_sent for one in work.values()), default=0),
         "compute_utilization": statistics.fmean(shares) if shares else None,
         "training_seconds": max((one.elapsed_seconds for one in work.values()), default=0.0),
     }
+
+
+def _tokens(rounds: Sequence[Event], work: Mapping[int, OwnWork], ended: Event | None) -> dict[int, int]:
+    """By worker, as all members have counted them; of a run that was killed, or of an earlier version, as far as this
+    machine has heard of them."""
+    counted = (ended or {}).get("tokens_by_worker")
+    if counted:
+        return {int(worker): tokens for worker, tokens in counted.items()}
+    tokens = {worker: one.tokens for worker, one in work.items()}
+    for event in rounds:
+        for member in event["members"]:
+            if member["worker"] not in work:
+                tokens[member["worker"]] = max(tokens.get(member["worker"], 0), member["report"]["tokens"])
+    return tokens
+
+
+def steps_of_bytes(log: Sequence[Event], events: Sequence[Event]) -> int:
+    """The inner steps of this machine's busiest worker in all its starts, with those that are lost: it has sent bytes
+    for them too."""
+    per_step = _tokens_per_step(events)
+    return max((one.tokens for one in own_work(log).values()), default=0) // per_step if per_step else 0
+
+
+def _tokens_per_step(events: Sequence[Event]) -> int:
+    return next((int(event["tokens_per_step"]) for event in events if event["type"] == "worker_started"), 0)
 
 
 def usual_workers(events: Sequence[Event]) -> int:

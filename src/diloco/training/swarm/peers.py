@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,8 +16,8 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
 from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
-from diloco.engines.note import MalformedNote, Note, read_note
-from diloco.engines.rounds import Member
+from diloco.engines.note import MalformedNote, Note, read_note, write_note
+from diloco.engines.rounds import RoundResult
 from diloco.errors import EngineError, Excluded
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
@@ -27,6 +27,7 @@ from diloco.training.config.run import RunConfig
 from diloco.training.peers import FAILURES_IN_A_ROW, Peers
 from diloco.training.records.events import EventLog
 from diloco.training.swarm.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
+from diloco.training.swarm.token_counts import TokenCounts
 from diloco.training.swarm.validation import SwarmValidation
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ class Swarm(Protocol):
     @property
     def excluded(self) -> str | None:
         """Why the swarm has excluded this worker, if it has."""
-
-    def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float) -> None: ...
 
     def fetch_file(self, name: str, path: Path) -> None: ...
 
@@ -141,6 +140,8 @@ class SwarmPeers(Peers):
         self._step_seconds, self._tokens, self._loss = 0.0, 0, math.nan
         self._listed = 0.0
         self._stopped: Callable[[], bool] = lambda: False
+        self.tokens = TokenCounts()
+        outer.tells_progress = False  # this does, with the tokens of the run
         outer.note, outer.on_resync = self._write_note, self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
@@ -152,6 +153,7 @@ class SwarmPeers(Peers):
         self._wait_for_others()
         if joined:
             self._read_state_note()
+            self.tokens.begin(self._engine.worker)
             self.claims.begin(present(self._engine), self._reader)
             self._events.emit("shards", shards=self._reader.shards)
         self._follow(present(self._engine))
@@ -175,10 +177,11 @@ class SwarmPeers(Peers):
 
     def state_dict(self) -> dict[str, Any]:
         self.claims.note(self._reader)
-        return {"read": as_json(self.claims.known)}
+        return {"read": as_json(self.claims.known), "token_counts": self.tokens.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A worker that resumes alone has other shards than before."""
+        self.tokens.load_state_dict(state.get("token_counts", {}))  # an earlier version saved none
         self.claims.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
         known, mine = self.claims.known, self._reader.progress()
         if not self.claims.own_text and any(known.get(shard, read) != read for shard, read in mine.items()):
@@ -208,11 +211,12 @@ class SwarmPeers(Peers):
 
     def _tell_progress(self) -> None:
         if self._swarm is not None:  # the engine sends it at most twice a second
-            self._swarm.progress(
+            self._engine.progress(
                 inner_steps=self._outer.inner_steps,
-                tokens=self._tokens,
+                tokens=self.tokens.earlier + self._tokens,
                 loss=self._loss,
                 step_seconds=self._step_seconds,
+                run_tokens=self.tokens.total,
             )
 
     def list_members(self) -> None:
@@ -235,16 +239,18 @@ class SwarmPeers(Peers):
         if result is None:
             return
         self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
-        self._guarded("what the members told with a round", self._hear, event.key.sequence, result.members)
+        self._guarded("what the members told with a round", self._hear, event.key.sequence, result)
         self.claims.renumber(self._engine.worker)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 
-    def _hear(self, sequence: int, members: Sequence[Member]) -> None:
-        notes = {member.worker: _read(member.note) for member in members if member.worker != self._engine.worker}
+    def _hear(self, sequence: int, result: RoundResult) -> None:
+        notes = {member.worker: _read(member.note) for member in result.members}
+        self.tokens.after_round({worker: notes[worker] for worker in result.contributors if worker in notes})
+        notes.pop(self._engine.worker, None)
         for worker, note in notes.items():
             self.claims.read_note(worker, note)
-        self._validation.after_round(sequence, members, notes)
+        self._validation.after_round(sequence, result.members, notes)
 
     def _guarded(self, what: str, take_in: Callable[..., None], *told: object) -> None:
         """Take in what other machines have told. A fault of this program in that does not end the training."""
@@ -270,18 +276,34 @@ class SwarmPeers(Peers):
     def _write_note(self) -> bytes:
         """The note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
-            self._note = self.claims.note(self._reader, self._validation.note())
+            note = self.claims.describe(self._reader, self._validation.note())
+            self._note = write_note(self.tokens.in_note(note, self._outer.report.tokens))
             self._noted = self._validation.announced_step
         return self._note
 
     def _read_state_note(self) -> None:
         """Take in the note of the member that sent this worker its state: how far the shards have been read."""
-        self._guarded("the note of a state", lambda: self.claims.read_state_note(_read(self._outer.arrived_note)))
+        self._guarded("the note of a state", self._hear_state, _read(self._outer.arrived_note))
         self._validation.record_absence()
+
+    def _hear_state(self, note: Note) -> None:
+        self.claims.read_state_note(note)
+        self.tokens.read_state_note(note)
 
     def _on_resync(self, reason: str, sequence: int) -> None:
         self._read_state_note()
         self._events.emit("resync", reason=reason, sequence=sequence, step=self._outer.inner_steps)
+
+    def restart(self) -> None:
+        self.tokens.begin(self._engine.worker)
+
+    def _agree(self) -> None:
+        self.tokens.agree([_read(member.note) for member in self._outer.confirmed])
+
+    def tokens_by_worker(self) -> dict[str, int] | None:
+        """At the end; agreed on with all that have confirmed it."""
+        self._guarded("what the members told at the end", self._agree)
+        return {str(worker): count for worker, count in sorted(self.tokens.by_worker.items())}
 
     @property
     def resyncs(self) -> int:  # type: ignore[override]

@@ -51,7 +51,11 @@ class ShardClaims:
 
     # Notes
 
-    def note(self, reader: ShardReader, validation: ValidationFigure | None = None) -> bytes:
+    def note(self, reader: ShardReader) -> bytes:
+        """The note of `describe`, written."""
+        return write_note(self.describe(reader))
+
+    def describe(self, reader: ShardReader, validation: ValidationFigure | None = None) -> Note:
         """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner.
 
         `validation`: the latest figure, which goes with it.
@@ -59,7 +63,7 @@ class ShardClaims:
         mine = {} if self.own_text else reader.progress()
         self.learn(mine)
         listed = [*mine, *(shard for shard in self.known if shard not in mine)][:MOST_SHARDS]
-        return write_note(Note({shard: self.known[shard] for shard in listed}, frozenset(self._apart), validation))
+        return Note({shard: self.known[shard] for shard in listed}, frozenset(self._apart), validation)
 
     def read_note(self, worker: int, note: Note) -> None:
         """Take in another worker's note of a round. It can say that it has its own text, but not that others have."""

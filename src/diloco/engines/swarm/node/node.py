@@ -122,9 +122,10 @@ class Node:
         return await self.states.fetch()
 
     def progress(self, **values: float) -> None:
-        """For this worker's heartbeats: inner_steps, tokens, loss, step_seconds."""
+        """For this worker's heartbeats: inner_steps, tokens, loss, step_seconds, run_tokens."""
         self.own.position = int(values.get("inner_steps", self.own.position))
         self.own.tokens = int(values.get("tokens", self.own.tokens))
+        self.own.run_tokens = int(values.get("run_tokens", self.own.run_tokens))
         self.own.step_seconds = float(values.get("step_seconds", self.own.step_seconds))
         loss = float(values.get("loss", self.own.loss))
         self.own.loss = loss if -1e30 < loss < 1e30 else -1.0

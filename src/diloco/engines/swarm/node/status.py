@@ -30,6 +30,9 @@ class Status(Struct, forbid_unknown_fields=True):
     position: Count = 0
     """Inner steps, as a position in the schedule."""
     tokens: Count = 0
+    """That this worker has trained on itself, in all its starts as far as they are in the run."""
+    run_tokens: Count = 0
+    """Of all workers, behind the contributions in the run's means; 0 where they are not counted."""
     loss: float = -1.0
     step_seconds: float = 0.0
     contributed_round: Count = -1

@@ -67,6 +67,7 @@ class Progress(_Message, frozen=True):
     tokens: int
     loss: float
     step_seconds: float
+    run_tokens: int = 0
 
 
 class SnapshotMade(_Message, frozen=True):

@@ -7,8 +7,9 @@ launcher holds one; each worker process holds a second, since workers may outliv
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from diloco.errors import ConfigError
@@ -16,6 +17,7 @@ from diloco.errors import ConfigError
 _LAUNCHER, _WORKERS = ".lock", ".lock-workers"
 _LEFTOVER_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 1.0  # `is_training` holds the lock for a moment
 
 
 @contextmanager
@@ -56,10 +58,11 @@ def _wait_for_leftovers(folder: Path) -> None:
         os.close(file)
 
 
-def hold_as_worker(folder: Path) -> None:
-    """For as long as this process lives."""
+def hold_as_worker(folder: Path) -> Callable[[], None]:
+    """Be a worker that trains in this folder, as long as this process lives or until the answer is called."""
     file = os.open(folder / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    _locked(file, fcntl.LOCK_SH, 0.0)
+    _locked(file, fcntl.LOCK_SH, _LOOK_SECONDS)
+    return partial(os.close, file)
 
 
 def _locked(file: int, kind: int, seconds: float) -> bool:

@@ -1,0 +1,67 @@
+"""The tokens of a swarm's run, worker by worker: one count, the same on every machine.
+
+A worker's count is that of its contributions which are in the run's means. It tells it in the note of every post, and
+all that get the round take it from there. The counts of all come to a joiner with the state, also its own from before:
+a worker that was killed goes on from what is in the run, and not from what it had trained on since its last round.
+
+At the end all members tell all counts with the confirmation, and agree on the median of each: one that missed a round
+has the others' numbers then, and one that lies changes none (among three and more).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from diloco.engines.note import Note
+
+
+class TokenCounts:
+    """The counts as one worker knows them."""
+
+    def __init__(self) -> None:
+        self.by_worker: dict[int, int] = {}
+        self.earlier = 0
+        """Tokens of this worker's earlier starts, as far as they are in the run."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_worker.values())
+
+    def begin(self, worker: int) -> None:
+        """This worker has joined, and counts its own steps from 0 again."""
+        self.earlier = self.by_worker.get(worker, 0)
+
+    def in_note(self, note: Note, tokens: int) -> Note:
+        """The note, with the counts; `tokens`: that this worker has trained on in this start."""
+        return replace(note, own_tokens=self.earlier + tokens, tokens=dict(sorted(self.by_worker.items())))
+
+    def after_round(self, notes: Mapping[int, Note]) -> None:
+        """Take in the notes of the workers whose contributions are in a mean, by worker: each one's own word counts."""
+        for worker, note in notes.items():
+            self._learn(worker, note.own_tokens)
+
+    def read_state_note(self, note: Note) -> None:
+        """Take in the word of the member that sent this worker its state."""
+        for worker, tokens in note.tokens.items():
+            self._learn(worker, tokens)
+
+    def _learn(self, worker: int, tokens: int) -> None:
+        self.by_worker[worker] = max(tokens, self.by_worker.get(worker, 0))
+
+    def agree(self, notes: Iterable[Note]) -> None:
+        """All that have confirmed the end have these notes of each other: take the (upper) median of each count."""
+        told = [note.tokens for note in notes]
+        for worker in {worker for counts in told for worker in counts}:
+            counts = sorted(one[worker] for one in told if worker in one)
+            if 2 * len(counts) >= len(told):
+                self.by_worker[worker] = counts[len(counts) // 2]
+
+    # Saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"by_worker": {str(worker): count for worker, count in self.by_worker.items()}, "earlier": self.earlier}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """An earlier version saved none."""
+        self.by_worker = {int(worker): count for worker, count in state.get("by_worker", {}).items()}
+        self.earlier = state.get("earlier", 0)
