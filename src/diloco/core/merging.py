@@ -28,6 +28,8 @@ FEWEST_FOR_NORMS = 4
 """Contributions in a round whose norms tell which one is out of bounds."""
 _ABSURD = 10.0
 """Times the bound on a norm: no honest worker reaches it for each round of work that it counts as."""
+LEAST_NORM = 0.1
+"""Of the usual norm: a shorter contribution has next to no work in it, and would only make the mean shorter."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,23 @@ def absurd_norms(claims: Sequence[Claim], bounds: Sequence[float], rounds: Seque
         return []
     limits = [_ABSURD * count * bound for count, bound in zip(rounds, bounds, strict=True)]
     return [index for index, claim in enumerate(claims) if claim.norm > limits[index]]
+
+
+def short_norms(claims: Sequence[Claim]) -> list[int]:
+    """The positions of claims with next to no outer gradient for their weight: they would only make the mean shorter.
+
+    Shorter than LEAST_NORM of the round's (lower) median, and of the median norm per weight times their own weight: a
+    slow worker with few steps has a short one. Of fewer than three claims one cannot be told from the others.
+    """
+    if len(claims) < _FEWEST:
+        return []
+    norm = _lower_median([claim.norm for claim in claims])
+    norm_per_weight = _lower_median([claim.norm / claim.weight for claim in claims])
+    return [
+        index
+        for index, claim in enumerate(claims)
+        if claim.norm < LEAST_NORM * min(norm, norm_per_weight * claim.weight)
+    ]
 
 
 def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list[float]:

@@ -26,6 +26,7 @@ from diloco.core.merging import (
     inner_products,
     leftover_weights,
     norm_bounds,
+    short_norms,
     weighted_mean,
 )
 from diloco.engines.rounds import Comparison, Member
@@ -55,6 +56,8 @@ class Decision:
     """Worker -> why its contribution is scaled down."""
     too_long: frozenset[int] = frozenset()
     """Workers of `refused` whose norm is absurd."""
+    too_short: frozenset[int] = frozenset()
+    """Workers of `refused` whose contribution is next to nothing."""
     merge: Merge = "mean"
     """As in SyncConfig; `mean` also where too few contribute to be clipped."""
     total_weight: float = 0.0
@@ -91,13 +94,20 @@ def decide(
         for (index, _), claim, bound in zip(accepted, considered, bounds, strict=True)
         if claim.norm > bound
     }
-    too_long = frozenset[int]()
-    if clipped and rounds:
-        absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted])
+    too_long, too_short = frozenset[int](), frozenset[int]()
+    if rounds:
+        absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted]) if clipped else []
+        short = short_norms(considered) if max_norm_ratio is not None else []
         too_long = frozenset(workers[accepted[place][0]] for place in absurd)
+        too_short = frozenset(workers[accepted[place][0]] for place in short)
         refused |= {worker: clipped.pop(worker) for worker in too_long}
-        kept = [place for place in range(len(accepted)) if place not in absurd]
-        accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
+        refused |= {
+            workers[accepted[place][0]]: f"norm {considered[place].norm:.3g} is below a tenth of the usual one"
+            for place in short
+        }
+        if absurd or short:
+            kept = [place for place in range(len(accepted)) if place not in absurd and place not in short]
+            accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
     norms = [claims[index].norm for index, _ in accepted]
     scales = [min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)] if clipped else []
     if resting and accepted:  # zero outer gradients: they need not be sent to be in the mean
@@ -111,6 +121,7 @@ def decide(
         merge=merge if len(accepted) >= FEWEST_TO_MERGE[merge] else "mean",
         refused=refused,
         too_long=too_long,
+        too_short=too_short,
         resync=resync,
         total_weight=sum(work[index] for index, _ in accepted),
         plain=bool(resting and accepted),

@@ -16,6 +16,7 @@ from diloco.core.merging import (
     diverged,
     norm_bounds,
     shares,
+    short_norms,
     weighted_mean,
 )
 from diloco.engines.reduction import decide
@@ -198,3 +199,12 @@ def test_a_large_weight_excuses_no_norm_where_weights_have_no_bound() -> None:
     honest, wild = Claim(1.0, 1.0), Claim(200.0, 900.0)
     assert clipped(honest, wild, ratio=5.0) == {1: pytest.approx(5.0)}
     assert clipped(honest, Claim(200.0, 4.9), ratio=5.0) == {}
+
+
+def test_a_contribution_that_is_next_to_nothing_is_told_from_one_of_few_steps() -> None:
+    full = Claim(30.0, 1.0, round_weight=30.0)
+    few = Claim(1.0, 0.05, round_weight=30.0)
+    nothing = Claim(30.0, 0.05, round_weight=30.0)
+    assert short_norms([full, full, full, few, nothing]) == [4]
+    assert short_norms([full, few, full, full]) == []
+    assert short_norms([full, nothing]) == [], "of two none can be told from the other"

@@ -196,3 +196,38 @@ def test_reducers_that_tell_two_workers_different_directions_are_proved_to_lie(m
 
     bans, name = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
     assert [name] in bans
+
+
+# Next to nothing
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+def test_a_contribution_that_is_next_to_nothing_is_not_in_the_mean_and_named(workers: int) -> None:
+    ended, means, _ = play(2, workers, {1: lambda _, values: 1e-3 * values})
+    good = [number for number in range(workers) if number != 1]
+    for sequence, outcomes in enumerate(ended):
+        for outcome in outcomes.values():
+            assert outcome.failure is None and set(outcome.contributors) == set(good)
+            assert set(outcome.refused) == {1} and "below a tenth" in outcome.refused[1]
+        wanted = torch.stack([honest(number, sequence) for number in good]).mean(0)
+        assert torch.allclose(means[sequence][0], wanted, atol=1e-5)
+
+
+def test_a_worker_that_claims_a_longer_contribution_than_its_own_is_banned_after_three() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[set[str]], str]:
+        workers = await founded(swarm, 5)
+        liar, numel = workers[2], 20_000
+        for sequence in range(4):
+            posts = []
+            for worker in workers:
+                generator = torch.Generator().manual_seed(100 * sequence + worker.node.number)
+                values = torch.randn(numel, generator=generator)
+                lie = {"claimed": float(values.norm())} if worker is liar else {}
+                given = 1e-3 * values if worker is liar else values
+                posts.append(worker.post(given, sequence=sequence, ratio=3.0, seconds=60.0, **lie))
+            await asyncio.gather(*posts)
+            await asyncio.sleep(10.0)
+        return [set(w.node.permissions.bans()) for w in workers if w is not liar], liar.name
+
+    bans, liar = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
+    assert bans == [{liar}] * 4

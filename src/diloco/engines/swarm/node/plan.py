@@ -166,22 +166,23 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def offences(self) -> list[Offence]:
         """The contributions that no honest worker sends.
 
-        No offence: another anchor, unless its note or report cannot be read; the large norm of a worker that says that
-        it missed rounds, since it carries more work then; a large norm among fewer than four, where the others' may as
-        well be too small; and if all are refused at once.
+        No offence: another anchor, another direction or next to nothing, unless its note or report cannot be read; the
+        large norm of a worker that says that it missed rounds, since it carries more work then; a large norm among
+        fewer than four, where the others' may as well be too small; and if all are refused at once.
         """
         if not self.contributors:
             return []
         elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
         found = list[Offence]()
         decision = self.decision
+        harmless = decision.too_short | set(self.opposed)
         norms_tell = len(self.contributors) + len(decision.too_long) >= FEWEST_FOR_NORMS
         for entry in self.entries:
             claim, number = entry.parsed.claim, entry.number
             reason = decision.refused.get(number) or decision.clipped.get(number)
             by_norm = number in decision.clipped or number in decision.too_long
             told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
-            named = entry.fault is not None or (number not in elsewhere and number not in self.opposed)
+            named = entry.fault is not None or (number not in elsewhere and number not in harmless)
             if reason is not None and told and named:
                 found.append(Offence(entry.peer, number, reason))
         return found

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from diloco.codecs.registry import codec
+from diloco.core import merging
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.swarm.network.limits import LruCache, PeerRateLimit
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
@@ -195,9 +196,20 @@ class MeanCheck:
         absent = await self._wait_for_numbers(round_)
         if absent:
             return [self._part_of(round_, peer) for peer in absent]
+        self._check_lengths(round_)
         if plan.decision.merge == "clipped":
             return list(projections.clipped_suspects(plan, round_.numbers, numbers, error, norms))
         return list(projections.suspects(plan, projections.expected(plan, round_.numbers), numbers, error))
+
+    def _check_lengths(self, round_: _Counted) -> None:
+        """A contribution that is next to nothing counts for nothing, so that a worker may claim that it is longer."""
+        for entry in round_.agreed.plan.contributors:
+            length = projections.estimate_norm(round_.numbers[entry.peer], round_.numbers_a_part)
+            claimed = entry.parsed.claim.norm
+            if length is not None and length < merging.LEAST_NORM * claimed:
+                self._liars.record_unproved(
+                    entry.peer, f"its contribution has the norm {length:.3g}, not {claimed:.3g}"
+                )
 
     async def _tell(self, round_: _Counted, numbers: Numbers) -> None:
         plan = round_.agreed.plan
