@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from diloco.outer.arguments import (
     asynchronous_parts,
     check_merge,
     check_model_inner_engine,
+    check_replicas,
     chosen_faults,
     chosen_outer,
     growing_rounds,
@@ -157,6 +158,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         `send_frozen`: False if all workers have the same frozen parameters already, and `identity` says which.
         """
         check_model_inner_engine(model, inner, engine)
+        check_replicas(model, engine)
+        self._first_check: Callable[[], None] | None = partial(check_replicas, model, engine)
         sync = sync_config(sync, H)
         check_merge(sync, engine)
         if not (math.isfinite(weight) and weight > 0):
@@ -209,6 +212,9 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
         self.loop.refuse_while_evaluating()
+        if self._first_check is not None:  # a framework may have wrapped the model since
+            self._first_check()
+            self._first_check = None
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
         if self.loop.inner_steps < self.warm_start.averaged_steps:
@@ -348,20 +354,42 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.loop.settle()
         tensors, numbers = self.loop.saved()
         state = super().state_dict()
-        state["diloco"] = {"tensors": as_tensors(tensors), "numbers": numbers | {"skipped": self.skipped_steps}}
+        state["diloco"] = {
+            "tensors": as_tensors(tensors),
+            "numbers": numbers | {"skipped": self.skipped_steps, "worker": self.loop.engine.worker},
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where state_dict() was taken; load the model's own state dict too."""
         self.loop.refuse_while_evaluating()
         if "diloco" not in state_dict:
-            raise ConfigError('this state dict has no entry "diloco": it is not from DiLoCo.state_dict()')
+            raise ConfigError(
+                'this state dict has no entry "diloco": it is not from DiLoCo.state_dict(). If it is the inner '
+                "optimizer's own, load it into that (optimizer.inner.load_state_dict) on every worker before the first "
+                "step, and the model's before DiLoCo is built"
+            )
         saved = state_dict["diloco"]
+        self._refuse_work_of_another(saved["numbers"])
         memory, loaded = self.loop.memory_to_load(saved["numbers"])
         copy_into(memory, saved["tensors"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "diloco"})
         loaded()
         self.skipped_steps = saved["numbers"]["skipped"]
+
+    def _refuse_work_of_another(self, numbers: dict[str, Any]) -> None:
+        """In the middle of a round a state has the work of one worker, which would be in the mean twice."""
+        theirs, own = numbers.get("worker"), self.loop.engine.worker
+        merged_at = [value for key, value in numbers.items() if key.endswith(".merged_at")]
+        merged = min(merged_at if self.loop.replica.groups[-1].moments is None else merged_at[:-1], default=0)
+        steps = numbers["inner_steps"] - numbers.get("jumped", 0) - merged
+        if theirs in (None, own) or self.loop.engine.elastic or not (steps or numbers["in_flight"]):
+            return
+        raise ConfigError(
+            f"this state is worker {theirs}'s in the middle of a round ({steps} inner steps after the last), and this "
+            f"is worker {own}: its work would be in the mean twice. Save a state on every worker after the same step, "
+            "and load each worker's own; or load one that was saved right after a round, which all workers may share"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("DiLoCo is bound to an engine and cannot be copied or pickled: save its state_dict()")

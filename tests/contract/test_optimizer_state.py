@@ -120,11 +120,25 @@ def test_i5_a_failed_round_in_flight_is_saved_as_failed() -> None:
 
 def test_a_state_dict_of_something_else_is_refused() -> None:
     optimizer = made(net(), SyncConfig(6))
-    with pytest.raises(ConfigError, match="not from DiLoCo"):
+    with pytest.raises(ConfigError, match=r"not from DiLoCo.*optimizer\.inner\.load_state_dict"):
         optimizer.load_state_dict(torch.optim.AdamW(net().parameters()).state_dict())
     for other in (made(net(), SyncConfig(6, fragments=2)), made(net(), SyncConfig(6), outer=Adam())):
         with pytest.raises(ConfigError, match="same model, fragments and outer optimizer"):
             optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("sync", [SyncConfig(4), SyncConfig(4, overlap_steps=2)], ids=["at once", "overlap"])
+def test_another_workers_state_is_refused_in_mid_round_and_taken_after_a_round(sync: SyncConfig) -> None:
+    run = InTurn(2, sync, Nesterov())
+    run.step(5)
+    with pytest.raises(
+        ConfigError, match=r"state is worker 0's in the middle of a round.*this is worker 1.*each worker.s own"
+    ):
+        run.optimizers[1].load_state_dict(run.optimizers[0].state_dict())
+    run.optimizers[1].load_state_dict(run.optimizers[1].state_dict())
+    if sync.merges_at_once:
+        run.step(3)
+        run.optimizers[1].load_state_dict(run.optimizers[0].state_dict())
 
 
 # Evaluation on the outer parameters

@@ -1,9 +1,12 @@
 """What DiLoCo is given, checked before anything is sent: a mistake is a ConfigError that names the remedy."""
 
+import gc
 import operator
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.codecs.registry import codec
 from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig, check_faults
@@ -44,6 +47,31 @@ def _check_inner(inner: object) -> None:
         )
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is {_described(inner)}, and must be a torch.optim.Optimizer: {_ORDER}")
+
+
+def check_replicas(model: nn.Module, engine: Connection) -> None:
+    """Refuse a DistributedDataParallel over several workers, whichever of the two, it or DiLoCo, was built first.
+
+    It averages gradients at every step: the workers would never differ, and a run would be data-parallel in silence.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    own = {dist.get_rank()} if engine.ranks.count == 1 else set(dist.get_process_group_ranks(engine.ranks.group))
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), DistributedDataParallel):
+            continue
+        if parameters.isdisjoint(id(parameter) for parameter in candidate.parameters()):
+            continue
+        ranks = dist.get_process_group_ranks(candidate.process_group)
+        if not set(ranks) <= own:
+            raise ConfigError(
+                f"the model is in a DistributedDataParallel over {len(ranks)} processes (ranks "
+                f"{', '.join(map(str, ranks))}), and this worker has {len(own)} of them: it averages the gradients of "
+                "all workers at every step, which is data-parallel training and leaves DiLoCo nothing to average. Give "
+                "the bare model to DiLoCo and to your loop; for several processes in one worker, connect with "
+                "diloco.connect(ranks_per_worker=N) and wrap with process_group=engine.ranks.group"
+            )
 
 
 def sync_config(sync: object, H: object) -> SyncConfig:

@@ -99,3 +99,49 @@ def test_two_islands_average_while_nothing_else_in_their_processes_sees_a_world(
     output = Torchrun(script, 2, tmp_path).wait()
     told = [line for line in output.splitlines() if line.startswith("worker")]  # beside the warning of a single round
     assert sorted(told) == ["worker 0 fine", "worker 1 fine"]
+
+
+_REPLICAS = """
+import torch, diloco
+from torch.nn.parallel import DistributedDataParallel
+from diloco.errors import ConfigError
+torch.set_num_threads(1)
+engine = diloco.connect()
+
+def refused(build):
+    try:
+        build()
+    except ConfigError as error:
+        assert "DistributedDataParallel over 2 processes (ranks 0, 1)" in str(error), error
+        assert "data-parallel training" in str(error) and "process_group=engine.ranks.group" in str(error)
+        return True
+    return False
+
+def adam(model):
+    return torch.optim.Adam(model.parameters())
+
+model = torch.nn.Linear(3, 1)
+around = DistributedDataParallel(model)
+assert refused(lambda: diloco.DiLoCo(around, adam(around), engine, H=2))   # the wrapper itself
+assert refused(lambda: diloco.DiLoCo(model, adam(model), engine, H=2))     # what is inside it
+del around
+model = torch.nn.Linear(3, 1)
+optimizer = diloco.DiLoCo(model, adam(model), engine, H=2)
+later = DistributedDataParallel(model)                                     # as a framework does after DiLoCo is built
+later(torch.ones(1, 3)).sum().backward()
+assert refused(optimizer.step)
+optimizer.unfinished.silence()
+engine.close()
+print("worker", engine.worker, "fine")
+"""
+
+
+@pytest.mark.slow
+def test_ddp_around_all_workers_is_refused_whenever_it_was_built(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(_REPLICAS)
+    output = Torchrun(script, 2, tmp_path).wait()
+    assert sorted(line for line in output.splitlines() if line.startswith("worker")) == [
+        "worker 0 fine",
+        "worker 1 fine",
+    ]
