@@ -1,5 +1,6 @@
 """Ways in which a worker of a swarm in memory lies. Each changes what one worker does, and leaves all others alone."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,13 @@ import torch
 from msgspec import structs
 
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.network.transport import Stream
+from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs import directions
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, certify, range_digests, reducers
 from diloco.engines.swarm.node.rounds import comparisons
+from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.wire import write_frame
 from support.swarm.memory import MemorySwarm, MemoryWorker
@@ -140,6 +142,91 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.Mo
         await write_frame(stream, told + signed.signature, 1.0)
 
     patch.setattr(Transfer, "_send_mean", send)
+
+
+def certifies_two_plans(
+    leader: MemoryWorker,
+    helpers: list[MemoryWorker],
+    halves: list[list[MemoryWorker]],
+    patch: pytest.MonkeyPatch,
+    *,
+    attempts: tuple[int, int] = (1, 1),
+) -> None:
+    """In each round it leads, it makes a plan for each half, in which it and its helpers are too; they vote in both.
+
+    `attempts`: of the authorities of the two plans.
+    """
+    liars = [leader, *helpers]
+    honest, answer = LedRound._conclude, leader.node._answer
+    votes: dict[str, Any] = {}
+
+    async def listen(peer: str, request: Any) -> Any:
+        if isinstance(request, messages.Complete) and peer != leader.name:
+            votes[peer] = request.vote
+            return messages.Done()
+        return await answer(peer, request)
+
+    async def vote(liar: MemoryWorker, made: Plan, posted: Any, leaves: Any) -> Any:
+        node = liar.node
+        transfer = Transfer(made, posted, node.transport, 2.0, node.outcomes.notary, leaves, 2.0)
+        try:
+            async with asyncio.timeout(5.0):
+                await transfer.run()
+            return transfer.vote
+        finally:
+            transfer.close()
+
+    async def end(led: LedRound, made: Plan, half: list[MemoryWorker]) -> tuple[Plan, Certificate] | None:
+        mine = [(liar, liar.node.participant.rounds[led.key.sequence]) for liar in liars]
+        votes.clear()
+        calls = leader.node.outcomes.calls
+        for worker in half:
+            if made.entry(worker.name) is not None:
+                await calls.ask(worker.name, made)
+        theirs = await asyncio.gather(*(vote(liar, made, one.posted, one.leaves) for liar, one in mine))
+        await asyncio.sleep(0.2)
+        found = dict(votes) | {liar.name: one for (liar, _), one in zip(mine, theirs, strict=True)}
+        certificate = certify(made, found)
+        if certificate is None:
+            return None
+        for worker in half:
+            await calls.ask(worker.name, messages.Commit(led.key.sequence, led.authority, made.digest, certificate))
+        return made, certificate
+
+    async def conclude(led: LedRound) -> None:
+        there = [worker for half in halves for worker in half if worker.name in led.ready]
+        banned = leader.node.permissions.bans()
+        if led._members.me != leader.name or not all(liar.name in led.ready for liar in liars) or not there or banned:
+            await honest(led)
+            return
+        terms = led._gathered.settle(led._own_terms())
+        assert terms is not None
+        ends = []
+        for half, attempt in zip(halves, attempts, strict=True):
+            names = {worker.name for worker in [*liars, *half]}
+            entries = tuple(sorted((e for e in led.ready.values() if e.peer in names), key=lambda e: e.number))
+            shares = tuple(int(entry.peer not in {liar.name for liar in liars}) for entry in entries)
+            if any(shares):
+                led.authority = led.authority._replace(attempt=attempt)
+                made = Plan(
+                    RoundKey(led.key.sequence, terms.fragment), led.authority, leader.name, entries,
+                    tuple(e.number for e in entries), True, terms.max_norm_ratio, terms.merge, shares,
+                    (), tuple(e.number for e in entries), led._quorum.last_ended,
+                )  # fmt: skip
+                try:
+                    ends.append(await end(led, made, half))
+                except (CallRefused, Unreachable, TimeoutError, TransferFailed):
+                    continue
+        for liar in liars:
+            own = liar.node.participant.rounds.get(led.key.sequence)
+            for made, certificate in [one for one in ends if one is not None][:1]:
+                if own is not None and not own.ended:
+                    own.certificate = certificate
+                    liar.node.outcomes.succeed(own, made)
+
+    leader.node._answer = listen  # type: ignore[method-assign]
+    leader.node.outcomes.calls._answer_own = listen
+    patch.setattr(LedRound, "_conclude", conclude)
 
 
 def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], patch: pytest.MonkeyPatch) -> None:

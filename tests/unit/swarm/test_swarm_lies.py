@@ -1,6 +1,7 @@
 """A member that lies: honest members end with equal means, and the liar is named where it can be proved."""
 
 import asyncio
+import hashlib
 import math
 import struct
 from collections.abc import Callable
@@ -21,12 +22,15 @@ from diloco.engines.swarm.node.plan import Authority, Entry
 from diloco.engines.swarm.node.proofs import directions, merkle
 from diloco.engines.swarm.node.proofs.certificate import (
     Certificate,
+    CertifiedPlan,
     LongParts,
     ShownPart,
     SignedRange,
+    TwoPlans,
     TwoRanges,
     certify,
     range_digests,
+    reducers,
 )
 from diloco.engines.swarm.node.proofs.messages import Proof
 from diloco.engines.swarm.node.proofs.norms import Encoding, are_long
@@ -42,6 +46,7 @@ from diloco.errors import EngineError
 from support.swarm.lies import (
     NAN,
     accuses,
+    certifies_two_plans,
     certify_alone,
     claims_the_end,
     gives_others_another_mean,
@@ -238,6 +243,103 @@ def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_a
 
     bans, accuser = told(story)
     assert bans == {accuser}
+
+
+# A leader that gets two plans certified
+
+
+async def train(worker: MemoryWorker, until: float, counted: list[tuple[int, int, bytes]]) -> None:
+    """As a trainer, until this time on the clock; what it counts: round, worker, mean."""
+    trainer = worker.trainer
+    while clock.now() < until:
+        await asyncio.sleep(0.5)
+        digest = hashlib.sha256(b"".join(trainer.means)).hexdigest()[:16]
+        sequence = trainer.sequence
+        ended, mean = await worker.post(values(worker.node.number, sequence), digest=digest, seconds=20.0)
+        if ended.fatal:
+            return
+        if ended.failure is None and ended.total_weight > 0:
+            counted.append((sequence, worker.node.number, mean))
+        trainer.sequence = max(trainer.sequence, sequence + 1)
+        if ended.resync:
+            await worker.catch_up()
+
+
+def led_twice(
+    liars: int, halves: list[list[int]], attempts: tuple[int, int], patch: pytest.MonkeyPatch
+) -> tuple[list[set[str]], set[str], int, list[list[bytes]], int]:
+    """Bans of the honest ones, the liars, in how many rounds two means counted, the honest ones' means, rounds."""
+
+    async def story(swarm: MemorySwarm) -> Any:
+        workers = await founded(swarm, liars + sum(map(len, halves)))
+        await rounds(workers, 1)
+        honest, counted = workers[liars:], list[tuple[int, int, bytes]]()
+        sides = [[workers[number] for number in half] for half in halves]
+        certifies_two_plans(workers[0], workers[1:liars], sides, patch, attempts=attempts)
+        end = clock.now() + 20.0
+        await asyncio.gather(*(train(worker, end, counted) for worker in workers))
+        mine = [one for one in counted if one[1] >= liars]
+        ended = {sequence: {mean for other, _, mean in mine if other == sequence} for sequence, _, _ in mine}
+        two = sum(len(means) > 1 for means in ended.values())
+        names = {worker.name for worker in workers[:liars]}
+        return banned(honest), names, two, [worker.trainer.means for worker in honest], len(ended)
+
+    return told(story)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("liars", "halves"),
+    [(1, [[1], [2]]), (1, [[1, 2], [3, 4]]), (2, [[2], [3, 4]])],
+    ids=["one of three", "one of five", "two of five"],
+)
+@pytest.mark.parametrize("attempts", [(1, 1), (1, 2)], ids=["one authority", "two attempts"])
+def test_a_leader_that_gets_two_plans_certified_is_banned_by_all_and_they_are_one_run_again(
+    liars: int, halves: list[list[int]], attempts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the halves apart, so that they meet in no plan; they compare how rounds have ended by their heartbeats.
+    A helper that has voted for both is banned if both plans have one authority."""
+    bans, names, two, means, ended = led_twice(liars, halves, attempts, monkeypatch)
+    leader = sorted(names)[:1] if attempts == (1, 2) else sorted(names)
+    assert two <= 2 and ended >= 8
+    assert all(set(leader) <= one <= names for one in bans) and len(names) == liars
+    assert all(one == means[0] for one in means)
+
+
+def test_a_vote_for_two_plans_of_one_authority_is_a_proof_and_votes_in_two_attempts_are_none() -> None:
+    async def story(swarm: MemorySwarm) -> list[list[str]]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        judge = workers[3].node.outcomes
+        notaries = {worker.name: worker.node.outcomes.notary for worker in workers}
+        last = judge.quorum.last
+        assert last is not None
+
+        def ended(voters: list[int], attempt: int) -> CertifiedPlan:
+            """A plan without a mean, of these workers; all of them vote."""
+            entries = tuple(entry for entry in last.entries if entry.number in voters)
+            made = structs.replace(last, authority=Authority(7, 0, attempt), entries=entries, max_norm_ratio=None)
+            digests = [bytes([attempt]) * 32 for _ in reducers(made, 4)]
+            ranges = tuple(
+                notaries[peer].sign_range(made, digest) for peer, digest in zip(reducers(made, 4), digests, strict=True)
+            )
+            votes = {entry.peer: notaries[entry.peer].vote(made, 4, ranges) for entry in entries}
+            certificate = certify(made, votes)
+            assert certificate is not None
+            return CertifiedPlan(made, certificate)
+
+        def guilty(one: CertifiedPlan, other: CertifiedPlan) -> list[str]:
+            return sorted(judge.liars._two_plans(TwoPlans(one, other, {})))
+
+        names = [worker.name for worker in workers]
+        both = guilty(ended([0, 1], 1), ended([1, 2], 1))
+        attempts = guilty(ended([0, 1], 1), ended([1, 2], 2))
+        led = guilty(ended([0, 1, 2], 1), ended([0, 1, 3], 2))
+        forged = structs.replace(ended([1, 2], 1), certificate=ended([0, 1], 1).certificate)
+        with pytest.raises(Malformed):
+            guilty(ended([0, 1], 1), forged)
+        return [both == [names[1]], attempts == [], led == [last.leader]]
+
+    assert told(story) == [True] * 3
 
 
 # Wrong states for joiners

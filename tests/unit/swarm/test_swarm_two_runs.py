@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from support.swarm.memory import MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, rounds, told
+from support.swarm.stories import founded, rounds, told, train
 
 
 async def post(worker: MemoryWorker, sequence: int) -> RoundOutcome:
@@ -84,3 +84,57 @@ def test_a_worker_that_missed_a_round_asks_most_others_for_it_before_two_that_ar
         return [peer.status.number for peer in asking.node.states._sources()]
 
     assert {*told(story)[: len(first)]} == first
+
+
+@pytest.mark.parametrize(("few", "many"), [(3, 6), (3, 1), (12, 3), (3, 20)])
+def test_a_smaller_side_that_went_on_alone_tells_both_sides_how_many_of_its_rounds_are_lost(
+    few: int, many: int
+) -> None:
+    """Two of five go on by themselves after `minority_seconds`; the other three are ahead of them, or behind."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], list[list[int]], list[list[int]]]:
+        workers = await founded(swarm, 5)
+        await rounds(workers, 2)
+        small, large = workers[:2], workers[2:]
+        swarm.network.sides = [{worker.name for worker in small}, {worker.name for worker in large}]
+        await asyncio.sleep(60.0)
+        for worker in workers:
+            worker.node.progress(tokens=100 * (1 + worker.node.number))
+        await asyncio.gather(rounds(small, few), rounds(large, many))
+        swarm.network.sides = []
+        await asyncio.sleep(30.0)
+        async with asyncio.timeout(900.0):
+            await asyncio.gather(*(train(worker, 2 + max(few, many) + 6) for worker in workers))
+        await asyncio.sleep(2.0)
+
+        def told_of(side: list[MemoryWorker], kind: str) -> list[list[int]]:
+            return [
+                [fields["rounds"], fields["tokens"]]
+                for worker in side
+                for type_, fields in worker.trainer.events
+                if type_ == kind
+            ]
+
+        return [w.trainer.means for w in workers], told_of(small, "diverged"), told_of(large, "rounds_lost")
+
+    means, own, others = told(story, minority_seconds=30.0)
+    assert all(one == means[0] for one in means)
+    assert sorted(own) == [[few, 100], [few, 200]]
+    assert sorted(others) == [[few, 100]] * 3 + [[few, 200]] * 3
+
+
+def test_a_worker_that_only_missed_rounds_says_of_none_that_it_is_lost() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[bool, list[str]]:
+        *others, away = workers = await founded(swarm, 4)
+        await rounds(workers, 2)
+        swarm.network.cut.add(away.name)
+        await asyncio.sleep(20.0)
+        await rounds(others, 12)
+        swarm.network.cut.clear()
+        await asyncio.sleep(10.0)
+        await asyncio.gather(*(train(worker, 17) for worker in workers))
+        kinds = [kind for worker in workers for kind, _ in worker.trainer.events]
+        return away.trainer.means == others[0].trainer.means, kinds
+
+    same, kinds = told(story)
+    assert same and "diverged" not in kinds and "rounds_lost" not in kinds

@@ -139,6 +139,11 @@ def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None
             event("reducer_passed_over", member=3, peer="p", label="box", round=7),
             "worker 3 (box) did not send its means in round 7",
         ),
+        (
+            event("rounds_lost", member=3, peer="p", label="box", rounds=3, tokens=4096),
+            "worker 3 (box) went on without the others and has taken over their state: 3 rounds and 4,096 tokens",
+        ),
+        (event("two_means", round=7, leaders=[0, 2]), "round 7 has ended in two ways, led by worker 0 and 2"),
         (event("diverged", worker=1, rounds=3, tokens=4096), "3 rounds and 4,096 tokens of worker 1 are lost"),
     ],
 )

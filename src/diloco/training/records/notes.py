@@ -193,7 +193,7 @@ def _round(event: Event) -> Iterator[tuple[Kind, str]]:
 
 def _diverged(event: Event) -> Iterator[tuple[Kind, str]]:
     worker = f"worker {event['worker']}"
-    yield "warning", f"{worker} has diverged: it went on without the others, and fetches their state"
+    yield "warning", f"{worker} has diverged: it went on without the others, and takes over their state"
     if "rounds" in event:
         yield "bad", f"{event['rounds']} rounds and {event['tokens']:,} tokens of {worker} are lost"
 
@@ -251,6 +251,20 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "reducer_passed_over": (
         "bad",
         lambda e: f"{_name(e)} did not send its means in round {e['round']}: it reduces nothing for some time",
+    ),
+    "two_means": (
+        "bad",
+        lambda e: (
+            f"round {e['round']} has ended in two ways, led by worker {' and '.join(map(str, e['leaders']))}: "
+            "the smaller side takes over the state of the larger one"
+        ),
+    ),
+    "rounds_lost": (
+        "bad",
+        lambda e: (
+            f"{_name(e)} went on without the others and has taken over their state: {e['rounds']} rounds and "
+            f"{e['tokens']:,} tokens of it are lost"
+        ),
     ),
     "check_failed": (
         "warning",

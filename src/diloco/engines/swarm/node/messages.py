@@ -23,6 +23,8 @@ from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 T = TypeVar("T", bound=PeerMessage)
 
 _LARGEST_FILE = 1 << 42
+MOST_ENDS = 4096
+END_BYTES = 8
 
 Text = Annotated[str, Meta(max_length=512)]
 Sequence = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -77,6 +79,8 @@ class Beat(PeerMessage, frozen=True):
     known: Annotated[tuple[Text, ...], Meta(max_length=1024)]
     """The live members as the sender sees them, by the ends of their names."""
     revocations_digest: Text
+    ended: Annotated[bytes, Meta(max_length=END_BYTES)] = b""
+    """The beginning of the digest of the plan that the sender's last round has ended with, if it keeps that."""
     roster: Roster = ()
     """Members that the receiver does not know."""
     revocations: Revocations = ()
@@ -245,6 +249,33 @@ class Outcome(PeerMessage, frozen=True):
     """Of the workers that have signed the certificate: the receiver may not have met them."""
 
 
+class AskEnds(PeerMessage, frozen=True):
+    """A worker that takes over the receiver's state asks how the rounds from this one on have ended there."""
+
+    first: Sequence
+
+
+class Ends(PeerMessage, frozen=True):
+    plans: Annotated[bytes, Meta(max_length=END_BYTES * MOST_ENDS)]
+    """The beginnings of the plans' digests, one for each round; zeros where the sender does not know."""
+
+    def __post_init__(self) -> None:
+        if len(self.plans) % END_BYTES:
+            raise Malformed(f"{len(self.plans)} bytes of digests")
+
+    def plan(self, index: int) -> bytes:
+        """Of one round; empty where the sender does not know."""
+        plan = self.plans[index * END_BYTES : (index + 1) * END_BYTES]
+        return plan if any(plan) else b""
+
+
+class RoundsLost(PeerMessage, frozen=True):
+    """The sender went on without most others and has taken over their state: so much of its work is lost."""
+
+    rounds: Annotated[int, Meta(ge=1, le=MOST_ENDS)]
+    tokens: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
 # The first message on a stream, and the answer to it
 
 
@@ -301,7 +332,7 @@ Message = (
     Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble | Opposed
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
-    | AskOutcome | AskLastPlan | Outcome | guests.AskStatus | guests.StatusAnswer
+    | AskOutcome | AskLastPlan | Outcome | AskEnds | Ends | RoundsLost | guests.AskStatus | guests.StatusAnswer
     | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured
     | proofs.Proof | proofs.Projections | proofs.AskPart | proofs.Part | proofs.AskStateDigest | proofs.StateDigest
     | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere

@@ -314,6 +314,10 @@ class Node:
                 return self.outcomes.answer(peer, request)
             case messages.AskLastPlan():
                 return self.outcomes.answer_last()
+            case messages.AskEnds():
+                return self.outcomes.answer_ends(request)
+            case messages.RoundsLost():
+                return self.outcomes.answer_lost(peer, request)
             case proofs.AskStateDigest():
                 return self.states.witnesses.answer(request)
             case proofs.Projections():

@@ -51,7 +51,7 @@ class OwnChecks:
             return
         self._diverged_since = self._diverged_since or clock.now()
         if clock.now() - self._diverged_since > self._members.settings.lost_seconds:
-            self._participant.outcomes.record_divergence([peer.name for peer in others])
+            self._participant.outcomes.record_divergence()
             self._own.ended_round = others[0].status.ended_round
             for round_ in list(self._participant.rounds.values()):
                 round_.fail("this worker has gone on without most others", resync=True)

@@ -76,9 +76,9 @@ class Attendance:
         """It has fetched the state, and can be in the next round. Its line is no better for that."""
         self._absences.give_a_chance(name)
 
-    def pass_over(self, leader: str) -> None:
-        """It has led a round that did not go on."""
-        self._poor_leaders.put(leader, clock.now() + _PASSED_OVER_SECONDS)
+    def pass_over(self, leader: str, seconds: float = _PASSED_OVER_SECONDS) -> None:
+        """It has led a round that did not go on, or that has ended in two ways."""
+        self._poor_leaders.put(leader, clock.now() + seconds)
 
     def may_lead(self, name: str) -> bool:
         return (self._poor_leaders.get(name) or 0.0) < clock.now()

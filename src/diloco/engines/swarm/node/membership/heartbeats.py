@@ -8,7 +8,7 @@ sender's status, new addresses, and the members and revocations that the receive
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec import structs
@@ -44,6 +44,10 @@ class Heartbeats:
         self.members, self.transport, self.settings = members, members.transport, members.settings
         self._asking: set[str] = set()
         self._returns = PeerRateLimit(_RETURNS_AT_ONCE, _RETURNS_PER_SECOND, MAX_PEERS)
+        self.ended_plan: Callable[[int], bytes] = lambda _: b""
+        """The beginning of the digest of the plan that a round has ended with here (rounds/outcomes.py)."""
+        self.on_other_end: Callable[[str, int], None] = lambda *_: None
+        """(peer, round): it has ended this round with another plan."""
 
     # Hello: from then on both peers know each other
 
@@ -223,6 +227,7 @@ class Heartbeats:
             addresses=members.addresses[:MAX_ADDRESSES],
             known=tuple(sorted(name[-8:] for name in [members.me, *(other.name for other in live)])),
             revocations_digest=members.permissions.revocations_digest(),
+            ended=self.ended_plan(members.status.ended_round),
             roster=tuple(other.roster_entry() for other in unknown),
         )
 
@@ -234,6 +239,9 @@ class Heartbeats:
         peer.knows = frozenset(beat.known)
         members.add_roster(name, beat.roster)
         members.add_revocations(beat.revocations)
+        own = self.ended_plan(beat.status.ended_round)
+        if own and beat.ended not in (b"", own):
+            self.on_other_end(name, beat.status.ended_round)
         peer.addresses = beat.addresses or peer.addresses  # they change when a relay is lost and another one found
         answer = self._beat_for(peer)
         if beat.revocations_digest != answer.revocations_digest:

@@ -20,6 +20,7 @@ from diloco.engines.swarm.node.proofs.certificate import Agreed
 
 FEWEST = 3
 _MOST_VOTES = 1024
+_KEPT = 16
 
 
 class Quorum:
@@ -27,6 +28,8 @@ class Quorum:
         self._members, self._settings = members, members.settings
         self.agreed: Agreed | None = None
         """Of the last round that has ended here, or at the worker that gave this one its state."""
+        self._counted: dict[int, frozenset[str]] = {}
+        """The members that counted for the last rounds, by round."""
         self._votes: dict[int, int] = {}
         """The last round that this worker has voted in, by the last one that had ended for it then."""
 
@@ -53,9 +56,14 @@ class Quorum:
             return set()
         names = {entry.peer for entry in last.entries}
         names |= {name for name, number in members.numbers.items() if number in last.counted}
+        # A leader that leaves live members out of its plan does not make the others fewer than they are.
+        there = {peer.name for peer in members.with_state()}
+        names |= self._counted.get(last.key.sequence, frozenset()) & there
         names -= last.liars
-        there = [peer for peer in members.peers.values() if self._has_proved_its_key(peer) and self._may_be_there(peer)]
-        known = {members.me} | {peer.name for peer in there if peer.name in names or _has_been_in_rounds(peer)}
+        present = [
+            peer for peer in members.peers.values() if self._has_proved_its_key(peer) and self._may_be_there(peer)
+        ]
+        known = {members.me} | {peer.name for peer in present if peer.name in names or _has_been_in_rounds(peer)}
         return names & known if len(known) >= FEWEST else set()
 
     def next_counted(self) -> tuple[int, ...]:
@@ -76,7 +84,20 @@ class Quorum:
     def record(self, agreed: Agreed) -> None:
         """The round of this plan has ended."""
         if self.last is None or agreed.plan.key.sequence >= self.last.key.sequence:
+            self._counted[agreed.plan.key.sequence] = frozenset(self.counted())
             self.agreed = agreed
+            for sequence in sorted(self._counted)[:-_KEPT]:
+                del self._counted[sequence]
+
+    def adopt(self, agreed: Agreed | None) -> None:
+        """This worker takes over the state of one for which this was the last round."""
+        self.agreed = agreed
+        self._counted.clear()
+
+    def was_majority(self, sequence: int, names: Collection[str]) -> bool:
+        """Whether these are most of the members that counted for a round; False where fewer than three did."""
+        counted = self._counted.get(sequence) or self.counted()
+        return bool(counted) and 2 * len(counted.intersection(names)) > len(counted)
 
     @property
     def voted(self) -> int:

@@ -74,6 +74,35 @@ class Agreed(NamedTuple):
         return [entry.peer for entry in self.plan.entries if entry.peer not in self.certificate.signatures]
 
 
+class CertifiedPlan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a round has ended, to show it to others."""
+
+    plan: Plan
+    certificate: Certificate
+
+
+class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Proof against the workers that have voted for two plans of one round and authority, and against a leader that has
+    got two plans of one term certified. No honest worker votes so; and the votes of honest workers reach their
+    leader only, which commits one plan in a term."""
+
+    one: CertifiedPlan
+    other: CertifiedPlan
+    credentials: Annotated[dict[PeerName, Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=MAX_WORKERS)]
+    """Of the voters: the receiver may not have met them."""
+
+    def voters(self) -> list[str]:
+        """Those whose votes are in both; their signatures are checked."""
+        if self.one.plan.authority != self.other.plan.authority:
+            return []
+        return sorted(self.one.certificate.signatures.keys() & self.other.certificate.signatures.keys())
+
+    def leader(self) -> str | None:
+        """The leader of both plans in one term, if that is one."""
+        one, other = self.one.plan, self.other.plan
+        return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None
+
+
 class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Proof against `peer`: it has signed two means of its range in one plan."""
 

@@ -6,7 +6,7 @@ number of members say the same.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from diloco.engines.swarm.network.transport import CallRefused, Unreachable
 from diloco.engines.swarm.node.calls import Calls
@@ -16,7 +16,9 @@ from diloco.engines.swarm.node.plan import Plan, parse_header
 from diloco.engines.swarm.node.proofs.certificate import (
     Agreed,
     Certificate,
+    CertifiedPlan,
     LongParts,
+    TwoPlans,
     TwoRanges,
     Vote,
     find_two_ranges,
@@ -28,11 +30,15 @@ from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
 
+_TWO_ENDS_SECONDS = 3600.0
+
 
 class Liars:
     def __init__(self, members: Members, calls: Calls, notary: Notary) -> None:
         self._members, self._calls, self._notary = members, calls, notary
         self.on_ban: Callable[[], None] = lambda: None
+        self.is_majority: Callable[[int, Collection[str]], bool] = lambda *_: False
+        """(round, voters) -> whether these are most of the members that counted for it (membership/quorum.py)."""
         self.encodings: dict[int, Encoding] = {}
         """Of the rounds that this worker has posted, by fragment."""
 
@@ -42,13 +48,61 @@ class Liars:
         if proof is not None:
             self.record(proof, self._two_ranges(proof))
 
+    def compare_ends(self, one: Agreed, other: Agreed) -> None:
+        """Two ways in which a round has ended: ban the workers that have made that possible.
+
+        If it is not proved, the leaders of both are passed over: another one brings the workers of both together.
+        """
+        if one.plan.digest == other.plan.digest:
+            self.compare(one.plan, [one.certificate, other.certificate])
+            return
+        if not (one.plan.majority and other.plan.majority):
+            return  # two runs that went on by themselves, as they may
+        sequence, leaders = one.plan.key.sequence, sorted({one.plan.leader, other.plan.leader})
+        numbers = sorted({-one.plan.authority.minus_number, -other.plan.authority.minus_number})
+        known = {*one.certificate.signatures, *other.certificate.signatures}
+        credentials = {peer: self._members.permissions.credential_of(peer) for peer in sorted(known)}
+        shown = {peer: data for peer, data in credentials.items() if data is not None}
+        proof = TwoPlans(CertifiedPlan(*one), CertifiedPlan(*other), shown)
+        self._members.on_event("two_means", {"round": sequence, "leaders": numbers})
+        if guilty := self._two_plans(proof):
+            self._ban_all(proof, guilty)
+            return
+        for leader in leaders:
+            self._members.attendance.pass_over(leader, _TWO_ENDS_SECONDS)
+
     def answer(self, message: Proof) -> PeerMessage:
         """Raises Malformed if it proves nothing."""
         lie = message.lie
+        if isinstance(lie, TwoPlans):
+            for peer, credential in lie.credentials.items():
+                self._members.permissions.remember(peer, credential)
+            self._ban_all(lie, self._two_plans(lie))
+            return Done()
         reason = self._two_ranges(lie) if isinstance(lie, TwoRanges) else self._long_parts(lie)
         if reason is not None:
-            self.record(lie, reason)
+            self._ban_all(lie, {lie.peer: reason})
         return Done()
+
+    def _two_plans(self, lie: TwoPlans) -> dict[str, str]:
+        """The liars, and why. Raises Malformed."""
+        one, other = lie.one, lie.other
+        if one.plan.key != other.plan.key or one.plan.digest == other.plan.digest:
+            raise Malformed("two plans of different rounds, or the same plan twice")
+        self._notary.check(one.plan, one.certificate)
+        self._notary.check(other.plan, other.certificate)
+        sequence = one.plan.key.sequence
+        reason = f"it voted for two plans of round {sequence} and one authority"
+        guilty = {
+            voter: reason
+            for voter in lie.voters()
+            if all(self._notary.has_voted(end.plan, voter, end.certificate) for end in (one, other))
+        }
+        leader = lie.leader()
+        # Of the votes of most members that count, one at least is honest, and says that this leader has sent the plan.
+        if leader is not None and all(self.is_majority(sequence, end.certificate.signatures) for end in (one, other)):
+            guilty[leader] = f"it led round {sequence} to two ends"
+        return guilty
 
     def _two_ranges(self, lie: TwoRanges) -> str:
         if not self._notary.is_proof(lie):
@@ -68,8 +122,13 @@ class Liars:
         return f"its parts in round {header.key.sequence} are longer than its header claims ({header.claim.norm:.3g})"
 
     def record(self, proof: TwoRanges | LongParts, reason: str) -> None:
-        """Ban the liar, and tell the others, if that is news. The proof is checked, or this worker's own."""
-        if self.ban(proof.peer, reason):
+        """A proof that is checked, or this worker's own."""
+        self._ban_all(proof, {proof.peer: reason})
+
+    def _ban_all(self, proof: TwoRanges | LongParts | TwoPlans, guilty: dict[str, str]) -> None:
+        """Ban the liars, and tell the others, if that is news."""
+        news = [peer for peer, reason in guilty.items() if self.ban(peer, reason)]
+        if news:
             for peer in self._members.live():
                 self._members.faults.start(self._tell(peer.name, Proof(proof)), "telling a proof")
 
@@ -113,4 +172,4 @@ class Liars:
         try:
             await self._calls.ask(peer, proof)
         except (Unreachable, CallRefused, Malformed) as problem:
-            logger.info("%s was not told that %s lies: %s", peer, proof.lie.peer, problem)
+            logger.info("%s was not told of a lie: %s", peer, problem)

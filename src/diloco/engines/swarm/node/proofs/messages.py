@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diloco.engines.swarm.node.proofs.certificate import LongParts, Sha256, TwoRanges
+from diloco.engines.swarm.node.proofs.certificate import LongParts, Sha256, TwoPlans, TwoRanges
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
 
 # Liars
@@ -39,7 +39,7 @@ class Part(PeerMessage, frozen=True):
 class Proof(PeerMessage, frozen=True):
     """A member has lied, as every other can check. Answered by Done."""
 
-    lie: TwoRanges | LongParts
+    lie: TwoRanges | LongParts | TwoPlans
 
 
 # States

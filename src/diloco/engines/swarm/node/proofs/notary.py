@@ -62,6 +62,10 @@ class Notary:
         if not self._has_signed(voter, vote.signature, "mean", plan.key, plan.digest, vote.mean):
             raise Malformed(f"{voter} has not signed its vote")
 
+    def has_voted(self, plan: Plan, voter: str, certificate: Certificate) -> bool:
+        signature = certificate.signatures[voter]
+        return self._has_signed(voter, signature, "mean", plan.key, plan.digest, certificate.mean)
+
     def check(self, plan: Plan, certificate: Certificate) -> None:
         """Raises Malformed unless most of the plan's workers have voted for the certificate's mean."""
         self.check_ranges(plan, certificate.num_parts, certificate.ranges)

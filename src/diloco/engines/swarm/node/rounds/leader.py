@@ -61,7 +61,7 @@ class Leader:
 
     def record_complete(self, sender: str, message: Complete) -> PeerMessage:
         if (led := self._current(sender, message)) is None:
-            return self.participant.record_vote(sender, message)
+            return self.participant.compare_ranges(message)
         led.record_vote(sender, message.vote)
         return Done()
 

@@ -10,17 +10,31 @@ No mean counts without a certificate (proofs/certificate.py): that most workers 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco.engines.rounds import Comparison, RoundPhases
+from diloco.engines.swarm.network.limits import LruCache
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
 from diloco.engines.swarm.node.membership.missed_rounds import MissedRounds
 from diloco.engines.swarm.node.membership.quorum import FEWEST, Quorum
-from diloco.engines.swarm.node.messages import AskLastPlan, AskOutcome, OpenMean, Outcome
-from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.messages import (
+    END_BYTES,
+    MOST_ENDS,
+    AskEnds,
+    AskLastPlan,
+    AskOutcome,
+    Done,
+    Ends,
+    OpenMean,
+    Outcome,
+    RoundsLost,
+)
+from diloco.engines.swarm.node.plan import MAX_WORKERS, Plan, parse_header
 from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.proofs.liars import Liars
 from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
@@ -32,6 +46,7 @@ from diloco.engines.swarm.node.wire import DataFrames, Malformed, encode, write_
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.25
+_TELL_LOST_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 20
 
 
@@ -42,16 +57,45 @@ class Outcomes:
         self.check = MeanCheck(self.members, calls, self.liars)
         self.recent = RecentRounds(Path(self.members.settings.folder))
         self.quorum = Quorum(self.members)
+        self.liars.is_majority = self.quorum.was_majority
+        self.heartbeats.ended_plan = self._ended_plan
+        self.heartbeats.on_other_end = self._compare_ends
+        self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
+        """When each member last told of lost rounds."""
+        self._settled: deque[tuple[int, bytes]] = deque(maxlen=64)
+        """Rounds that have ended in two ways, and the plans of the other members."""
+        self._comparing: set[str] = set()
+        """Members that are asked how a round has ended, which they have ended with another plan."""
         self.missed = MissedRounds()
         self.on_end: Callable[[Agreed], None] = lambda _: None
-        self._rounds = 0
-        """Rounds whose mean this worker has counted."""
-        self._shared: dict[str, tuple[int, int]] = {}
-        """Peer -> `_rounds` and this worker's tokens when both were in a round for the last time."""
+        self._ends: dict[int, tuple[bytes, int]] = {}
+        """The rounds whose mean is in this worker's state -> the plan of each, and this worker's tokens at its end."""
         self._stall_seconds = self.members.settings.stall_seconds
 
     def has_ended(self, sequence: int) -> bool:
         return sequence in self.recent or sequence <= self.members.status.ended_round
+
+    # Two ends of a round
+
+    def _ended_plan(self, sequence: int) -> bytes:
+        """The beginning of the digest of the plan that this round has ended with, for heartbeats."""
+        kept = self.recent.get(sequence)
+        return b"" if kept is None else kept.plan.digest[:END_BYTES]
+
+    def _compare_ends(self, peer: str, sequence: int) -> None:
+        """A member has ended this round with another plan, as its heartbeat says: workers that a leader keeps apart, so
+        that they meet in no plan, find that out so."""
+        if peer not in self._comparing:
+            self._comparing.add(peer)
+            self.members.faults.start(self._ask_for_end(peer, sequence), "comparing the ends of a round")
+
+    async def _ask_for_end(self, peer: str, sequence: int) -> None:
+        try:
+            await self.ask(peer, sequence)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: %s does not show its end: %s", sequence, peer, problem)
+        finally:
+            self._comparing.discard(peer)
 
     # The end of a round
 
@@ -91,10 +135,9 @@ class Outcomes:
             status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
         refused = round_.number in decision.refused and round_.number not in plan.opposed
         if decision.resync and refused:  # this worker's anchor differs
-            self.record_divergence([entry.peer for entry in plan.contributors])
+            self.record_divergence()
         else:
-            self._rounds += plan.has_mean
-            self._shared |= {entry.peer: (self._rounds, status.tokens) for entry in plan.entries}
+            self.record_end(plan)
         if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
             self.recent.next_to_merge = round_.sequence + 1
         agreed = Agreed(plan, round_.certificate)
@@ -105,14 +148,66 @@ class Outcomes:
         round_.succeed(plan)
         self.members.changed()
 
-    def record_divergence(self, others: Iterable[str]) -> None:
-        """This worker takes over the others' state. What it counted since it was in a round with them is lost."""
-        status = self.members.status
-        shared = max((self._shared.get(peer, (0, 0)) for peer in others), default=(0, 0))
-        status.has_state, self.recent.next_to_merge = False, None
-        lost = {"rounds": max(0, self._rounds - shared[0]), "tokens": max(0, status.tokens - shared[1])}
-        if lost["rounds"]:  # else it has only missed some
-            self.members.on_event("diverged", {"number": status.number, **lost})
+    def record_divergence(self) -> None:
+        """This worker's state is not the others': it takes over theirs, from a snapshot."""
+        self.members.status.has_state, self.recent.next_to_merge = False, None
+
+    def record_end(self, plan: Plan) -> None:
+        """The mean of this plan is in this worker's state."""
+        if plan.has_mean:
+            self._ends[plan.key.sequence] = plan.digest[:END_BYTES], self.members.status.tokens
+            while len(self._ends) > MOST_ENDS:
+                del self._ends[next(iter(self._ends))]
+
+    async def ask_ends(self, peer: str) -> dict[int, bytes]:
+        """How the rounds that this worker has counted have ended for `peer`, as far as it knows: the beginnings of the
+        plans' digests. Raises Unreachable, CallRefused or Malformed."""
+        if not self._ends:
+            return {}
+        answer = await self.calls.ask(peer, AskEnds(first := min(self._ends)))
+        if not isinstance(answer, Ends):
+            raise Malformed(f"{type(answer).__name__} instead of Ends")
+        ends = {first + index: answer.plan(index) for index in range(len(answer.plans) // END_BYTES)}
+        return {number: plan for number, plan in ends.items() if plan}
+
+    def take_over(self, ends: dict[int, bytes], plans: Sequence[Plan], sequence: int) -> None:
+        """This worker has taken over a state before round `sequence`, with these ends of rounds in it, and these plans
+        at last. Tell its own user, and the other members, of the rounds that it had counted and that are not in it."""
+        status, plan_of = self.members.status, ends | {plan.key.sequence: plan.digest[:END_BYTES] for plan in plans}
+        lost = [
+            number
+            for number, (plan, _) in self._ends.items()
+            if number >= sequence or plan_of.get(number, plan) != plan
+        ]
+        kept = [tokens for number, (_, tokens) in self._ends.items() if number < min(lost, default=0)]
+        for number in lost:
+            del self._ends[number]
+        for plan in plans:
+            self.record_end(plan)
+        if lost:
+            told = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
+            rounds, tokens = told.rounds, told.tokens
+            self.members.on_event("diverged", {"number": status.number, "rounds": rounds, "tokens": tokens})
+            for peer in self.members.live():
+                self.members.faults.start(self._tell_lost(peer.name, told), "telling of lost rounds")
+
+    async def _tell_lost(self, peer: str, message: RoundsLost) -> None:
+        try:
+            await self.calls.ask(peer, message)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("%s was not told of lost rounds: %s", peer, problem)
+
+    def answer_lost(self, peer: str, message: RoundsLost) -> Done:
+        """Told once a minute of one member at most: any member can say so."""
+        if clock.now() - (self._told_lost.get(peer) or -_TELL_LOST_SECONDS) >= _TELL_LOST_SECONDS:
+            self._told_lost.put(peer, clock.now())
+            self.members.emit_about("rounds_lost", peer, rounds=message.rounds, tokens=message.tokens)
+        return Done()
+
+    def answer_ends(self, request: AskEnds) -> Ends:
+        last = min(max(self._ends, default=-1), request.first + MOST_ENDS - 1)
+        known = [self._ends.get(number, (bytes(END_BYTES), 0))[0] for number in range(request.first, last + 1)]
+        return Ends(b"".join(known))
 
     def record_missed(self, sequence: int) -> None:
         """A round has ended that this worker has not posted: it no longer has the state."""
@@ -144,7 +239,15 @@ class Outcomes:
         decided = agreed is not None and self.quorum.has_decided(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.has_state = False
+            if agreed is not None and self._has_another_anchor(round_, agreed.plan):
+                self.record_divergence()
             round_.fail("the others ended it without this worker", resync=True)
+
+    def _has_another_anchor(self, round_: Round, plan: Plan) -> bool:
+        """Whether this worker's anchor before the round was not the others': their means are not for its state."""
+        own = parse_header(round_.number, round_.posted.header)
+        theirs = {entry.parsed.claim.anchor_digest for entry in plan.contributors}
+        return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
 
     async def _fetch_own_mean(self, round_: Round, agreed: Agreed, peer: str) -> None:
         posted, mean = round_.posted, agreed.certificate.mean
@@ -196,7 +299,17 @@ class Outcomes:
         except Malformed as lie:
             self.liars.record_unproved(peer, str(lie))
             raise
-        return Agreed(answer.plan, answer.certificate)
+        agreed, own = Agreed(answer.plan, answer.certificate), self.recent.get(answer.plan.key.sequence)
+        if own is not None and (own.plan.digest, own.certificate.mean) != (agreed.plan.digest, agreed.certificate.mean):
+            self._settle_ends(Agreed(own.plan, own.certificate), agreed)
+        return agreed
+
+    def _settle_ends(self, own: Agreed, other: Agreed) -> None:
+        """Once for each round and plan."""
+        ends = (own.plan.key.sequence, other.plan.digest)
+        if ends not in self._settled:
+            self._settled.append(ends)
+            self.liars.compare_ends(own, other)
 
     async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
         """The encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or Malformed."""

@@ -11,6 +11,8 @@ A message of a leader counts only if no higher authority (plan.py) has sent one 
 import asyncio
 import logging
 
+from msgspec import structs
+
 from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.engines.swarm.node import clock
@@ -330,9 +332,13 @@ class Participant:
             self.outcomes.liars.ban(problem.peer, reason)
 
     async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
-        """No commit comes: if the leader has given workers different means, their votes prove it."""
+        """No commit comes: if the leader has given workers different means, the ranges in their votes prove it.
+
+        The vote itself is for the leader: else others could make a certificate of a plan that the leader has given up.
+        """
         await asyncio.sleep(self.settings.lost_seconds)
         if isinstance(message, Complete):
+            message = structs.replace(message, vote=structs.replace(message.vote, signature=bytes(64)))
             others = [entry.peer for entry in plan.entries if entry.peer not in (self.members.me, plan.leader)]
             await self.ask_all(message.sequence, others, message)
 
@@ -351,11 +357,11 @@ class Participant:
         answers = await asyncio.gather(*(ask(peer) for peer in peers))
         return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
-    def record_vote(self, sender: str, message: Complete) -> PeerMessage:
-        """Of another worker of a plan that this one follows. Raises Malformed."""
+    def compare_ranges(self, message: Complete) -> PeerMessage:
+        """A worker of the plan that this one follows tells its mean, as reducers have signed it. Raises Malformed."""
         round_ = self.rounds.get(message.sequence)
         if round_ is not None and round_.plan is not None and round_.plan.authority == message.authority:
-            self.outcomes.notary.check_vote(round_.plan, sender, message.vote)
+            self.outcomes.notary.check_ranges(round_.plan, message.vote.num_parts, message.vote.ranges)
             if round_.vote is not None:
                 self.outcomes.liars.compare(round_.plan, (round_.vote, message.vote))
         return Done()

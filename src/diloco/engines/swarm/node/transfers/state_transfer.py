@@ -21,6 +21,7 @@ from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreacha
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.messages import NotHere, OpenState, StateHead, decode
+from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.recent_rounds import MAX_BYTES, MAX_ROUNDS
 from diloco.engines.swarm.node.trainer import FetchedState, RoundMean, Snapshot, Trainer
@@ -79,6 +80,8 @@ class StateTransfer:
         """Of a state of this run, as the trainer says."""
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
+        self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
+        """Of the state that was fetched last: how rounds have ended for its source, and the plans of later means."""
         self._without_means: set[str] = set()
         """Sources that no longer keep the means which the trainer lacks, or show others."""
         self._failed: set[str] = set()
@@ -182,9 +185,13 @@ class StateTransfer:
             base = await self._fetch_base(attempt)
             if base is None:
                 return None
+            ends: dict[int, bytes] = {}
             if base.snapshot is not None:
-                self.outcomes.quorum.agreed = await self.outcomes.ask_last(source.name, base.sequence)
-            means, sequence = await self._fetch_means(base.sequence, attempt)
+                self.outcomes.quorum.adopt(await self.outcomes.ask_last(source.name, base.sequence))
+                ends = await self.outcomes.ask_ends(source.name)
+                ends = {number: plan for number, plan in ends.items() if number < base.sequence}
+            means, plans, sequence = await self._fetch_means(base.sequence, attempt)
+            self._ended = (ends, plans)
             return FetchedState(base.snapshot, means, sequence, self._position())
         except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame, _NotVotedFor) as problem:
             logger.info("no state from %s: %s", source.name, problem)
@@ -272,17 +279,18 @@ class StateTransfer:
                 return
         raise _NotTheSame(f"{same} of {len(asked)} other members have the same state")
 
-    async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], int]:
-        """The means of this round and all later ones that have ended; and the round after them."""
+    async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], list[Plan], int]:
+        """The means of this round and all later ones that have ended, and their plans; and the round after them."""
         source = attempt.source
         means: list[RoundMean] = []
+        plans: list[Plan] = []
         held = 0
         while True:
             agreed = await self.outcomes.ask(source.name, sequence)
             if agreed is None:
                 if sequence <= source.status.ended_round:
                     raise _NoLongerKept(f"round {sequence} is no longer kept")
-                return tuple(means), sequence
+                return tuple(means), plans, sequence
             if not self.outcomes.quorum.accepts(agreed):
                 raise _NotVotedFor(f"most members that count have not voted for the mean of round {sequence}")
             plan = agreed.plan
@@ -292,6 +300,7 @@ class StateTransfer:
                 means.append(RoundMean(plan.key, self._keep(mean, held > MAX_BYTES), plan.decision.plain))
             self.recent.add(plan, mean, agreed.certificate)
             self.outcomes.quorum.record(agreed)
+            plans.append(plan)
             sequence += 1
 
     def _keep(self, mean: bytes, on_disk: bool) -> SharedMemory:
@@ -313,6 +322,7 @@ class StateTransfer:
         status.position = max(status.position, fetched.position)
         self.recent.next_to_merge, self._refused_since = fetched.sequence, None
         self.outcomes.quorum.take_over(status.ended_round)
+        self.outcomes.take_over(*self._ended, fetched.sequence)
         self._without_means.clear()
         self._failed.clear()
         self.witnesses.forget()
