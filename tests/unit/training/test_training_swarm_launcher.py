@@ -8,7 +8,7 @@ import pytest
 
 from diloco.errors import ConfigError, WorkerFailed
 from diloco.training.config.run import RunConfig
-from diloco.training.processes import swarm_launcher
+from diloco.training.processes import launcher, swarm_launcher
 from diloco.training.processes.local_process import CHECKPOINT_CODE, EXCLUDED_CODE, SwarmSlot
 from diloco.training.processes.swarm_launcher import MAX_RESTARTS, SwarmWorkers
 
@@ -126,3 +126,25 @@ def test_after_a_stop_nobody_is_started_again(tmp_path: Path, monkeypatch: pytes
 
     machine.run(stop)
     assert machine.starts == [0, 1]
+
+
+def test_a_full_disk_is_told_once_and_the_worker_is_started_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = iter([True] * 40)
+    monkeypatch.setattr(swarm_launcher, "disk_is_full", lambda _: next(full, False))
+    machine = Machine(tmp_path, monkeypatch, [1, 0])
+    machine.run()
+    assert machine.starts == [0, 0] and len(machine.said) == 1
+    assert "the disk of" in machine.said[0] and "is full" in machine.said[0] and "Make room" in machine.said[0]
+
+
+def test_a_worker_whose_disk_is_full_says_so_though_it_could_write_no_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "run" / "logs" / "worker-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    assert "it wrote nothing" in str(launcher.failure("worker 0", log, 1))
+    monkeypatch.setattr(launcher, "free_disk", lambda _: 4096)
+    assert "is full (4.1 kB free): make room, then continue with" in str(launcher.failure("worker 0", log, 1))

@@ -27,9 +27,14 @@ from diloco.training.processes.local_process import (
 )
 from diloco.training.processes.spawn import run_local_rank
 from diloco.training.records.events import EventReader
+from diloco.training.records.run_folder import resume_command
+from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.machine import free_disk
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
+_FULL_BYTES = 1 << 20
+"""A disk with less room is full."""
 
 
 class LocalWorkers:
@@ -145,6 +150,18 @@ class LocalWorkers:
         return failure(f"{local} of {self.config.workers}", local.log, code, silent)
 
 
+def disk_is_full(folder: Path) -> bool:
+    """Whether a process that writes there has ended for that reason; it may have left no word of it."""
+    return free_disk(folder) < _FULL_BYTES
+
+
+def full_disk(run: Path) -> str:
+    return (
+        f"the disk of {run} is full ({size_text(free_disk(run))} free): make room, then continue with "
+        f"{resume_command(run)}"
+    )
+
+
 def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
     """The error that the user sees after a worker process has ended with this exit code."""
     output = log.read_text(errors="replace") if log.exists() else ""
@@ -157,6 +174,8 @@ def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
         return ConfigError(reason)
     elif code == CHECKPOINT_CODE:
         return CheckpointError(reason)
+    elif disk_is_full(log.parent):
+        return WorkerFailed(f"{worker} has ended: {full_disk(log.parent.parent)}")
     elif code in (EXCLUDED_CODE, LOSS_CODE) or reason_is_enough(output):
         return WorkerFailed(f"{worker} has ended: {reason}")
     return WorkerFailed(f"{worker} failed: {reason}{more}", output)

@@ -17,15 +17,19 @@ from multiprocessing.process import BaseProcess
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.launcher import failure, rotate_log, stop_signals_blocked
+from diloco.training.processes.launcher import disk_is_full, failure, rotate_log, stop_signals_blocked
 from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, LOSS_CODE, SwarmSlot
 from diloco.training.processes.spawn import run_swarm_worker
+from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.machine import free_disk
 
 MAX_RESTARTS = 5
 """Of each worker; the count starts again at 0 after RESTED_SECONDS of uptime."""
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
+_FULL_SECONDS = 5.0
+"""Between two looks at a full disk."""
 _FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE)
 
 
@@ -97,6 +101,9 @@ class SwarmWorkers:
             if self.stop_requests:
                 local.code = 0  # it has left already
             elif time.monotonic() >= local.restart_at:
+                if disk_is_full(local.slot.run_folder):
+                    local.restart_at = time.monotonic() + _FULL_SECONDS
+                    return
                 rotate_log(local.slot.log)
                 self._start(local)
             return
@@ -111,6 +118,14 @@ class SwarmWorkers:
             local.code = code
             if code and len(self._locals) > 1:
                 self._tell(f"{local.slot} has ended for good ({self._reason(local, code)}); the others train on")
+            return
+        if disk_is_full(local.slot.run_folder):
+            local.restart_at = time.monotonic() + _FULL_SECONDS
+            free = size_text(free_disk(local.slot.run_folder))
+            self._tell(
+                f"{local.slot} ended: the disk of {local.slot.run_folder} is full ({free} free). Make room: it is "
+                "started again when there is some; the others train on meanwhile"
+            )
             return
         local.restarts += 1
         pause = min(30.0, 2.0 ** (local.restarts - 1))
