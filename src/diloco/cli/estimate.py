@@ -17,7 +17,7 @@ from diloco.training.sizes.disk import check_disk
 from diloco.training.sizes.estimate import estimate, vocabulary_of
 from diloco.training.sizes.memory import Place
 from diloco.training.sizes.network import bits_per_second
-from diloco.training.sizes.told import warnings
+from diloco.training.sizes.told import device_budget, warnings
 
 
 def print_estimate(
@@ -49,6 +49,7 @@ def print_estimate(
         folder=folder,
         events=events,
         bandwidth_bits=bits,
+        device_budget=device_budget(device, sum(sizes)),
         threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
     )
     told = warnings(config, found, device)

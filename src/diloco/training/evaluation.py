@@ -39,10 +39,18 @@ class Evaluator:
     """Measures a model as a run's configuration says."""
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, model: LanguageModel, precision: Precision, ranks: WorkerRanks
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        model: LanguageModel,
+        precision: Precision,
+        ranks: WorkerRanks,
+        accumulation: int,
     ) -> None:
+        """`accumulation`: a batch has as many rows as a step's micro-batches, of which there are so many."""
         self._config, self._corpus, self._model, self._precision, self._ranks = config, corpus, model, precision, ranks
         self._share_tokens: dict[tuple[int, int], int] = {}
+        self._accumulation = accumulation
         self.seconds = 0.0
         """Spent on evaluations since it was last set to 0."""
 
@@ -67,7 +75,7 @@ class Evaluator:
         """The share of the validation windows with this index, of so many shares."""
         started, config = time.monotonic(), self._config
         share = (index, shares, config.training.eval_windows)
-        batch, length = max(1, config.training.batch_size // config.training.accumulation), config.data.sequence_length
+        batch, length = max(1, config.training.batch_size // self._accumulation), config.data.sequence_length
         with self._precision.autocast():
             result = evaluate(self._model, self._corpus, length, batch, share, self._ranks, stopped)
         self.seconds += time.monotonic() - started

@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import DiLoCoError, EngineError, LossNotFinite
+from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
@@ -32,6 +32,7 @@ from diloco.training.compute import prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluator
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
+from diloco.training.micro_batch_size import budget_bytes, choices, estimated, fewest_that_fit, trial_bytes
 from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
@@ -42,6 +43,7 @@ from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields, told_round
 from diloco.training.sharding import place_model
+from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
 from diloco.training.swarm.peers import SwarmPeers, starting_shards
 from diloco.training.swarm.validation import SwarmValidation
@@ -64,8 +66,11 @@ class Training:
         *,
         leader: bool,
         restoring: bool = False,
+        sharing: int = 1,
     ) -> None:
-        """`leader`: the first process of its machine, which writes the events that concern the whole run.
+        """`sharing`: the processes that compute on this one's GPU.
+
+        `leader`: the first process of its machine, which writes the events that concern the whole run.
 
         `restoring`: `resume` loads a checkpoint next, on every worker, so no parameters are sent at the start.
         """
@@ -101,7 +106,8 @@ class Training:
         self._saved_before_cut = False
         self._not_finite: LossNotFinite | None = None  # why this worker ends
         self._losses = LossCheck(engine.ranks)
-        self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks)
+        self.accumulation = self._micro_batches(sharing)
+        self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks, self.accumulation)
         self.validation = self._validation()
         self.samples = Samples(config, corpus, self.model, events.emit)
         self.log = StepLog(config, self.mode, self.evaluator, self.precision, engine.ranks, events)
@@ -131,6 +137,50 @@ class Training:
         loop = mode.averager
         loop.on_post, loop.on_round, loop.on_cut = self._on_post, self._on_round, self._on_cut
         return mode
+
+    def _micro_batches(self, sharing: int) -> int:
+        """Of a step: as given, one on the CPU, as few as fit on a GPU; then an event tells them."""
+        config, ranks = self.config, self.engine.ranks
+        if config.training.accumulation is not None or self.device.type != "cuda":
+            return config.training.least_accumulation
+        length, budget = config.data.sequence_length, budget_bytes(self.device, sharing)
+        counts = choices(config.training.batch_size, ranks.count)
+        activations, gradients, rest = self._estimated_memory()
+        found = estimated(counts, activations, gradients + rest, budget)
+        if ranks.count == 1:
+
+            def needed(count: int) -> int | None:
+                rows = config.training.batch_size // count
+                used = trial_bytes(self.model, self._trial_loss, rows, length, self.device)
+                return None if used is None else rest + used
+
+            found = fewest_that_fit(counts, found, needed, gradients + rest, budget)
+        rows = config.training.batch_size // ranks.count // found
+        self.events.emit("micro_batches", accumulation=found, rows=rows, tried=ranks.count == 1, budget_bytes=budget)
+        return found
+
+    def _estimated_memory(self) -> tuple[int, int, int]:
+        """Bytes on the GPU: activations of a whole batch, gradients, and all that is there besides."""
+        ranks = self.engine.ranks
+        workers = max(2, self.engine.workers) if self.engine.elastic else self.engine.workers
+        place = Place(workers, ranks.count, cuda=True, precision=self.precision.name)
+        try:
+            _, memory = process_memory(self.config, self.model, place, 0, self.corpus.vocab_size)
+        except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
+            if ranks.count > 1:
+                raise ConfigError(
+                    f"the memory of this model's steps cannot be estimated ({error}), and several ranks do not try: "
+                    "say in how many micro-batches a step is computed, with --training.accumulation"
+                ) from error
+            logger.warning("the memory of a step cannot be estimated, so trials begin with a whole batch: %s", error)
+            gradients = sum(4 * p.numel() for p in self.model.parameters() if p.requires_grad)
+            return 0, gradients, torch.cuda.memory_allocated(self.device) + 2 * gradients
+        activations, gradients = memory[ACTIVATIONS], memory["gradients"]
+        return activations, gradients, sum(memory.values()) - activations - gradients
+
+    def _trial_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.autocast():
+            return self.placed.loss(tokens, targets)
 
     def _validation(self) -> Validation:
         if not self.engine.elastic:
@@ -193,6 +243,7 @@ class Training:
         resolved = resolved_values(
             self.config, mode=self.mode, model=self.model, corpus=self.corpus, compiled=self.compiled, **how
         )
+        resolved["training.accumulation"] = self.accumulation
         self.events.emit("worker_started", **fields, **how, resolved=resolved)
         if self.leader:
             write_resolved(self.folder, self.config, resolved)
@@ -239,7 +290,7 @@ class Training:
         ranks = self.engine.ranks
         self.peers.before_step()
         set_position(self.schedule, position)  # in a swarm it may have jumped
-        windows, parts = self.reader.next(), self.config.training.accumulation
+        windows, parts = self.reader.next(), self.accumulation
         batches, learnt = micro_batches(windows, ranks, parts, self.device, masked=self.reader.masked)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)

@@ -45,6 +45,7 @@ HAPPENED = [
     event("resync", reason="it missed round 8", sequence=9, step=90),
     event("sidecar_restarted", restarts=1),
     event("shards_not_fetched", shards=[1, 2], reason="no member has them"),
+    event("micro_batches", accumulation=4, rows=2, tried=True, budget_bytes=1e9),
 ]
 
 

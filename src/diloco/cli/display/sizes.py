@@ -29,8 +29,16 @@ def _memory(sizes: Sizes) -> str:
     processes = "1 process" if sizes["processes"] == 1 else f"{sizes['processes']} processes"
     return (
         f"memory: about {size_text(sizes['process_bytes'])} a process{gpu} ({processes}{available}); "
-        f"{sizes['parameters'] / 1e6:.4g}M parameters{_trained(sizes)}"
+        f"{sizes['parameters'] / 1e6:.4g}M parameters{_trained(sizes)}{_at_a_time(sizes)}"
     )
+
+
+def _at_a_time(sizes: Sizes) -> str:
+    rows, parts = sizes.get("micro_batch_rows"), sizes.get("accumulation")  # older runs do not tell them
+    if not rows or not parts:
+        return ""
+    number = "1 sequence" if rows == 1 else f"{rows:,} sequences"
+    return f"; a step is {number} at once" if parts == 1 else f"; a step is {parts} times {number}"
 
 
 def _trained(sizes: Sizes) -> str:

@@ -176,7 +176,7 @@ class RunConfig:
             raise ConfigError(
                 f"compute.sharding = {self.compute.sharding} has no effect on workers of one rank: add --ranks 2, say"
             )
-        rows, accumulation = self.training.batch_size, self.training.accumulation
+        rows, accumulation = self.training.batch_size, self.training.least_accumulation
         for size in map(int, self.ranks.split(",")):
             if rows % (size * accumulation):
                 raise ConfigError(

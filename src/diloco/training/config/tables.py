@@ -57,8 +57,9 @@ class TrainingConfig:
 
     batch_size: int = 512
     """Sequences of one worker's inner step."""
-    accumulation: int = option(1, may_differ="in a swarm")
-    """Split that batch into this many micro-batches, to save memory."""
+    accumulation: int | None = option(None, may_differ="in a swarm")
+    """Split that batch into this many micro-batches, to save memory (default: 1 on the CPU; on a GPU as few as fit its
+    memory, found before training)."""
     eval_interval: int | None = option(None, may_change=True)
     """Inner steps between evaluations of the outer parameters (default: about ten in the run, at rounds)."""
     eval_windows: int = option(256, may_change=True)
@@ -76,18 +77,25 @@ class TrainingConfig:
     """Inner steps between samples during training, of the first worker's own parameters (default: only at the end)."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "eval_windows", "log_interval"):
+        for name in ("batch_size", "eval_windows", "log_interval"):
             at_least("training." + name, getattr(self, name), 1)
+        if self.accumulation is not None:
+            at_least("training.accumulation", self.accumulation, 1)
         at_least("training.sample_tokens", self.sample_tokens, 0)
         if self.sample_interval is not None:
             at_least("training.sample_interval", self.sample_interval, 1)
         if self.eval_interval is not None:
             at_least("training.eval_interval", self.eval_interval, 1)
-        if self.batch_size % self.accumulation:
+        if self.batch_size % self.least_accumulation:
             raise ConfigError(
                 f"training.batch_size = {self.batch_size} is not a multiple of training.accumulation = "
                 f"{self.accumulation}: micro-batches must be equal"
             )
+
+    @property
+    def least_accumulation(self) -> int:
+        """As given; 1 if it is left open, where it may become more on a GPU."""
+        return 1 if self.accumulation is None else self.accumulation
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exi
 from diloco.training.processes.worker import device_of
 from diloco.training.records.events import EventLog
 from diloco.training.records.run_description import RUN_JSON
-from diloco.training.sizes.told import emit_sizes
+from diloco.training.sizes.told import emit_sizes, sharing
 from diloco.training.swarm.warm_start import wait_for_warm_start
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,9 @@ def _train_with(
         emit_sizes(config, texts.shared.vocab_size, engine, device, slot.slots, log.emit, slot.run_folder)
     if not founded and config.sync.warm_start:
         wait_for_warm_start(engine.status, config.sync.warm_start, log.emit)
-    training = Training(config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0)
+    training = Training(
+        config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0, sharing=sharing(slot.slots)
+    )
     training.joined = not founded
     if start is not None and saved:
         training.resume(start)

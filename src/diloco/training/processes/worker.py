@@ -30,7 +30,7 @@ from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code, heard_signals
 from diloco.training.processes.run_setup import NO_CUDA
 from diloco.training.records.events import EventLog, NoEvents
-from diloco.training.sizes.told import emit_sizes
+from diloco.training.sizes.told import emit_sizes, sharing
 
 START_SECONDS = 120.0
 logger = logging.getLogger(__name__)
@@ -77,7 +77,17 @@ def train_here(
     if local_rank == 0 and engine.ranks.rank == 0:
         emit_sizes(config, corpus.vocab_size, engine, device, local_processes, events.emit, run_folder)
     restoring = start is not None and start.checkpoint is not None
-    training = Training(config, corpus, engine, events, device, run_folder, leader=local_rank == 0, restoring=restoring)
+    training = Training(
+        config,
+        corpus,
+        engine,
+        events,
+        device,
+        run_folder,
+        leader=local_rank == 0,
+        restoring=restoring,
+        sharing=sharing(local_processes),
+    )
     for number in heard_signals():
         signal.signal(number, lambda *_: training.request_stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here

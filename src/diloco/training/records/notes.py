@@ -214,6 +214,13 @@ def _threads(event: Event) -> str:
     return f"{_CORES}{others} this machine's {event['cores']} cores, {threads} each (--threads)"
 
 
+def _micro_batches(event: Event) -> str:
+    rows = f"{event['rows']} sequence{'s' * (event['rows'] != 1)}"
+    parts = f"{event['accumulation']} micro-batch{'es' * (event['accumulation'] != 1)}"
+    how = "found by trying" if event["tried"] else "by an estimate"
+    return f"a step is computed in {parts} of {rows}: the most that fit the GPU's memory, {how}"
+
+
 _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "checkpoint": ("info", lambda e: f"checkpoint of step {e['step']}"),
     "checkpoint_failed": (
@@ -229,6 +236,7 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     ),
     "worker_failed": ("bad", lambda e: f"worker {e['worker']} failed: {e.get('error')}"),
     "threads": ("info", _threads),
+    "micro_batches": ("info", _micro_batches),
     "swarm": ("info", lambda e: f"worker {e['worker']} {'founded' if e.get('founded') else 'is in'} the swarm"),
     "waiting": (
         "info",

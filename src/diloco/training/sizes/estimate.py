@@ -15,6 +15,7 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.models.registry import model_outline
 from diloco.training.config.rounds import num_rounds, turns
 from diloco.training.config.run import RunConfig
+from diloco.training.micro_batch_size import choices, estimated
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
 from diloco.training.sizes.memory import ACTIVATIONS, OF_WORKER_0, Place, network_memory, process_memory
@@ -39,6 +40,10 @@ class Estimate:
     parameters: int
     trainable_parameters: int
     """Those that are trained and averaged: with LoRA the adapters', otherwise all."""
+    accumulation: int
+    """Micro-batches of a step: as given, or as few as the memory of a GPU is estimated to hold."""
+    micro_batch_rows: int
+    """Sequences that a process computes at a time."""
     processes: int
     """On this machine."""
     memory: dict[str, int]
@@ -108,8 +113,11 @@ def estimate(
     events: Sequence[Mapping[str, Any]] = (),
     bandwidth_bits: float | None = None,
     threads: int | None = None,
+    device_budget: float | None = None,
 ) -> Estimate:
-    """`processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
+    """`device_budget`: the GPU memory of one process, by which a step's micro-batches are chosen if they are left open.
+
+    `processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
 
     `threads`: of a process, to estimate the time of a step, which takes a moment of computing; None: only if measured.
     """
@@ -123,6 +131,13 @@ def estimate(
     shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
     trainable = sum(math.prod(shape) for shape in shapes.values())
     host, device = process_memory(config, outline, place, base, vocab_size)
+    accumulation = config.training.least_accumulation
+    if config.training.accumulation is None and device and device_budget is not None:
+        activations = device[ACTIVATIONS]
+        fixed = sum(device.values()) - activations
+        counts = choices(config.training.batch_size, place.ranks)
+        accumulation = estimated(counts, activations, fixed, device_budget)
+        device[ACTIVATIONS] = activations // accumulation
     sent = round_bytes(config, shapes, place.workers)
     known = bandwidth_bits or measured_bits_per_second(events)
     measured = measured_step_seconds(events)
@@ -130,6 +145,8 @@ def estimate(
     return Estimate(
         parameters=parameters,
         trainable_parameters=trainable,
+        accumulation=accumulation,
+        micro_batch_rows=config.training.batch_size // place.ranks // accumulation,
         processes=processes,
         memory=host,
         device_memory=device,
@@ -192,7 +209,8 @@ def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
 
 def _smaller_batches(config: RunConfig, activations: int, over: int) -> list[str]:
     """The accumulation with which activations are smaller by `over` bytes, or that with the smallest ones."""
-    now, most = config.training.accumulation, config.training.batch_size // max(map(int, config.ranks.split(",")))
+    now = config.training.least_accumulation
+    most = config.training.batch_size // max(map(int, config.ranks.split(",")))
     larger = [count for count in range(now + 1, most + 1) if most % count == 0]
     enough = [count for count in larger if activations * now / count <= activations - over]
     return [f"--training.accumulation {(enough or larger[-1:])[0]}"] if larger else []

@@ -188,7 +188,7 @@ def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
 def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
     """Of one micro-batch. Gradients count in full beside them, though they are freed before a forward pass: malloc
     and the GPU's allocator reuse little of the one's memory for the other."""
-    rows = max(1, config.training.batch_size // place.ranks // config.training.accumulation)
+    rows = max(1, config.training.batch_size // place.ranks // config.training.least_accumulation)
     length, short = config.data.sequence_length, place.precision in ("bf16", "fp16")
     if isinstance(outline, NativeModel):
         wanted = config.compute.compile

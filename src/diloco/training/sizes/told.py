@@ -9,6 +9,7 @@ import torch
 from diloco.engines.base import Connection
 from diloco.errors import DiLoCoError
 from diloco.training.config.run import RunConfig
+from diloco.training.micro_batch_size import budget_bytes
 from diloco.training.precision import precision_name
 from diloco.training.records.events import read_events
 from diloco.training.sizes.estimate import Estimate, device_warning, estimate, memory_warning
@@ -31,11 +32,29 @@ def emit_sizes(
     precision = precision_name(config.compute.precision, device)
     place = Place(workers, engine.ranks.count, device.type == "cuda", precision)
     try:
-        sizes = estimate(config, vocab_size, place, processes=processes, folder=folder, events=read_events(folder))
+        sizes = estimate(
+            config,
+            vocab_size,
+            place,
+            processes=processes,
+            folder=folder,
+            events=read_events(folder),
+            device_budget=device_budget(device, processes),
+        )
     except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
         logger.warning("the sizes of this run cannot be told: %s", error)
         return
     emit("sizes", **sizes.as_json(), warnings=warnings(config, sizes, device))
+
+
+def device_budget(device: torch.device, processes: int) -> float | None:
+    """The GPU memory for one of a machine's processes, which share out its GPUs; None on the CPU."""
+    return budget_bytes(device, sharing(processes)) if device.type == "cuda" else None
+
+
+def sharing(processes: int) -> int:
+    """How many of a machine's processes are on one GPU."""
+    return -(-processes // max(1, torch.cuda.device_count()))
 
 
 def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[str]:

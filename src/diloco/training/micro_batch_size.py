@@ -1,0 +1,89 @@
+"""How many micro-batches a step is computed in, where training.accumulation is left open: training.batch_size is what
+counts, and the result is the same up to rounding.
+
+On the CPU a step is one micro-batch. On a GPU it has the largest micro-batches that fit: those that the estimate of
+memory (sizes/) calls for are tried with a forward and backward pass before training, then larger ones for as long as
+they fit, or smaller ones until they do. What counts is what such a pass holds, not what happens to be free while other
+processes start, so that a run makes the same choice again on the same GPU. Among several ranks of a worker, which must
+not fail alone, the estimate decides without a trial.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+from diloco.training.sizes.disk import size_text
+
+USABLE = 0.92
+"""The share of a GPU's memory that is planned with: allocators leave holes, and libraries have memory of their own."""
+
+
+def choices(batch_size: int, ranks: int = 1) -> list[int]:
+    """The numbers of micro-batches that cut a rank's rows evenly, from one to a row each."""
+    rows = batch_size // ranks
+    return [count for count in range(1, rows + 1) if rows % count == 0]
+
+
+def estimated(counts: Sequence[int], activations: int, fixed: int, budget: float) -> int:
+    """The fewest micro-batches with which a step fits, by an estimate; the most if none does.
+
+    `activations`: bytes with one micro-batch; `fixed`: all other bytes.
+    """
+    return next((count for count in counts if fixed + activations / count <= budget), counts[-1])
+
+
+def fewest_that_fit(
+    counts: Sequence[int], start: int, needed: Callable[[int], int | None], fixed: int, budget: float
+) -> int:
+    """The fewest micro-batches with which a step fits, tried from `start` on.
+
+    `needed`: the bytes of a whole step with that many, measured; None if memory ran out. `fixed`: those that do not
+    depend on it, by which a larger micro-batch is left untried if it is bound to fail.
+    """
+    at = counts.index(start)
+    used = needed(counts[at])
+    if used is not None and used <= budget:
+        while at > 0 and fixed + (used - fixed) * counts[at] / counts[at - 1] <= budget:
+            larger = needed(counts[at - 1])
+            if larger is None or larger > budget:
+                break
+            used, at = larger, at - 1
+        return counts[at]
+    for count in counts[at + 1 :]:
+        used = needed(count)
+        if used is not None and used <= budget:
+            return count
+    raise ConfigError(
+        f"a step does not fit the GPU's memory ({size_text(budget)} for this process) even with one sequence at a "
+        "time: try --compute.checkpoint_activations true, --sync.offload true, or a shorter --data.sequence_length"
+    )
+
+
+def budget_bytes(device: torch.device, sharing: int) -> float:
+    """The memory of a GPU for one of `sharing` processes."""
+    return USABLE * torch.cuda.get_device_properties(device).total_memory / sharing
+
+
+def trial_bytes(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rows: int, length: int, device: torch.device
+) -> int | None:
+    """What a forward and backward pass over that many rows adds to the memory in use; None if there is too little.
+
+    Leaves no gradients behind, and torch's generators as they were.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+            loss(tokens, tokens).backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    except torch.cuda.OutOfMemoryError:
+        return None
+    finally:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
