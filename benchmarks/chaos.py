@@ -4,7 +4,8 @@
 
 Workers are real ones, each a trainer, a sidecar and a p2pd, on machines in network namespaces (which need root;
 `--loopback`: all at 127.0.0.1, and no cuts). One is three times slower than the others, one sends NaN, one sends 1e30
-and claims a small norm, one claims five rounds of work in every round and stays, one was not invited, one has the
+and claims a small norm, one claims five rounds of work in every round and stays, one changes its lie from round to
+round (against the others, next to nothing, too much work, none), one was not invited, one has the
 identity of a live one, one that of a frozen one, and keeps its place when that one thaws; the first worker dies for
 good; the network splits; others die, freeze, sleep for longer than a worker may be silent, come back, and new ones
 join, at moments that the seed decides (chaos_plan.py). What must be true of it is in tests/support/chaos/story.py. The

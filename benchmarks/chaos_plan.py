@@ -7,7 +7,7 @@ MOST_LOSS = 1.021
 """Times the calm run's."""
 FEWEST_ROUNDS = 16
 _CERTAIN = [
-    *("nan", "huge", "greedy", "join", "cut", "stranger", "copy", "kill the first", "freeze and copy"),
+    *("nan", "huge", "greedy", "changing", "join", "cut", "stranger", "copy", "kill the first", "freeze and copy"),
     *("freeze and thaw", "return", "cut", "kill", "sidecar", "sleep", "join"),
 ]
 _MORE = [

@@ -81,7 +81,7 @@ class Chaos:
             | frozenset(name for name in liars if not name.endswith(".0")),
             frozenset(life.name for life in self.lives if life.honest and not life.doomed and life.name in begun),
             frozenset(life.name for life in self.lives if life.replaced),
-            frozenset(life.name for life in self.lives if life.machine == "greedy"),
+            frozenset(life.name for life in self.lives if life.machine in ("greedy", "changing")),
         )
 
     def _story(self, name: str) -> Path:
@@ -96,7 +96,9 @@ class Chaos:
 
     def start(self, machine: str, *, lie: str = "") -> Life:
         task = self._task(machine, lie)
-        life = Life(task.life, machine, self.workers.start(machine, train, task), honest=lie in ("", "greedy"))
+        life = Life(
+            task.life, machine, self.workers.start(machine, train, task), honest=lie in ("", "greedy", "changing")
+        )
         self.lives.append(life)
         return life
 
@@ -175,6 +177,8 @@ class Chaos:
                 what = f"{self.join(kind, lie=kind)} joins, and sends {'NaN' if kind == 'nan' else '1e30'}"
             case "greedy":
                 what = f"{self.join(kind, lie=kind)} joins, and claims five rounds of work in every round"
+            case "changing":
+                what = f"{self.join(kind, lie=kind)} joins, and changes its lie from round to round"
             case "cut" if self.workers.net is not None and len(at_peace) >= _FEWEST_CUT:
                 what = self.cut()
             case "stranger":

@@ -59,7 +59,8 @@ class Task:
     step_seconds: float
     """No inner step is quicker than this, so that the machine's load does not decide which worker is slow."""
     lie: str = ""
-    """nan or huge: what it sends instead of its outer gradient; greedy: it claims five rounds of work in every one."""
+    """nan or huge: what it sends instead of its outer gradient; greedy: it claims five rounds of work in every one;
+    changing: honest work, greedy, against the others, next to nothing, in turn and none of them provable."""
 
     overlap_steps: int = 0
 
@@ -154,13 +155,26 @@ class Story:
         self._file.write(json.dumps(line) + "\n")
 
 
+_CHANGING = ("honest", "against", "greedy", "against", "small", "honest", "against")
+
+
 class Liar(SwarmEngine):
     """Sends what it has not claimed."""
 
     lie = ""
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
-        if self.lie == "greedy":
+        lie = self.lie if self.lie != "changing" else _CHANGING[key.sequence % len(_CHANGING)]
+        if lie == "honest":
+            return super().start_round(key, contribution, deadline_seconds)
+        if lie in ("against", "small"):
+            vector, factor = contribution.vector, -2.9 if lie == "against" else 1e-3
+            if vector.num_bytes:
+                vector.encode(0, factor * vector.decode(0, vector.layout.num_parts))
+                norm = float(torch.linalg.vector_norm(vector.decode(0, vector.layout.num_parts)))
+                contribution = replace(contribution, norm=norm)
+            return super().start_round(key, contribution, deadline_seconds)
+        if lie == "greedy":
             most = MAX_WEIGHT_ROUNDS * contribution.round_weight
             return super().start_round(key, replace(contribution, weight=most), deadline_seconds)
         vector = contribution.vector

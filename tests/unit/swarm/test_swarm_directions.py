@@ -1,6 +1,7 @@
 """A member that points against the others: it is in no mean, and named; and an honest member is not."""
 
 import asyncio
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ async def rounds(
     outcomes: Ended = []
     means = []
     options = {"ratio": 3.0, "seconds": 600.0} | options
+    await asyncio.sleep(3.0)  # until all have heard of each other, and reduce parts
     for _ in range(count):
         sequence = max(worker.trainer.sequence for worker in workers)
         given = {worker.node.number: honest(worker.node.number, sequence) for worker in workers}
@@ -231,3 +233,68 @@ def test_a_worker_that_claims_a_longer_contribution_than_its_own_is_banned_after
 
     bans, liar = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
     assert bans == [{liar}] * 4
+
+
+# Reducers that tell false directions
+
+
+def tells(liar: str, change: Callable[[Transfer, list[float]], list[float]], patch: pytest.MonkeyPatch) -> None:
+    """It signs other cosines than those of its parts, the same for all."""
+    honest_compare = Transfer._compare
+
+    def compare(self: Transfer) -> bytes:
+        right = honest_compare(self)
+        if self._transport.peer != liar or not right:
+            return right
+        made = change(self, directions.unpack(right))
+        return struct.pack(f"<{len(made)}h", *(round(32767 * value) for value in made))
+
+    patch.setattr(Transfer, "_compare", compare)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_reducer_that_hides_its_own_direction_by_false_ones_of_others_is_banned(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the others point against each other: nothing is refused in that round, and it is out after it."""
+
+    async def story(swarm: MemorySwarm) -> tuple[Ended, list[set[str]], str]:
+        members = await founded(swarm, workers)
+        liar = members[-1]
+        tells(liar.name, lambda _, right: [-1.0 for _ in right], monkeypatch)
+        ended, _ = await rounds(members, 2, {workers - 1: against})
+        return ended, [set(w.node.permissions.bans()) for w in members[:-1]], liar.name
+
+    ended, bans, liar = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
+    assert set(ended[0][0].contributors) == set(range(workers)), "it counts once"
+    assert bans == [{liar}] * (workers - 1)
+    assert set(ended[1][0].contributors) == set(range(workers - 1))
+
+
+def test_one_of_three_that_has_another_one_refused_by_a_false_direction_is_banned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at a right angle; the third points with one of them and against the other, and says that these two are
+    opposites."""
+    apart = torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))
+    noise = [torch.randn(NUMEL, generator=torch.Generator().manual_seed(50 + place)) for place in range(3)]
+    kinds: dict[int, Lie] = {
+        0: lambda *_: 0.5 * COMMON + apart + 0.1 * noise[0],
+        1: lambda *_: COMMON - 0.5 * apart + 0.1 * noise[1],
+        2: lambda *_: 0.2 * COMMON - apart + 0.1 * noise[2],
+    }
+
+    async def story(swarm: MemorySwarm) -> tuple[Ended, list[set[str]], str]:
+        members = await founded(swarm, 3)
+        liar = members[2]
+
+        def change(transfer: Transfer, right: list[float]) -> list[float]:
+            return [-1.0, *right[1:]]
+
+        tells(liar.name, change, monkeypatch)
+        ended, _ = await rounds(members, 1, kinds)
+        return ended, [set(w.node.permissions.bans()) for w in members[:2]], liar.name
+
+    ended, bans, liar = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
+    assert set(ended[0][1].refused) == {0}, "once"
+    assert bans == [{liar}] * 2

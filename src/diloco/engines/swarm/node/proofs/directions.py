@@ -5,19 +5,27 @@ bound to its parts. It tells the cosine of every pair of contributions there, an
 range (certificate.py). So all workers of a plan have the same cosines, and come to the same decision
 (core/directions.py) before they vote: where a contribution points against the others, they do not vote for this plan,
 and the leader makes the next one without it (rounds/led_round.py).
+
+From five contributions on no single reducer decides what is told of a pair. Of three and four it may: so each worker
+compares what was told of its own pairs with the numbers of the contributions, and with the contribution of the other
+worker itself where they are far apart, or where a contribution was refused (mean_check.py). A reducer that has told
+another cosine is banned, as for a wrong mean.
 """
 
 import hashlib
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
+from diloco.codecs.registry import codec
 from diloco.core import directions
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import SignedRange, reducers
+from diloco.engines.swarm.node.trainer import PostedRound
 
 _SAMPLED = 8  # parts of a range
 _UNIT = 32767
@@ -67,3 +75,26 @@ def find_opposed(plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> d
     norms = [entry.parsed.claim.norm * scale for entry, scale in zip(plan.contributors, scales, strict=True)]
     found = {names[place]: cosine for place, cosine in directions.opposed(norms, told).items()}
     return found if 2 * (len(found) + len(plan.opposed)) < len(plan.entries) else {}
+
+
+def told_of(
+    plan: Plan, ranges: Sequence[SignedRange], peer: str, posted: PostedRound
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each reducer but `peer`, and what it tells of this contributor's pairs."""
+    names = [entry.peer for entry in plan.contributors]
+    for teller, signed in zip(reducers(plan, posted.num_parts), ranges, strict=True):
+        if teller != peer and len(signed.directions) == size(plan) > 0:
+            pairs = zip(combinations(names, 2), unpack(signed.directions), strict=True)
+            yield teller, {pair[0] if pair[1] == peer else pair[1]: cosine for pair, cosine in pairs if peer in pair}
+
+
+@torch.no_grad()
+def cosine_of(posted: PostedRound, one: Sequence[bytes], other: Sequence[bytes]) -> float:
+    """Of the same encoded parts of two contributions."""
+    decoded = []
+    for parts in (one, other):
+        values = torch.empty(len(parts), posted.part_elements)
+        rows = torch.stack([torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts])
+        codec(posted.codec).decode(rows, values)
+        decoded.append(values)
+    return directions.pair_cosines(decoded)[0]

@@ -21,7 +21,7 @@ most.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,8 +36,9 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.calls import Calls
 from diloco.engines.swarm.node.membership.members import Members
 from diloco.engines.swarm.node.messages import Done, NotHere
-from diloco.engines.swarm.node.proofs import merkle, projections
-from diloco.engines.swarm.node.proofs.certificate import Agreed, Bytes
+from diloco.engines.swarm.node.plan import Plan
+from diloco.engines.swarm.node.proofs import directions, merkle, projections
+from diloco.engines.swarm.node.proofs.certificate import Agreed, Bytes, Certificate, SignedRange
 from diloco.engines.swarm.node.proofs.liars import Liars
 from diloco.engines.swarm.node.proofs.messages import AskPart, Part, Projections
 from diloco.engines.swarm.node.proofs.own_contributions import OwnContribution, OwnContributions, num_kept
@@ -54,6 +55,9 @@ PARTS_AT_ONCE, PARTS_PER_SECOND = 64.0, 4.0
 """Shown to one member. An honest one asks for three of a round at most, and for none of most rounds."""
 _PARTS_A_MESSAGE = 1 << 17
 _POLL_SECONDS = 0.1
+_MOST_COMPARED = 4
+_FAR, _DEVIATIONS_FAR = 0.25, 3.0  # of a cosine from the one of the numbers: layers differ, and numbers are few
+_WRONG_COSINE = 0.02
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
 _STEPS_OF_ROUNDING = 3.0
 _MOST_DELAY = 0.5  # seconds
@@ -169,6 +173,8 @@ class MeanCheck:
             for part in suspects[:_MAX_OPENED]:
                 if part is not None:
                     await self._open(round_, part)
+            if has_numbers and not suspects:
+                await self._check_directions(round_, self._far_directions(round_))
         except Exception as problem:  # the task ends here: whatever it was, an event says that this mean is unchecked
             logger.exception("the check of the mean of round %d", plan.key.sequence)
             reason = f"{type(problem).__name__}: {problem}"[:200]
@@ -239,6 +245,64 @@ class MeanCheck:
         ranges = round_.agreed.plan.ranges(round_.posted.num_parts)
         parts = [part for name, rows in ranges.items() if name != self._me and peer in (None, name) for part in rows]
         return self._random.choice(parts) if parts else None
+
+    # Directions
+
+    def begin_opposed(
+        self, plan: Plan, posted: PostedRound, ranges: tuple[SignedRange, ...], opposed: Collection[str]
+    ) -> None:
+        """A contribution was refused for its direction: have the reducers told the right one of this worker's pairs?
+
+        Of five and more contributions no single reducer decides that.
+        """
+        names = [entry.peer for entry in plan.contributors]
+        if self._me not in names or len(names) > _MOST_COMPARED:
+            return
+        agreed = Agreed(plan, Certificate(posted.num_parts, ranges, {}))
+        round_ = _Counted(agreed, posted, b"", {name: self._process_of(name) for name in names})
+        others = [name for name in names if name != self._me and (self._me in opposed or name in opposed)]
+        pairs = [(teller, one) for teller in names for one in others if teller != self._me]
+        task = asyncio.create_task(self._check_directions(round_, pairs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _far_directions(self, round_: _Counted) -> list[tuple[str, str]]:
+        """Reducer, and the other worker of a pair: its cosine with this worker is far from that of their numbers."""
+        plan, numbers = round_.agreed.plan, round_.numbers
+        if not directions.compares(plan) or self._me not in numbers:
+            return []
+        found = []
+        for teller, told in directions.told_of(plan, round_.agreed.certificate.ranges, self._me, round_.posted):
+            for other, cosine in told.items():
+                estimate = projections.estimate_cosine(numbers[self._me], numbers[other])
+                if abs(estimate - cosine) > _FAR + _DEVIATIONS_FAR / len(numbers[other]) ** 0.5:
+                    found.append((teller, other))
+        return found[:_MAX_OPENED]
+
+    async def _check_directions(self, round_: _Counted, pairs: Sequence[tuple[str, str]]) -> None:
+        """Compare this worker's parts with the other's, in the parts that the reducer has compared."""
+        plan, posted = round_.agreed.plan, round_.posted
+        said = dict(directions.told_of(plan, round_.agreed.certificate.ranges, self._me, posted))
+        for teller, other in pairs:
+            entry = plan.entry(other)
+            parts = directions.sampled_parts(plan, teller, posted.num_parts)
+            if entry is None or teller not in said or not parts:
+                continue
+            rows: dict[str, list[bytes]] = {self._me: [], other: []}
+            for part in parts:
+                own = await self.show(self._me, AskPart(plan.digest, part))
+                shown = await self._shown_part(round_, other, entry.root, part)
+                if not isinstance(own, Part) or shown is None:
+                    return
+                rows[self._me].append(own.data)
+                rows[other].append(shown)
+            right = directions.cosine_of(posted, rows[self._me], rows[other])
+            told = said[teller][other]
+            if abs(right - told) > _WRONG_COSINE:
+                reason = (
+                    f"round {plan.key.sequence}: it told the cosine {told:.2f} of two contributions, not {right:.2f}"
+                )
+                self._liars.ban(teller, reason)
 
     # Opening a part
 

@@ -309,6 +309,8 @@ class Participant:
         round_.cleared = {entry.peer for entry in plan.contributors} - found.keys()
         for peer, cosine in found.items():
             logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
+        if found:
+            self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, found.keys())
         return bool(found)
 
     async def _tell_leader(self, round_: Round, plan: Plan, message: PeerMessage) -> None:
