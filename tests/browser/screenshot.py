@@ -33,9 +33,9 @@ _ENDED = {
     "H20-int8": ["--workers=2", "--recipe=plain", "--H=20", "--codec=int8"],
 }
 _SWARM = "swarm"
-_KILLED_AT = 120
+_KILLED_AT = 100
 _DRAWN_AT = 240
-_LONGEST_SECONDS = 900.0
+_LONGEST_SECONDS = 1800.0
 
 
 def train(folder: Path) -> None:
@@ -64,11 +64,14 @@ def swarm(folder: Path, others: Path) -> Iterator[None]:
     run = folder / _SWARM
     started = [_run(["train", *_SHARED, *options, f"--out={run}"], others / "first.log")]
     try:
-        invitation = _wait_for(lambda: _invitation(others / "first.log"))
-        assert invitation is not None
+        _wait_for(lambda: _reached(run, 4))
         for name in ("second", "third"):
-            join = ["join", invitation, "--host=127.0.0.1", f"--out={others / name}"]
-            started.append(_run(join, others / f"{name}.log"))
+            word = others / f"{name}.word"
+            if _run(["invite", str(run)], word).wait():
+                raise SystemExit(f"no invitation: see {word}")
+            started.append(
+                _run(["join", f"@{word}", "--host=127.0.0.1", f"--out={others / name}"], others / f"{name}.log")
+            )
         _wait_for(lambda: _reached(run, _KILLED_AT, members=3))
         os.killpg(started[2].pid, signal.SIGKILL)
         _wait_for(lambda: _reached(run, _DRAWN_AT, lost=1))
@@ -90,12 +93,7 @@ def _wait_for(found: Callable[[], Found]) -> Found:
         if result := found():
             return result
         time.sleep(0.5)
-    raise SystemExit("the swarm did not come so far in a quarter of an hour: see the logs beside the runs")
-
-
-def _invitation(log: Path) -> str | None:
-    words = log.read_text(errors="replace").split()
-    return next((word for word in words if word.startswith("diloco2") and len(word) > 40), None)
+    raise SystemExit("the swarm did not come so far in half an hour: see the logs beside the runs")
 
 
 def _reached(run: Path, step: int, members: int = 0, lost: int = 0) -> bool:
@@ -107,7 +105,7 @@ def _reached(run: Path, step: int, members: int = 0, lost: int = 0) -> bool:
     return at >= step and widest >= members and sum(one["type"] == "member_lost" for one in events) >= lost
 
 
-def draw(root: Path, picture: Path, address: dict[str, str], size: dict[str, int], *, dark: bool) -> None:
+def draw(root: Path, picture: Path, address: list[tuple[str, str]], size: dict[str, int], *, dark: bool) -> None:
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if path is None:
         sys.exit(f"no browser: none of {', '.join(_NAMES)} is installed (Debian: apt-get install chromium)")
@@ -135,7 +133,7 @@ def main() -> None:
     runs = given.folder.absolute() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     train(runs)
-    address = {"run": _SWARM, "over": ",".join(_ENDED), "axis": "bytes"}
+    address = [("run", _SWARM), *(("over", name) for name in _ENDED), ("axis", "bytes")]
     with swarm(runs, given.folder.absolute() / "others"):
         draw(runs, given.picture, address, {"width": given.width, "height": given.height}, dark=given.dark)
 

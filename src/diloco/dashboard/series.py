@@ -77,15 +77,16 @@ class _Axes:
     def between(self, times: Numbers) -> Json:
         """The same for moments at which nothing was logged: what grew evenly since, so that no two have one place."""
 
-        def reached(name: str) -> list[Numbers]:
-            known = [_rows_of(row, ~np.isnan(row[name])) for row in self._rows]
-            return [np.interp(times, row["time"], row[name], left=0.0) for row in known if len(row["time"])]
+        def reached(name: str, after: float | None = None) -> list[Numbers]:
+            """`after`: the value after the last growth, in place of the last value."""
+            known = [_rows_of(row, _grown(row[name])) for row in self._rows]
+            return [np.interp(times, row["time"], row[name], 0.0, after) for row in known if len(row["time"])]
 
         nothing = np.zeros(len(times))
         return {
             "step": exact_json(np.max([nothing, *reached("step")], axis=0)),
             "tokens": exact_json(np.sum([nothing, *reached("tokens")], axis=0)),
-            "bytes": exact_json(np.max([nothing, *reached("bytes_sent")], axis=0)),
+            "bytes": exact_json(np.fmax.reduce(reached("bytes_sent", np.nan) or [nothing])),  # until the last round
             "seconds": exact_json(self.seconds(times)),
         }
 
@@ -100,6 +101,12 @@ class _Axes:
                 steps = np.maximum(steps, _held(row, "step", times))
         seconds = exact_json(self.seconds(times))
         return {"step": exact_json(steps), "tokens": exact_json(tokens), "bytes": exact_json(sent), "seconds": seconds}
+
+
+def _grown(values: Numbers) -> NDArray[np.bool_]:
+    """Where a counter is above all its values before."""
+    known = np.nan_to_num(values, nan=-1.0)
+    return known > np.concatenate([[-1.0], np.maximum.accumulate(known)[:-1]])
 
 
 def _held(row: dict[str, Numbers], name: str, times: Numbers) -> Numbers:
@@ -185,10 +192,9 @@ def _pieces(row: dict[str, Numbers], axes: _Axes) -> list[dict[str, Numbers]]:
     pieces = []
     for start in np.unique(row["start"]):
         piece = _rows_of(row, row["start"] == start)
-        trained = piece["elapsed_seconds"]
-        grown = np.concatenate([[True], trained[1:] > np.maximum.accumulate(trained)[:-1]])
-        if grown.sum() > 1:
-            pieces.append(_rows_of(piece, grown))
+        piece = _rows_of(piece, _grown(piece["elapsed_seconds"]))
+        if len(piece["seconds"]) > 1:
+            pieces.append(piece)
     return pieces
 
 

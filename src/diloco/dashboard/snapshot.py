@@ -34,7 +34,7 @@ def snapshot(
     steps = finite(options.get("steps"))
     swarm = options.get("engine") == "swarm"
     step = _step(local, swarm=swarm)
-    running = [one for one in workers if one["active"]] or workers
+    running = [one for one in workers if one["active"]] or [one for one in workers if one["state"] not in _AMISS]
     rate = sum(one["tokens_per_second"] or 0.0 for one in running)
     shares = [one["utilization"] for one in local if one["utilization"] is not None]
     end = until if until is not None else record.clock.last

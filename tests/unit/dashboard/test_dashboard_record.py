@@ -452,3 +452,21 @@ def test_a_run_folder_that_has_just_been_made_is_starting(tmp_path: Path) -> Non
     os.utime(tmp_path / "config.toml", (START, START))
     state = Run(tmp_path, "run").state()
     assert state["status"] == "empty" and "There is no events.jsonl yet" in state["problems"][0]
+
+
+def test_the_rate_over_bytes_goes_on_after_a_member_was_lost_and_an_ended_swarm_is_as_fast_as_those_that_were_left(
+    tmp_path: Path,
+) -> None:
+    rounds = [
+        one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20, None, 20)]
+    ]
+    events = sorted((one for one in rounds if one["worker"] == 0), key=lambda one: one["time"])
+    for one in events:
+        if one["type"] == "round" and one["sequence"] > 4:
+            one["members"] = one["members"][:1]
+    lost = event("member_lost", 110.0, member=1, peer="p1", label="", reason="silent for 5 s")
+    end = event("worker_finished", 204.0, inner_steps=200, tokens=200 * TOKENS_PER_STEP, bytes_sent=10_000)
+    run = Run(write_run(tmp_path, [started(0, 1), *events, lost, end], engine="swarm"), "run")
+    placed = [at for at in run.series(None, 100, None)["rates"]["bytes"] if at is not None]
+    assert placed == sorted(placed) and placed[-1] > 8000
+    assert run.state()["tokens_per_second"] == pytest.approx(TOKENS_PER_STEP)
