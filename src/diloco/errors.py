@@ -9,6 +9,7 @@
     │   │   └── Excluded     the swarm refuses this worker: banned, revoked, or training another model
     │   └── RunComplete      the run has come to its end: there is nothing left to join
     ├── LossNotFinite        a worker's loss is nan or inf: training on is of no use
+    ├── ModelNotWritten      training has ended, and the disk has no room for its model
     ├── CheckpointError      there is no checkpoint to resume from, or it is damaged
     ├── RoundFailed          one round gave no mean; no anchor has changed and no local work is lost
     ├── SinkFailed           `diloco sink` could not write all events to W&B, TensorBoard or trackio
@@ -68,6 +69,10 @@ class RunComplete(EngineError):
 
 class LossNotFinite(DiLoCoError):
     """The loss of a worker is nan or infinite. The last agreed parameters are from before."""
+
+
+class ModelNotWritten(DiLoCoError):
+    """All steps are taken, and the model cannot be written into the run folder."""
 
 
 class CheckpointError(DiLoCoError):

@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite
+from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
@@ -41,6 +41,7 @@ from diloco.training.records.agreement import Agreement
 from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
+from diloco.training.records.run_folder import MODEL_FOLDER
 from diloco.training.records.worker_events import end_fields, round_fields, started_fields, told_round
 from diloco.training.sharding import place_model
 from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
@@ -420,7 +421,7 @@ class Training:
         self._emit_end("worker_finished")
         self.peers.check_end()
         if self._saves:
-            model = self.save()
+            model = self._save_result()
             if model is not None:
                 sample(model, self.corpus, self.config, self.events.emit, self.mode.averager.inner_steps)
         self.checkpoints.close()
@@ -459,6 +460,22 @@ class Training:
         if model is not None:
             write_model(model, self.corpus, self.folder)
         return model
+
+    def _save_result(self) -> LanguageModel | None:
+        try:
+            return self.save()
+        except OSError as error:
+            self.checkpoints.close()
+            step, saved = self.mode.averager.inner_steps, self.checkpoints.common_step
+            reason = error.strerror or str(error)
+            self.events.emit("model_failed", step=step, reason=reason)
+            again = (
+                f"the checkpoint of step {saved} is written: continue from it" if saved else "no checkpoint is written"
+            )
+            raise ModelNotWritten(
+                f"training has come to its end at step {step}, but the model cannot be written into "
+                f"{self.folder / MODEL_FOLDER}: {reason}. Free some space; {again}"
+            ) from error
 
     def fail(self, error: BaseException) -> None:
         """After an error in `run`: write how far this worker came, and save the last agreed parameters."""

@@ -1,5 +1,6 @@
 """A run that cannot recover ends with an error instead of training on for nothing."""
 
+import errno
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
-from diloco.errors import EngineError, LossNotFinite
+from diloco.errors import EngineError, LossNotFinite, ModelNotWritten
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import ComputeConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
@@ -164,3 +165,23 @@ def test_a_sample_that_cannot_be_written_is_left_out_and_the_run_ends_well(
         "probability tensor contains nan"
     ]
     assert "worker_finished" in {event["type"] for event in events}
+
+
+def test_a_disk_that_fills_up_does_not_end_training_and_the_model_that_has_no_room_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = training(tmp_path, lr=1e-3, steps=6, sync=SyncConfig(num_inner_steps=2))
+    with monkeypatch.context() as disk:
+        disk.setattr(run.events, "_write", full)
+        disk.setattr("diloco.training.checkpoints.store.write_tensors", full)
+        disk.setattr("diloco.training.loop.write_model", full)
+        disk.setattr("diloco.training.loop.write_resolved", lambda *_: None)
+        with pytest.raises(ModelNotWritten, match=r"its end at step 6, but .*No space left on device.*no checkpoint"):
+            run.run()
+    assert run.mode.averager.inner_steps == 6
+    run.events.close()
+    types = [event["type"] for event in read_events(tmp_path)]
+    assert "worker_finished" in types and "model_failed" in types and "checkpoint_failed" in types

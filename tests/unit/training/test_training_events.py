@@ -1,14 +1,19 @@
 """events.jsonl: whole lines, from any number of processes, and nothing that JSON does not know."""
 
+import errno
 import json
 import logging
 import math
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from diloco.errors import WorkerFailed
+from diloco.training.config.run import RunConfig
+from diloco.training.processes.run import _DiskWatch, summarize_run
 from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
 
 _WRITERS = 4
@@ -106,3 +111,63 @@ def test_what_is_written_after_a_kill_does_not_stand_on_the_cut_line(tmp_path: P
     EventLog(tmp_path, 0).emit("after")
     assert [event["type"] for event in read_events(tmp_path)] == ["before", "after"]
     assert (tmp_path / EVENTS_FILE).read_text().count("\n") == (3 if cut else 2)
+
+
+class FullDisk:
+    """os.write on a disk that has so many bytes left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self._write = 10**9, os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(file, data[: self.left])
+        self.left -= written
+        return written
+
+
+def test_events_wait_for_room_on_a_full_disk_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, log = FullDisk(monkeypatch), EventLog(tmp_path, 0)
+    log.emit("step", step=1)
+    disk.left = 30  # a part of the next line
+    for step in range(2, 6):
+        log.emit("step", step=step)
+    assert [event["step"] for event in read_events(tmp_path)] == [1]
+    disk.left = 10**9
+    log.emit("step", step=6)
+    *steps, told = read_events(tmp_path)
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert (told["type"], told["events"], told["reason"]) == ("events_delayed", 4, "No space left on device")
+    disk.left = 0
+    log.emit("step", step=7)
+    disk.left = 10**9
+    log.close()
+    assert [event["step"] for event in read_events(tmp_path) if event["type"] == "step"][-1] == 7
+
+
+def test_a_full_disk_is_told_once_with_the_last_step_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    EventLog(tmp_path, 0).emit("step", step=120)
+    notes: list[str] = []
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("diloco.training.processes.run.time.monotonic", lambda: next(clock))
+    watch = _DiskWatch(tmp_path, notes.append)
+    watch.look()
+    assert notes == []
+    monkeypatch.setattr("diloco.training.processes.run.disk_is_full", lambda _: True)
+    watch.look()
+    watch.look()
+    assert len(notes) == 1 and "is full: the last event written is of step 120. Training goes on" in notes[0]
+
+
+def test_a_summary_that_cannot_be_written_is_told_with_step_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    EventLog(tmp_path, 0).emit("step", step=120)
+    monkeypatch.setattr("diloco.training.processes.run.write_summary", full)
+    with pytest.raises(WorkerFailed, match=r"come to their end.*\(No space left on device\).*step 120.*no checkpoint"):
+        summarize_run(tmp_path, RunConfig(), None)

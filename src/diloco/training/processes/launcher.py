@@ -21,6 +21,7 @@ from diloco.training.processes.local_process import (
     CONFIG_CODE,
     EXCLUDED_CODE,
     LOSS_CODE,
+    MODEL_CODE,
     RENDEZVOUS_FILE,
     STOP_SIGNALS,
     LocalRank,
@@ -174,9 +175,11 @@ def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
         return ConfigError(reason)
     elif code == CHECKPOINT_CODE:
         return CheckpointError(reason)
-    elif disk_is_full(log.parent):
+    elif code == MODEL_CODE and "ModelNotWritten" not in output:  # the log may be on the full disk too
+        return WorkerFailed(f"{worker} has taken all its steps, but could not write the model")
+    elif code not in (LOSS_CODE, MODEL_CODE) and disk_is_full(log.parent):
         return WorkerFailed(f"{worker} has ended: {full_disk(log.parent.parent)}")
-    elif code in (EXCLUDED_CODE, LOSS_CODE) or reason_is_enough(output):
+    elif code in (EXCLUDED_CODE, LOSS_CODE, MODEL_CODE) or reason_is_enough(output):
         return WorkerFailed(f"{worker} has ended: {reason}")
     return WorkerFailed(f"{worker} failed: {reason}{more}", output)
 

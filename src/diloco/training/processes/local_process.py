@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded, LossNotFinite
+from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded, LossNotFinite, ModelNotWritten
 
 RENDEZVOUS_FILE = ".rendezvous"
 CONFIG_CODE = 2
@@ -16,9 +16,12 @@ EXCLUDED_CODE = 4
 """Exit code: the swarm refuses this worker, and would refuse it again."""
 LOSS_CODE = 5
 """Exit code: the loss is not finite, and would be so again."""
+MODEL_CODE = 6
+"""Exit code: training has ended, and the model could not be written."""
 _CODES: tuple[tuple[type[DiLoCoError], int], ...] = (
     (ConfigError, CONFIG_CODE), (CheckpointError, CHECKPOINT_CODE), (Excluded, EXCLUDED_CODE),
     (LossNotFinite, LOSS_CODE),
+    (ModelNotWritten, MODEL_CODE),
 )  # fmt: skip
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -5,6 +5,7 @@ the user sees meanwhile comes from an `Observer`.
 """
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from diloco.data.order import worker_shards
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import DiLoCoError, WorkerFailed
 from diloco.run_lock import run_lock
+from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.launcher import LocalWorkers
+from diloco.training.processes.launcher import LocalWorkers, disk_is_full
 from diloco.training.processes.local_process import heard_signals
 from diloco.training.processes.run_setup import (
     check_data,
@@ -30,8 +32,11 @@ from diloco.training.processes.run_setup import (
     load_features,
     reopen_run_folder,
 )
+from diloco.training.records.events import read_events
+from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary, write_summary
 
+_LOOK_SECONDS = 5.0
 Poll = Callable[[], None]
 
 
@@ -101,9 +106,15 @@ def train_locally(config: RunConfig, resume: Path | None, observe: Observe) -> E
 def run_to_end(config: RunConfig, folder: Path, workers: Workers, observer: Observer, *, resumed: bool) -> EndedRun:
     """Run the local workers and summarise what came of it."""
     with observer.follow(folder, resumed=resumed) as poll:
+        watch = _DiskWatch(folder, observer.note)
+
+        def watching() -> None:
+            poll()
+            watch.look()
+
         with _stop_on_signals(observer.with_stop_message(workers.stop)):
-            error = _outcome(lambda: workers.run(poll))
-        return EndedRun(folder, _summarize(folder, config, error), error)
+            error = _outcome(lambda: workers.run(watching))
+        return EndedRun(folder, summarize_run(folder, config, error), error)
 
 
 def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
@@ -116,11 +127,49 @@ def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
     return None
 
 
-def _summarize(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:
+class _DiskWatch:
+    """Tells the user when the run folder's disk is full: the log, from which the display is made, stops then."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        self._folder, self._note = folder, note
+        self._looked = time.monotonic()
+        self._full = False
+
+    def look(self) -> None:
+        """Every few seconds, and once each time that the disk fills up."""
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        full = disk_is_full(self._folder)
+        if full and not self._full:
+            self._note(
+                f"the disk of {self._folder} is full: the last event written is of step {last_step(self._folder)}. "
+                "Training goes on; events wait until there is room, and checkpoints are left out"
+            )
+        self._full = full
+
+
+def last_step(folder: Path) -> int:
+    """The last inner step in a run's log."""
+    return max((event["step"] for event in read_events(folder) if event["type"] == "step"), default=0)
+
+
+def summarize_run(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:
     try:
         return write_summary(folder, config, None if error is None else str(error))
     except OSError as problem:
-        raise WorkerFailed(f"the run has ended, but its summary cannot be written into {folder}: {problem}") from error
+        raise WorkerFailed(
+            f"{'the workers have come to their end' if error is None else error}. The summary cannot be written into "
+            f"{folder} ({problem.strerror or problem}), and the last event written is of step {last_step(folder)}. "
+            f"Free some space{_from_checkpoint(folder)}"
+        ) from error
+
+
+def _from_checkpoint(folder: Path) -> str:
+    complete = find_checkpoints(folder)[0]
+    if not complete:
+        return "; no checkpoint was written, so the run must begin again"
+    return f"; `{resume_command(folder)}` then goes on from the checkpoint of step {complete[-1].step}"
 
 
 @contextmanager

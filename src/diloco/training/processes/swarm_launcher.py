@@ -18,7 +18,14 @@ from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import WorkerFailed
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import disk_is_full, failure, rotate_log, stop_signals_blocked
-from diloco.training.processes.local_process import CHECKPOINT_CODE, CONFIG_CODE, EXCLUDED_CODE, LOSS_CODE, SwarmSlot
+from diloco.training.processes.local_process import (
+    CHECKPOINT_CODE,
+    CONFIG_CODE,
+    EXCLUDED_CODE,
+    LOSS_CODE,
+    MODEL_CODE,
+    SwarmSlot,
+)
 from diloco.training.processes.spawn import run_swarm_worker
 from diloco.training.sizes.disk import size_text
 from diloco.training.sizes.machine import free_disk
@@ -30,7 +37,7 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
 _FULL_SECONDS = 5.0
 """Between two looks at a full disk."""
-_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE)
+_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE, MODEL_CODE)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.processes.run import EndedRun, Observe
+from diloco.training.processes.run import EndedRun, Observe, summarize_run
 from diloco.training.processes.run_setup import (
     check_data,
     check_device,
@@ -32,7 +32,6 @@ from diloco.training.processes.run_setup import (
 )
 from diloco.training.processes.worker import START_SECONDS, train_here
 from diloco.training.records.run_folder import RUN_FILE
-from diloco.training.records.summary import write_summary
 
 _POLL_SECONDS = 0.1
 _PREPARE_SECONDS = 3600.0
@@ -69,7 +68,7 @@ def train_as_rank(config: RunConfig, resume: Path | None, observe: Observe) -> E
         with nullcontext() if poll is None else _polling(poll):
             error = _train(config, corpus, folder, sizes, resumed)
         if leader:
-            summary = write_summary(folder, config, None if error is None else str(error))
+            summary = summarize_run(folder, config, error)
             if rank == 0:
                 return EndedRun(folder, summary, error)
     if error is not None:

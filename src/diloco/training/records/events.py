@@ -11,7 +11,9 @@ import json
 import logging
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -26,23 +28,63 @@ Event = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
+_MOST_WAITING = 10_000
+
+
 class EventLog:
-    """Writes one worker's events."""
+    """Writes one worker's events, from any thread. A full disk does not end training: what cannot be written waits, and
+    is written with the next event that can be (then `events_delayed` tells of it)."""
 
     def __init__(self, run_folder: Path, worker: int) -> None:
         self.worker = worker
+        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self._delayed, self._since, self._reason = 0, 0.0, ""
+        self._cut = False  # the last line was written in part
         self._file = os.open(run_folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def emit(self, type_: str, **fields: object) -> None:
         """Append one event. Numbers that JSON does not know (nan, inf) become null."""
+        with self._lock:
+            self._waiting.append(self._line(type_, fields))
+            self._write_waiting()
+
+    def _line(self, type_: str, fields: dict[str, object]) -> bytes:
         event = {"v": EVENTS_VERSION, "time": round(time.time(), 4), "worker": self.worker, "type": type_}
-        line = json.dumps(event | {name: _plain(value) for name, value in fields.items()}, allow_nan=False) + "\n"
-        data = line.encode()
-        if os.write(self._file, data) != len(data):
-            raise OSError(errno.ENOSPC, "an event was written in part: the disk is full")
+        plain = {name: _plain(value) for name, value in fields.items()}
+        return (json.dumps(event | plain, allow_nan=False) + "\n").encode()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            try:
+                self._write(self._waiting[0])
+            except OSError as error:
+                if not self._delayed:
+                    self._since, self._reason = time.time(), error.strerror or str(error)
+                    logger.error("events cannot be written: %s; training goes on, and they wait", error)
+                self._delayed += 1
+                return
+            self._waiting.popleft()
+        if self._delayed:
+            told = {"events": self._delayed, "reason": self._reason, "seconds": time.time() - self._since}
+            logger.warning("events can be written again: %d had to wait", self._delayed)
+            self._delayed = 0
+            self._waiting.append(self._line("events_delayed", told))
+            self._write_waiting()
+
+    def _write(self, line: bytes) -> None:
+        """One line in one system call. After a part of it was written, it is written again on a line of its own."""
+        data = b"\n" + line if self._cut else line
+        written = os.write(self._file, data)
+        self._cut = 0 < written < len(data)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        os.close(self._file)
+        """Writes what waits, if it can be written by now."""
+        with self._lock:
+            self._write_waiting()
+            os.close(self._file)
 
 
 class NoEvents(EventLog):

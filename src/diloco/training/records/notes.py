@@ -228,6 +228,11 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
         lambda e: f"worker {e['worker']} could not write the checkpoint of step {e['step']}: {e['reason']}",
     ),
     "checkpoint_skipped": ("warning", lambda e: f"the checkpoint of step {e['step']} was left out: {e['reason']}"),
+    "events_delayed": (
+        "warning",
+        lambda e: f"worker {e['worker']} could not write its events for {e['seconds']:.0f} s ({e['reason']})",
+    ),
+    "model_failed": ("bad", lambda e: f"the model of step {e['step']} could not be written: {e['reason']}"),
     "sample_skipped": ("warning", lambda e: f"no sample: {e['reason']}"),
     "worker_finished": ("good", lambda e: f"worker {e['worker']} has ended after step {e['inner_steps']}"),
     "loss_not_finite": (
