@@ -18,6 +18,7 @@
 A message names the thing, the value given, the rule, and the remedy. `assert` is for our own mistakes.
 """
 
+import errno
 import shlex
 import sys
 from pathlib import Path
@@ -110,3 +111,15 @@ class WorkerFailed(DiLoCoError):
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
         self.output = output
+
+
+def with_remedy(error: BaseException) -> str:
+    """The error in words; if the machine has run out of something, with what to do about it."""
+    told = f"{type(error).__name__}: {error}"[:200]
+    if not isinstance(error, OSError):
+        return told
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{told}: too few files may be open on this machine; start diloco after `ulimit -n 4096`"
+    if error.errno == errno.ENOSPC:
+        return f"{told}: the disk is full; make room"
+    return told

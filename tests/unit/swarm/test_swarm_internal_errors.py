@@ -1,6 +1,7 @@
 """A fault of a worker's own program is told by an event, blames no other worker, and stops no more than it must."""
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
@@ -84,3 +85,32 @@ def test_a_fault_in_an_answer_is_told_once_a_minute_and_the_caller_is_refused(
 
     found, codes = told(story)
     assert [one["what"] for one in found] == ["answering a call", "serving a stream"] and codes == ["", "", ""]
+
+
+def test_a_machine_that_has_run_out_of_open_files_says_what_to_do_and_is_back_when_it_has_some() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[Any], tuple[int, ...], tuple[int, ...]]:
+        workers = await founded(swarm, 3)
+        await rounds(workers, 1)
+        short = workers[2].node.transport
+        whole = {name: getattr(short, name) for name in ("addresses", "call", "connect", "open_stream")}
+
+        async def fail(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        for name in whole:
+            setattr(short, name, fail)
+        await asyncio.sleep(5.0)
+        posts = [worker.post(values(i, 1), sequence=1) for i, worker in enumerate(workers[:2])]
+        (without, *_) = (outcome.contributors for outcome, _ in await asyncio.gather(*posts))
+        for name, method in whole.items():
+            setattr(short, name, method)
+        await asyncio.sleep(10.0)
+        workers[2].node.own.has_state = False
+        await workers[2].catch_up()
+        posts = [worker.post(values(i, 2), sequence=2) for i, worker in enumerate(workers)]
+        (again, *_) = (outcome.contributors for outcome, _ in await asyncio.gather(*posts))
+        return faults(workers[2]), without, again
+
+    found, without, again = told(story, patience=0.5)
+    assert without == (0, 1) and 2 in again
+    assert any("its regular checks" in fault["what"] and "ulimit -n" in fault["reason"] for fault in found)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from diloco.data.order import worker_shards
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.errors import DiLoCoError, WorkerFailed
+from diloco.errors import DiLoCoError, WorkerFailed, with_remedy
 from diloco.run_lock import run_lock
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_resumable
@@ -123,7 +123,7 @@ def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
     except DiLoCoError as error:
         return error
     except OSError as error:
-        return WorkerFailed(f"the run could not be followed to its end: {error}")
+        return WorkerFailed(f"the run could not be followed to its end: {with_remedy(error)}")
     return None
 
 

@@ -286,7 +286,9 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
     "internal_error": (
         "bad",
         lambda e: (
-            f"worker {e['worker']} has a fault in its program, in {e['what']}: {reason_of(e)}. Its log has the "
+            f"worker {e['worker']}: {e['what']} fails: {reason_of(e)}"
+            if str(e["reason"]).startswith("OSError")
+            else f"worker {e['worker']} has a fault in its program, in {e['what']}: {reason_of(e)}. Its log has the "
             "traceback; please report it"
         ),
     ),

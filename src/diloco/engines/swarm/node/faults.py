@@ -1,7 +1,8 @@
 """Errors of this worker's own program: each is told by an event, so that none is taken for a bad network.
 
 What the network and other peers do wrong is expected, and has exceptions of its own (Unreachable, CallRefused,
-Malformed). Any other exception is a fault of the program; the worker goes on as well as it can.
+Malformed). Any other exception is a fault of the program, or of a machine that has run out of open files or of disk;
+the worker goes on as well as it can.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import Any
 
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Unreachable
 from diloco.engines.swarm.node import clock
+from diloco.errors import with_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,7 @@ class Faults:
         logger.error("a fault of this worker's program, in %s: %r", what, problem, exc_info=problem if is_new else None)
         if is_new:
             self._told_at[told] = now
-            reason = f"{type(problem).__name__}: {problem}"[:200]
-            self._on_event("internal_error", {"what": what, "reason": reason})
+            self._on_event("internal_error", {"what": what, "reason": with_remedy(problem)})
 
     def start(self, work: Coroutine[Any, Any, None], what: str) -> "asyncio.Task[None]":
         """A task, which is held until it ends; what it fails with is recorded."""

@@ -162,15 +162,21 @@ class Node:
     async def _check_regularly(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
-                self.members.expel()
-            self.members.drop_unknown()
-            self.states.release_held()
-            self.members.addresses = tuple(await self.transport.addresses())
-            if not self.participant.rounds:  # in a round, its leader says so
-                await settle_number(self.heartbeats)
-            self._own_checks.run()
-            self._peers_file.save_if_due(self._known_peers())
+            try:
+                await self._check()
+            except OSError as problem:  # too many open files, a full disk: that passes
+                self.members.faults.record("its regular checks", problem)
+
+    async def _check(self) -> None:
+        if self.permissions.load_revocations(self.settings.path(REVOCATIONS_FILE)):
+            self.members.expel()
+        self.members.drop_unknown()
+        self.states.release_held()
+        self.members.addresses = tuple(await self.transport.addresses())
+        if not self.participant.rounds:  # in a round, its leader says so
+            await settle_number(self.heartbeats)
+        self._own_checks.run()
+        self._peers_file.save_if_due(self._known_peers())
 
     def _known_peers(self) -> list[KnownPeer]:
         """For peers.json."""

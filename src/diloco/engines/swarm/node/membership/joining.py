@@ -144,6 +144,9 @@ async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str] | None = 
     except (Unreachable, CallRefused, Malformed, PeerRefused) as problem:
         logger.info("%s: %s", peer, problem)
         return problem
+    except OSError as problem:  # of this machine, which has run out of open files, say
+        heartbeats.members.faults.record("calling a member", problem)
+        return problem
     return None
 
 
