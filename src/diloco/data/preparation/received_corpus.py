@@ -78,7 +78,7 @@ def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
         meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
         _check(meta, (folder / TOKENIZER).read_bytes(), digest)
         _check_tokenizer(folder, meta)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         for name in METADATA_FILES:
             (folder / name).unlink(missing_ok=True)
         reason = str(error) if isinstance(error, DataError) else repr(error)

@@ -31,6 +31,7 @@ _REPLY = struct.Struct("<QQQQ")  # headers, arrivals, bytes of the reason of a r
 _ERROR = 2**63  # in place of the number of headers: the reason is an error
 _KINDS: tuple[Kind, ...] = ("arrive", "done", "confirm")
 _IDLE_SECONDS = 1.0
+_MOST_HEADERS, _MOST_REASON, _STEP_BYTES = 1 << 16, 1 << 20, 1 << 24
 
 
 class SocketLink(Link):
@@ -175,14 +176,17 @@ def _send_reply(connection: socket.socket, server: AnchorServer, request: Reques
 
 
 def _read_reply(connection: socket.socket) -> Reply:
+    """Raises ConnectionError (an OSError), and EngineError with the server's reason."""
     count, arrivals, length, size = _REPLY.unpack(_read(connection, _REPLY.size))
+    if length > _MOST_REASON or (count > _MOST_HEADERS and count != _ERROR) or size % 4:
+        raise ConnectionError(f"a reply of {count} headers, {length} bytes of a reason and {size} of an anchor")
     if count == _ERROR:
-        raise EngineError(bytes(_read(connection, length)).decode())
+        raise EngineError(bytes(_read(connection, length)).decode(errors="replace"))
     headers = {}
     for _ in range(count):
         worker = struct.unpack("<Q", _read(connection, 8))[0]
         headers[worker] = bytes(_read(connection, HEADER_BYTES))
-    refused = bytes(_read(connection, length)).decode()
+    refused = bytes(_read(connection, length)).decode(errors="replace")
     return Reply(headers, arrivals, _read_tensor(connection, size).view(torch.float32), refused)
 
 
@@ -191,10 +195,13 @@ def _read_tensor(connection: socket.socket, size: int) -> Tensor:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, got = memoryview(data), 0
+    """So many bytes. Memory is taken as they arrive, and not for all that were announced."""
+    data, got = bytearray(min(size, _STEP_BYTES)), 0
     while got < size:
-        count = connection.recv_into(view[got:])
+        if got == len(data):
+            data.extend(bytes(min(size - got, max(got, _STEP_BYTES))))
+        with memoryview(data) as view, view[got:] as rest:
+            count = connection.recv_into(rest)
         if not count:
             raise ConnectionError("the other end has closed the connection")
         got += count

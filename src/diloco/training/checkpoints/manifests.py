@@ -62,14 +62,17 @@ class Manifest:
         try:
             whole = json.loads(data)
             version, digest, body = whole["format"], whole["sha256"], whole["body"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"it is cut or changed ({error})") from error
         if version != FORMAT:
             raise ValueError(f"it has format {version}, and this version of diloco reads format {FORMAT}")
         if _digest(body) != digest:
             raise ValueError("its content does not have the sha256 that it states")
-        files = {name: FileDigest(**file) for name, file in body["files"].items()}
-        manifest = cls(**body | {"moment": Moment(**body["moment"]), "files": files})
+        try:
+            files = {name: FileDigest(**file) for name, file in body["files"].items()}
+            manifest = cls(**body | {"moment": Moment(**body["moment"]), "files": files})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"its content is not that of a manifest ({error!r})") from error
         if manifest.text().encode() != data:
             raise ValueError("it is cut or changed between its values")
         return manifest

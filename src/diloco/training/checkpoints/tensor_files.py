@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.atomic_files import PartialFile
@@ -62,14 +62,24 @@ def write_tensors(file: PartialFile, tensors: Mapping[str, TensorPieces]) -> Non
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Every tensor in the files of a folder."""
+    """Every tensor in the files of a folder. Raises CheckpointError if one is not as `write_tensors` writes it."""
     found: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*" + SUFFIX)):
-        with safe_open(path, framework="pt") as file:
-            for key, (name, shape, dtype, offsets) in json.loads(file.metadata()[_PIECES]).items():
-                tensor = found.setdefault(name, SavedTensor(tuple(shape), getattr(torch, dtype)))
-                tensor.pieces[tuple(offsets)] = SavedPiece(path, key, tuple(file.get_slice(key).get_shape()))
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key, (name, shape, dtype, offsets) in json.loads(file.metadata()[_PIECES]).items():
+                    tensor = found.setdefault(name, SavedTensor(tuple(shape), _dtype(dtype)))
+                    tensor.pieces[tuple(offsets)] = SavedPiece(path, key, tuple(file.get_slice(key).get_shape()))
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged, or no file of a checkpoint ({error!r})") from error
     return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 @torch.no_grad()

@@ -144,10 +144,23 @@ class EventReader:
             if not line:
                 continue
             try:
-                yield json.loads(line)
-            except ValueError:
-                # A kill or a full disk can cut a line; the next event is then on the same line.
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            if _is_event(event):
+                yield event
+            else:  # a kill or a full disk can cut a line; the next event is then on the same line
                 _warn_once(self._path, line)
+
+
+def _is_event(event: object) -> bool:
+    """Whether it has what every line has; readers rely on that, and on nothing else."""
+    return (
+        isinstance(event, dict)
+        and isinstance(event.get("type"), str)
+        and isinstance(event.get("worker"), int)
+        and isinstance(event.get("time"), int | float)
+    )
 
 
 @lru_cache(maxsize=256)

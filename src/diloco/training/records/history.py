@@ -27,9 +27,15 @@ def current(events: Sequence[Event]) -> list[Event]:
 
 def _taken_back(event: Event, resumed: Event) -> bool:
     """Also events of workers no longer in the run; of all workers if a swarm was restarted (`workers` is 0)."""
-    if event["worker"] != resumed["worker"] and event["worker"] < resumed["workers"]:
+    if event["worker"] != resumed["worker"] and event["worker"] < _number(resumed, "workers"):
         return False
-    return event["type"] in _ENDS or event.get("step", 0) > resumed["step"]
+    return event["type"] in _ENDS or _number(event, "step") > _number(resumed, "step")
+
+
+def _number(event: Event, name: str) -> float:
+    """A field of the event, 0 if it has none or another kind of value: a log may have been changed by hand."""
+    value = event.get(name, 0)
+    return value if isinstance(value, int | float) else 0
 
 
 class RunClock:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Event = dict[str, Any]
-_LISTS = ("contributors", "roster", "disagreeing")
-_BY_WORKER = ("refused", "clipped", "replaced", "agreement")
+_LISTS = ("contributors", "roster", "disagreeing", "measured_by", "told_by", "withheld")
+_BY_WORKER = ("refused", "clipped", "replaced", "agreement", "doubtful")
+_LONGEST_NUMBER = 9
+"""Digits of a worker's number at most."""
 _REPORTS = {"members": "worker", "confirmed": "worker", "present": "member"}
 
 
@@ -62,7 +64,10 @@ def _with_numbers(event: Event, numbers: Numbers) -> Event:
             changed[name] = [last(number) for number in event[name]]
     for name in _BY_WORKER:
         if isinstance(event.get(name), dict):
-            changed[name] = {str(last(int(key)) if key.isdecimal() else key): one for key, one in event[name].items()}
+            changed[name] = {
+                str(last(int(key)) if key.isdecimal() and len(key) <= _LONGEST_NUMBER else key): one
+                for key, one in event[name].items()
+            }
     for name, key in _REPORTS.items():
         if isinstance(event.get(name), list):
             changed[name] = [one | {key: last(one.get(key))} if isinstance(one, dict) else one for one in event[name]]

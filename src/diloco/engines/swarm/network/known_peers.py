@@ -51,7 +51,7 @@ def read_peers(path: Path) -> list[KnownPeer]:
     """The peer last seen comes first. A missing or damaged file gives an empty list: it is only a cache."""
     try:
         contents = msgspec.json.decode(path.read_bytes(), type=_Contents)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     return sorted(contents.peers, key=lambda peer: -peer.seen)
 

@@ -136,10 +136,13 @@ def route_to(peer: str, address: str) -> str | None:
 
 
 def ip_of(address: str) -> IpAddress | None:
-    """The IP address at the start of a multiaddr; None if it begins with a name."""
+    """The IP address at the start of a multiaddr; None if it begins with a name. Accepts any text."""
     parts = address.split("/")
     if len(parts) > 2 and parts[1] in ("ip4", "ip6"):
-        return ipaddress.ip_address(parts[2])
+        try:
+            return ipaddress.ip_address(parts[2])
+        except ValueError:
+            return None
     return None
 
 

@@ -92,7 +92,7 @@ def decode_result(data: bytes) -> DialBackResult | None:
         result = msgspec.json.decode(data, type=DialBackResult | None)
         if result is not None:
             ipaddress.ip_address(result.ip)
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
     return result
 
@@ -110,7 +110,10 @@ class DialBack:
             return b"null"
         if not self._rate.take(peer, time.monotonic()):
             return b"null"
-        port = msgspec.json.decode(request, type=DialBackRequest).port
+        try:
+            port = msgspec.json.decode(request, type=DialBackRequest).port
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return b"null"
         direct = [a for a in (await control.list_peers()).get(peer, []) if multiaddr.CIRCUIT not in a]
         ip = next(filter(None, map(multiaddr.ip_of, direct)), None)
         if ip is None:

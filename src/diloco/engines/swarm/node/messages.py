@@ -348,7 +348,7 @@ def decode(data: bytes) -> Message:
         raise Malformed(f"{len(data)} bytes, more than {MAX_CALL_BYTES}")
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(f"not a message: {error}") from error
 
 
@@ -364,5 +364,5 @@ def hello_version(data: bytes) -> HelloVersion | None:
     """The version that a Hello of any version names; None if the data is no Hello."""
     try:
         return _version_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

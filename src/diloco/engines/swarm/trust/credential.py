@@ -60,7 +60,7 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             raise PeerRefused("forged", f"{len(data)} bytes are no credential: one has at most {MAX_CREDENTIAL_BYTES}")
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PeerRefused("forged", f"{len(data)} bytes are no credential of this version ({error})") from error
 
     def data(self) -> bytes:

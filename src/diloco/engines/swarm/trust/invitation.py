@@ -69,7 +69,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         try:
             found = msgspec.msgpack.decode(data, type=cls)
             _check_addresses(found.addresses)
-        except (msgspec.DecodeError, ConfigError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise ConfigError(f"the invitation is damaged ({error}); copy it again, or ask for another") from error
         if not found.certificate.is_signed_by(found.run_public):
             raise ConfigError("the invitation is forged: the run's key has not signed it; ask for another")

@@ -51,6 +51,6 @@ class Revocation(RevocationClaims, frozen=True):
             raise PeerRefused("forged", f"the key of the run {key_id(run_public)} has not signed this revocation")
         try:
             claims = msgspec.json.decode(body, type=RevocationClaims)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PeerRefused("forged", f"this version of diloco cannot read this revocation ({error})") from error
         return cls(**msgspec.structs.asdict(claims), data=data)

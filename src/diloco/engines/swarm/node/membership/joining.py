@@ -79,6 +79,7 @@ def _read_saved(settings: Settings) -> dict[str, Any]:
     try:
         values = json.loads(settings.path(f"{settings.name}.json").read_text())
         process = str(values.get("process", ""))
+        int(process[:20] or "0")  # a ValueError if it is not one of name_process
         seats = dict(values.get("seats", {}))
         return {"number": int(values["number"]), "banned": dict(values["banned"]), "seats": seats, "process": process}
     except (OSError, ValueError, KeyError, TypeError):
