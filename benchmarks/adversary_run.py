@@ -143,7 +143,9 @@ class Swarm:
             member.kill()
 
     def found(self, *options: str, attack: str = "", min_workers: int = 5) -> Member:
-        given = [*self.size.options(self.cache), f"--swarm.min_workers={min_workers}", *options]
+        named = {option.partition("=")[0] for option in options}
+        usual = [option for option in self.size.options(self.cache) if option.partition("=")[0] not in named]
+        given = [*usual, f"--swarm.min_workers={min_workers}", *options]
         return self._start("founder", ["train", *given], attack)
 
     def join(self, name: str, word: str = "", attack: str = "") -> Member:

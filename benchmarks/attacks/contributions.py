@@ -21,7 +21,7 @@ from diloco.engines.swarm.shared_memory import SharedMemory
 
 _SEQUENCE, _WEIGHT, _NORM, _ROUND_WEIGHT, _LAYOUT = 1, 3, 4, 5, 8
 """Places in a header."""
-_VALIDATION_LOSS, _VALIDATION_TOKENS = 15, 16
+_VALIDATION_LOSS, _VALIDATION_TOKENS = -15, -14
 
 
 def with_fields(data: bytes, **fields: Any) -> bytes:
