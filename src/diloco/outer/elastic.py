@@ -59,7 +59,7 @@ class ElasticMembership(Policy):
         self._leaving = False
         self._agreed_last: int | None = None  # in a run without an agreed end: all are done, and end after this round
         self._catch_up = CatchUp(loop.state, loop.replica, loop.schedule)
-        self._last_step = time.monotonic()
+        self._last_step: float | None = None  # when its end was told
         self._step_seconds = 0.0
 
     # The start
@@ -120,9 +120,10 @@ class ElasticMembership(Policy):
     def _tell_progress(self) -> None:
         """For `diloco status`; the engine sends it twice a second at most."""
         now = time.monotonic()
-        taken = now - self._last_step
+        if self._last_step is not None:  # before the first step this worker may have waited for others, or compiled
+            share = 0.1 if self._step_seconds else 1.0
+            self._step_seconds += share * (now - self._last_step - self._step_seconds)
         self._last_step = now
-        self._step_seconds += (0.1 if self._step_seconds else 1.0) * (taken - self._step_seconds)
         report = self.loop.report
         self.loop.engine.progress(
             inner_steps=self.state.inner_steps,
