@@ -1,7 +1,8 @@
 """The swarm's protocol under seeded schedules of faults, on a network in memory and a virtual clock.
 
     python benchmarks/schedules.py --seeds 1000
-    python benchmarks/schedules.py --seeds 1000 --lies
+    python benchmarks/schedules.py --seeds 1000 --lies 1
+    python benchmarks/schedules.py --seeds 1000 --lies 2
     python benchmarks/schedules.py --first 17 --seeds 1 --shrink
 
 What each schedule must end with is in tests/support/swarm/schedules.py. A seed that fails is printed with its faults;
@@ -29,20 +30,22 @@ _IN_MEMORY = Path("/dev/shm")
 _TOLD_EVERY = 100
 
 
-def shrink(seed: int, lie: str) -> schedules.Ended:
+def shrink(seed: int, lies: tuple[str, ...]) -> schedules.Ended:
     """Leave out one fault after another while the schedule still fails."""
     workers, faults = schedules.draw(seed)
-    ended = schedules.run(seed, lie=lie)
+    workers += len(lies)
+    ended = schedules.run(seed, lies=lies)
     for fault in list(faults):
         fewer = [one for one in faults if one is not fault]
-        again = schedules.run(seed, workers, fewer, lie)
+        again = schedules.run(seed, workers, fewer, lies)
         if again.problems():
             faults, ended = fewer, again
     return ended
 
 
-def lie_of(seed: int) -> str:
-    return schedules.LIES[seed % len(schedules.LIES)]
+def lies_of(seed: int, count: int) -> tuple[str, ...]:
+    """One lie in turn, or several that are drawn."""
+    return (schedules.LIES[seed % len(schedules.LIES)],) if count == 1 else schedules.draw_lies(seed, count)
 
 
 def begin(folder: str) -> None:
@@ -52,14 +55,14 @@ def begin(folder: str) -> None:
     tempfile.tempdir = folder
 
 
-def ended(seed: int, lies: bool, shrinking: bool) -> schedules.Ended:
-    lie = lie_of(seed) if lies else ""
-    told = schedules.run(seed, lie=lie)
-    return shrink(seed, lie) if told.problems() and shrinking else told
+def ended(seed: int, count: int, shrinking: bool) -> schedules.Ended:
+    lies = lies_of(seed, count)
+    told = schedules.run(seed, lies=lies)
+    return shrink(seed, lies) if told.problems() and shrinking else told
 
 
-def tell(told: schedules.Ended, lies: bool) -> None:
-    liar = f" (the last one lies: {lie_of(told.seed)})" if lies else ""
+def tell(told: schedules.Ended) -> None:
+    liar = f" (lies: {', '.join(told.lies)})" if told.lies else ""
     print(f"seed {told.seed}, {told.workers} workers{liar}:", *told.problems(), sep="\n  ")
     print(*told.faults, sep="\n  ", flush=True)
 
@@ -69,7 +72,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--shrink", action="store_true", help="leave out faults of a schedule that fails")
-    parser.add_argument("--lies", action="store_true", help="one worker lies, another way for each seed")
+    parser.add_argument("--lies", type=int, default=0, help="so many workers lie, in other ways for each seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
     given = parser.parse_args()
     started, failed, settled, after = time.monotonic(), list[int](), list[float](), list[int]()
@@ -79,7 +82,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder,
         multiprocessing.Pool(given.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
     ):
-        runs = pool.imap_unordered(partial(ended, lies=given.lies, shrinking=given.shrink), seeds)
+        runs = pool.imap_unordered(partial(ended, count=given.lies, shrinking=given.shrink), seeds)
         for number, told in enumerate(runs, 1):
             settled.append(told.settled_seconds)
             after.append(told.rounds_after)
@@ -87,7 +90,7 @@ def main() -> int:
             unsettled += [told.seed] if told.outside and told.problem else []
             if told.problems():
                 failed.append(told.seed)
-                tell(told, given.lies)
+                tell(told)
             if number % _TOLD_EVERY == 0:
                 print(f"{number} of {given.seeds}, {len(failed)} failed", flush=True)
     seconds, median = time.monotonic() - started, sorted(after)[len(after) // 2]
@@ -98,7 +101,7 @@ def main() -> int:
         f"{max(after)}); {seconds:.0f} s"
     )
     if given.lies:
-        print(f"{outside} left the liar and one other alone in a round; of these, {len(unsettled)} did not settle")
+        print(f"{outside} had a round of which half or more lied; of these, {len(unsettled)} did not settle")
     if given.seeds < _TOLD_EVERY:
         return 1 if failed else 0
     told_of = {"first": given.first, "seeds": given.seeds, "lies": given.lies, "failed": sorted(failed)}
@@ -109,7 +112,7 @@ def main() -> int:
         "median_rounds": median,
         "most_rounds": max(after),
     }
-    name = "schedules-lies" if given.lies else "schedules"
+    name = {0: "schedules", 1: "schedules-lies"}.get(given.lies, f"schedules-lies-{given.lies}")
     print(f"written: {write_results(name, told_of | late | {'seconds': seconds}).name}")
     return 1 if failed else 0
 

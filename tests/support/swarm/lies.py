@@ -269,6 +269,21 @@ def accuses(
     patch.setattr(Transfer, "run", run)
 
 
+def withholds(liar: MemoryWorker, method: str, patch: pytest.MonkeyPatch) -> None:
+    """It opens streams and answers, and sends nothing: `_send` its parts, `_send_mean` the mean of its range."""
+    honest = getattr(Transfer, method)
+
+    async def nothing(transfer: Transfer, stream: Stream, *data: Any) -> None:
+        if transfer._transport.peer != liar.name:
+            await honest(transfer, stream, *data)
+            return
+        while method == "_send_mean":
+            await write_frame(stream, b"", 1.0)
+            await asyncio.sleep(0.2)
+
+    patch.setattr(Transfer, method, nothing)
+
+
 def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = False) -> None:
     """A state of NaN, of the right round or of a later one; `swapped`: it says that it is another."""
     trainer = liar.trainer

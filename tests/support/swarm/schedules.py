@@ -10,12 +10,15 @@ pairs that are cut off from each other, splits, crashes with and without a retur
     no liar     no honest worker is held to have lied by another (`Ended.offences`)
     no fault    no worker's program fails (`Ended.faults_found`)
 
-With `lie`, the last worker lies from its start on, in one of the ways of lies.py. The rest then holds for the others;
-but a schedule that leaves it and one other alone in a round is outside what the protocol assumes, and need not settle.
+With `lies`, some workers lie from their start on, each in one of the ways of lies.py. One is the last worker, in one of
+LIES; several are drawn from the seed, each in one of ALL_LIES. The rest then holds for the others; but a schedule in
+which half of a round's contributors lie is outside what the protocol assumes, and need not settle. A leader that gets
+two plans certified has two means counted once, or twice if its helper leads after it.
 """
 
 import asyncio
 import hashlib
+import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping
@@ -39,6 +42,12 @@ FAULT_SECONDS = 40.0
 SETTLING_SECONDS = 150.0
 _NUMEL = 48
 LIES = ("ended", "two means", "wrong mean", "accuses", "state")
+ALL_LIES = (
+    *LIES, "accuses all", "says withheld", "ahead", "certifies", "two plans", "sends no parts", "sends no mean",
+    "never posts", "turned around", "long parts", "not finite",
+)  # fmt: skip
+_OF_A_NODE = ("ended", "state", "ahead", "certifies")
+"""They change one process of a worker: after a crash its next one must begin anew."""
 _KINDS = ["lossy", "slow", "cut", "split", "pair", "crash", "sleep"]
 
 
@@ -69,12 +78,14 @@ class Ended:
     settled_seconds: float = 0.0
     rounds_after: int = 0
     """Rounds that ended after the last fault before one had the work of all."""
+    lies: tuple[str, ...] = ()
     calls: str = ""
     """The digest of all calls, with their times: the same in every run of a seed."""
 
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
                    if len(found) > 1]  # fmt: skip
+        several = several if len(several) > 2 * ("two plans" in self.lies) else []
         return (
             several + self.offences + self.faults_found + ([self.problem] if self.problem and not self.outside else [])
         )
@@ -91,10 +102,18 @@ def draw(seed: int) -> tuple[int, list[Fault]]:
     return workers, sorted(faults, key=lambda fault: fault.at)
 
 
+def draw_lies(seed: int, count: int) -> tuple[str, ...]:
+    chance = random.Random(f"lies {seed}")
+    return tuple(chance.choice(ALL_LIES) for _ in range(count))
+
+
 class Schedule:
-    def __init__(self, seed: int, workers: int, faults: list[Fault], lie: str = "") -> None:
-        self.ended = Ended(seed, workers, faults)
-        self._lie, self._liar = lie, ""
+    def __init__(self, seed: int, workers: int, faults: list[Fault], lies: tuple[str, ...] = ()) -> None:
+        self.ended = Ended(seed, workers, faults, lies=lies)
+        among = random.Random(f"liars {seed}").sample(range(workers), len(lies))
+        self._lies = dict(zip(among if len(lies) > 1 else [workers - 1], lies, strict=False))
+        """The worker -> how it lies."""
+        self._liars: set[str] = set()
         self._chance = random.Random(seed)
         self._lives: dict[int, MemoryWorker] = {}
         self._training: dict[int, asyncio.Task[None]] = {}
@@ -116,8 +135,10 @@ class Schedule:
         network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)
         for index in range(self.ended.workers):
             await self._start(index)
-        if self._lie:
-            self._begin_to_lie(self._lives[self.ended.workers - 1], patch)
+        self._patch = patch
+        self._liars = {self._lives[index].name for index in self._lies}
+        for index in self._lies:
+            self._begin_to_lie(index)
         begun = asyncio.get_running_loop().time()
         faults = [asyncio.create_task(self._inflict(fault, begun)) for fault in self.ended.faults]
         await asyncio.gather(*faults)
@@ -147,34 +168,47 @@ class Schedule:
         record_offence = worker.node.permissions.record_offence
 
         def note(peer: str, reason: str) -> bool:
-            if self._liar not in (peer, worker.name):
+            if self._liars.isdisjoint((peer, worker.name)):
                 self.ended.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
             return record_offence(peer, reason)
 
         worker.node.permissions.record_offence = note  # type: ignore[method-assign]
+        ban = worker.node.permissions.ban
+
+        def note_ban(peer: str, reason: str) -> None:
+            if self._liars.isdisjoint((peer, worker.name)):
+                self.ended.offences.append(f"{life} bans {peer[-4:]}: {reason}")
+            ban(peer, reason)
+
+        worker.node.permissions.ban = note_ban  # type: ignore[method-assign]
         succeed = outcomes.succeed
 
         def record(round_: Round, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
                 contributors = {entry.peer for entry in plan.contributors}
-                self.ended.outside |= self._liar in contributors and len(contributors) <= 2
-                if contributors >= self._honest():
+                self.ended.outside |= 2 * len(self._liars & contributors) >= len(contributors)
+                if contributors >= self._honest() and worker.name not in self._liars:
                     self._full.append(round_.sequence)
-                if self._full and worker.name != self._liar:  # before, no members have agreed on anything
+                if self._full and worker.name not in self._liars:  # before, no members have agreed on anything
                     digest = hashlib.sha256(bytes(round_.posted.mean.view)).hexdigest()[:12]
                     self._log[round_.sequence][digest].add(life)
             succeed(round_, plan)
 
         outcomes.succeed = record  # type: ignore[method-assign]
         worker.life = life  # type: ignore[attr-defined]
-        self._training[index] = asyncio.create_task(self._train(worker))
+        self._training[index] = asyncio.create_task(self._train(index, worker))
+        if self._lies.get(index) in _OF_A_NODE and self._liars:  # a process that takes the place of a crashed one
+            self._begin_to_lie(index)
 
     def _honest(self) -> set[str]:
-        return {one.name for one in self._lives.values()} - {self._liar}
+        return {one.name for one in self._lives.values()} - self._liars
 
-    def _begin_to_lie(self, liar: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
-        self._liar, victim = liar.name, self._lives[0]
-        match self._lie:
+    def _begin_to_lie(self, index: int) -> None:
+        liar, patch = self._lives[index], self._patch
+        honest = [one for other, one in self._lives.items() if other not in self._lies]
+        others = [self._lives[other] for other in self._lies if other != index]
+        victim = honest[0]
+        match self._lies[index]:
             case "ended":
                 lies.claims_the_end(self._swarm, liar)
             case "two means":
@@ -183,10 +217,36 @@ class Schedule:
                 lies.reduces_wrongly(liar, torch.neg, patch)
             case "accuses":
                 lies.accuses(liar, [victim], patch)
+            case "accuses all":
+                lies.accuses(liar, honest, patch)
+            case "says withheld":
+                lies.accuses(liar, [victim], patch, lie=False, withheld="parts")
             case "state":
                 lies.serves_another_state(liar)
+            case "ahead":
+                lies.serves_another_state(liar, ahead=3)
+            case "certifies":
+                lies.certify_alone([liar, *others])
+            case "two plans":
+                half = len(honest) // 2
+                lies.certifies_two_plans(liar, others, [honest[:half], honest[half:]], patch)
+            case "sends no parts":
+                lies.withholds(liar, "_send", patch)
+            case "sends no mean":
+                lies.withholds(liar, "_send_mean", patch)
 
-    async def _train(self, worker: MemoryWorker) -> None:
+    def _contribution(self, index: int, work: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """What a worker posts, and what it claims of it."""
+        match self._lies.get(index):
+            case "turned around":
+                return -2.9 * work, {}
+            case "long parts":
+                return 1e6 * work, {"claimed": float(torch.linalg.vector_norm(work))}
+            case "not finite":
+                return work, {"claimed": math.nan}
+        return work, {}
+
+    async def _train(self, index: int, worker: MemoryWorker) -> None:
         """As a trainer: a round that failed is not posted again, its number is spent."""
         trainer, loop = worker.trainer, asyncio.get_running_loop()
         await worker.catch_up()
@@ -196,9 +256,11 @@ class Schedule:
                 await asyncio.sleep(0.1)
             digest = hashlib.sha256(b"".join(trainer.means)).hexdigest()[:16]
             sequence = trainer.sequence
-            work = values(worker.node.number, sequence, _NUMEL)
-            outcome, _ = await worker.post(work, digest=digest, seconds=30.0)
-            if outcome.fatal and worker.name == self._liar:
+            work, claims = self._contribution(index, values(worker.node.number, sequence, _NUMEL))
+            while self._lies.get(index) == "never posts":
+                await asyncio.sleep(10.0)
+            outcome, _ = await worker.post(work, digest=digest, seconds=30.0, **claims)
+            if outcome.fatal and worker.name in self._liars:
                 return
             if outcome.fatal:
                 raise EngineError(str(outcome.failure))
@@ -247,7 +309,7 @@ class Schedule:
 
     def _may_hurt(self, kind: str) -> bool:
         """A crash leaves three: two alone cannot tell a split from a death, and go on on both sides of one."""
-        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3 - bool(self._lie))
+        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3 - len(self._lies))
 
     async def _hurt(self, index: int, fault: Fault) -> None:
         network, worker = self._swarm.network, self._lives[index]
@@ -274,7 +336,7 @@ class Schedule:
                 await self._start(index, folder)
                 return
             except Excluded:
-                if self._lives[index].name != self._liar:
+                if self._lives[index].name not in self._liars:
                     raise
                 return  # it is banned
             except EngineError as error:
@@ -288,8 +350,8 @@ class Schedule:
         loop = asyncio.get_running_loop()
         started, known = loop.time(), len(self._full)
         before = max(self._log, default=-1)
-        while len(self._full) < known + self.ended.workers:
-            honest = [index for index, one in self._lives.items() if one.name != self._liar]
+        while len(self._full) < known + self.ended.workers - len(self._lies):
+            honest = [index for index, one in self._lives.items() if one.name not in self._liars]
             failed = [task for index, task in self._training.items() if task.done() and index in honest]
             if failed or self.ended.problem:
                 why = "" if not failed or failed[0].cancelled() else f"a worker ended: {failed[0].exception()!r}"
@@ -306,9 +368,9 @@ class Schedule:
         self.ended.rounds_after = sum(before < number < self._full[known] for number in self._log)
 
 
-def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None, lie: str = "") -> Ended:
+def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None, lies: tuple[str, ...] = ()) -> Ended:
     """The schedule of this seed, or another one with its chances (a shrunk one)."""
     drawn = draw(seed)
-    workers = workers or drawn[0] + bool(lie)  # three honest ones at least
-    schedule = Schedule(seed, workers, drawn[1] if faults is None else faults, lie)
+    workers = workers or drawn[0] + len(lies)  # three honest ones at least
+    schedule = Schedule(seed, workers, drawn[1] if faults is None else faults, lies)
     return virtual_clock.run(schedule.run())

@@ -18,9 +18,15 @@ def test_whatever_happens_all_workers_have_one_mean_and_come_back(seed: int) -> 
     assert schedules.run(seed).problems() == []
 
 
+@pytest.mark.parametrize("seed", [8, 14])
+def test_two_that_lie_together_neither_stop_the_others_nor_give_them_two_means(seed: int) -> None:
+    """Each lies in a way that is drawn from all."""
+    assert schedules.run(seed, lies=schedules.draw_lies(seed, 2)).problems() == []
+
+
 def test_a_schedule_has_the_same_calls_at_the_same_times_in_every_run() -> None:
     """Else a seed that fails cannot be looked into."""
-    one, other = (schedules.run(8, 4, [Fault(2.0, "lossy", 5.0, (0, 1, 2))], lie="accuses") for _ in range(2))
+    one, other = (schedules.run(8, 4, [Fault(2.0, "lossy", 5.0, (0, 1, 2))], lies=("accuses",)) for _ in range(2))
     assert one.calls == other.calls
 
 
@@ -31,7 +37,7 @@ def test_neither_half_of_a_swarm_of_four_steps_while_it_is_split() -> None:
 
 def test_a_worker_that_accuses_another_stops_no_round() -> None:
     """The accused was cut off before, so that the accuser is one of two that count."""
-    ended = schedules.run(8, 3, [Fault(21.0, "split", 11.0, (0, 2, 1))], lie="accuses")
+    ended = schedules.run(8, 3, [Fault(21.0, "split", 11.0, (0, 2, 1))], lies=("accuses",))
     assert ended.problems() == []
 
 
