@@ -48,6 +48,17 @@ def test_frozen_parameters_are_made_equal_and_then_left_alone() -> None:
     assert torch.equal(models[1].entrance.weight, net(seed=0).entrance.weight)
 
 
+def test_frozen_parameters_that_are_said_to_be_the_same_are_not_sent() -> None:
+    world = LocalSwarm(2).engines()
+    models = [net(seed=engine.worker) for engine in world]
+    for model, engine in zip(models, world, strict=True):
+        model.entrance.requires_grad_(False)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        DiLoCo(model, torch.optim.SGD(trainable, lr=0.1), engine, send_frozen=False)
+    assert torch.equal(models[1].entrance.weight, net(seed=1).entrance.weight)
+    assert torch.equal(models[1].exit.weight, net(seed=0).exit.weight)
+
+
 def test_a_parameter_that_is_unfrozen_later_is_refused_at_the_next_round() -> None:
     model = net()
     model.exit.bias.requires_grad_(False)

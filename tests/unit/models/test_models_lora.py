@@ -1,6 +1,8 @@
 """LoRA: only adapters are trained and saved; merged into the model or loaded by peft they compute the same."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from diloco.models.choice import ModelChoice
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.lora import LoraConfig
 from diloco.models.registry import build_model, model_outline
+from diloco.training.checkpoints.model import check_model_of
+from diloco.training.checkpoints.resume import check_same_run
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge
 from diloco.training.config.tables import InnerConfig
@@ -71,6 +75,17 @@ def test_other_frozen_weights_are_another_model_to_the_workers(tmp_path: Path) -
     assert adapted(first, lora).description == adapted(first, lora, seed=7).description
     assert adapted(first, lora).description != adapted(second, lora).description
     assert adapted(first, lora).description != adapted(first, LoraConfig(rank=2, alpha=1.0)).description
+
+
+def test_a_checkpoint_is_not_put_beside_other_frozen_weights(tmp_path: Path) -> None:
+    first, second = make_folder(tmp_path / "a"), make_folder(tmp_path / "b", seed=1)
+    saved, now = (adapted(folder, LoraConfig(rank=2)).description for folder in (first, second))
+    checkpoint: Any = SimpleNamespace(folder=tmp_path, manifests=[SimpleNamespace(config={"model": saved})])
+    check_model_of(checkpoint, saved)
+    with pytest.raises(ConfigError, match=r"no longer that of the run's start \(the frozen weights differ\)"):
+        check_model_of(checkpoint, now)
+    with pytest.raises(ConfigError, match=r"saved with another model \(the frozen weights differ\)"):
+        check_same_run(checkpoint, {"model": now})
 
 
 def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path) -> None:
