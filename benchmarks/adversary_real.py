@@ -110,7 +110,7 @@ ROWS = (
     Row("× −2.9 in every second round", "against_sometimes"),
     Row("two of five × −2.9", "against", bad=2),
     Row("one of three × −2.9", "against", members=3),
-    Row("a wrong mean as reducer, clipped", "wrong_mean", proved=True, options=("--sync.merge=clipped",)),
+    Row("a wrong clipped mean as reducer", "wrong_mean", proved=True, options=("--sync.merge=clipped",)),
     Row("a member sleeps", fault=sleep),
     Row("one identity twice", fault=twice),
     Row("the founder is gone", fault=founder_gone),
