@@ -200,6 +200,19 @@ def test_reducers_that_tell_two_workers_different_directions_are_proved_to_lie(m
     assert [name] in bans
 
 
+def test_a_round_without_work_ends_well_after_one_in_which_a_contribution_was_refused() -> None:
+    """As the confirmation at the end of a run."""
+
+    async def story(swarm: MemorySwarm) -> Ended:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 4, {3: against})
+        ended, _ = await rounds(workers, 1, {3: against}, weight=0.0)
+        return ended
+
+    ended = told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)
+    assert all(one.failure is None and one.total_weight == 0 and not one.refused for one in ended[0].values())
+
+
 # Next to nothing
 
 

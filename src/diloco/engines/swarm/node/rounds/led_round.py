@@ -248,8 +248,12 @@ class LedRound:
             last = self._quorum.last
             before = {*last.opposed_peers} if last is not None else set()
             self.opposed |= {peer for peer in before if not self._members.attendance.compares(peer)}
-        numbers = tuple(entry.number for entry in entries if entry.peer in self.opposed)
-        return numbers if 2 * len(numbers) < len(entries) else ()
+        here = [entry for entry in entries if entry.peer in self.opposed and entry.parsed.claim.weight > 0]
+        numbers = tuple(entry.number for entry in here)
+        if 2 * len(numbers) < len(entries):
+            return numbers
+        self.opposed.clear()  # others were lost since: half cannot be told from the other half
+        return ()
 
     async def _wait_until_it_may_go_on(self) -> None:
         live = len(self._members.live())
@@ -289,7 +293,7 @@ class LedRound:
                     return Dropped({})
                 if refusals:
                     return Dropped({peer: f"it answers {type(said).__name__}" for peer, said in refusals.items()})
-                if not self.opposed <= {*plan.opposed_peers}:
+                if self.opposed.intersection(entry.peer for entry in plan.contributors):
                     return Dropped({})
                 problem = await self.troubles.judge(plan, shares, self._leader.quarrels, self._quorum.is_majority)
                 if problem is not None:

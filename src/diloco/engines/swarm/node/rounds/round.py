@@ -103,7 +103,7 @@ class Round:
     def succeed(self, plan: Plan) -> None:
         """The mean of this plan counts."""
         decision, failure = plan.decision, None
-        if not decision.contributors and decision.refused:
+        if not decision.contributors and decision.refused.keys() - set(plan.opposed):
             failure = f"round {self.sequence}: every contribution was refused: {decision.refused}"
         diverged = decision.resync and self.number in decision.refused and self.number not in plan.opposed
         self._end(
