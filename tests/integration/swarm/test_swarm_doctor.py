@@ -17,6 +17,7 @@ from diloco.engines.swarm.network import reachability
 from diloco.engines.swarm.network.addresses import ListenConfig
 from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
 from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
+from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node.node import Node
 from diloco.engines.swarm.node.trainer import Snapshot
 from diloco.engines.swarm.run_files import invitation_file, write_private
@@ -130,6 +131,21 @@ def test_an_invitation_of_another_run_an_expired_and_a_damaged_one_fail(
         code, lines = doctor(capsys, text)
         assert code == 1
         assert any(line.startswith("failed") and said in line for line in lines), lines
+
+
+@pytest.mark.slow
+def test_a_revoked_invitation_is_named_as_the_cause_with_what_to_do(
+    invitation: Invitation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise CallRefused("the invitation was revoked by the owner of the run", "revoked")
+
+    monkeypatch.setattr(swarm_checks._SwarmChecks, "_hello", refuse)
+    code, lines = doctor(capsys, invitation.text())
+    (line,) = [line for line in lines if line[8:].startswith("address ")]
+    assert code == 1 and line.startswith("failed")
+    assert "answers, and does not let this machine in: revoked: the invitation was revoked" in line
+    assert "ask the owner of the run for a new invitation" in line and "port open" not in line
 
 
 def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -352,4 +352,8 @@ def test_a_run_that_did_not_end_well_says_how_to_go_on_if_it_has_a_checkpoint(tm
     path.write_text(Manifest(Moment(1, 0, 1), 10, 0, 0, 1, {}, 0, {}, {}).text())
     assert reported(tmp_path, summary_of(status="failed")).endswith(line)
     assert reported(tmp_path, summary_of(status="stopped")).endswith(line)
+    for in_vain in ("excluded", "loss_not_finite"):  # the swarm would refuse it again; the loss would be the same
+        ended = [started(0), event(in_vain, member=0, reason="revoked", step=3, loss="nan")]
+        assert "to continue" not in reported(tmp_path, summary_of(status="failed"), ended)
+        assert reported(tmp_path, summary_of(status="failed"), [*ended, started(0)]).endswith(line)
     assert "to continue" not in reported(tmp_path, summary_of())

@@ -39,6 +39,15 @@ _MAX_PEERS = 8
 _MOST_SKEW, _SOME_SKEW = 30.0, 3.0
 _LITTLE_RELAY = 1 << 30
 _NO_ANSWER = "is a worker running there, its port open, or behind a router with no relay? Ask for a fresh invitation"
+_NEW_INVITATION = "ask the owner of the run for a new invitation; to resume or to join with this one again is in vain"
+_REMEDIES = {
+    "revoked": _NEW_INVITATION,
+    "banned": "the run's owner must say why this machine was excluded, and may invite it again",
+    "seats": "ask for an invitation with more seats (diloco invite RUN --seats N)",
+    "expired": _NEW_INVITATION,
+    "forged": _NEW_INVITATION,
+    "version": "install the same version of diloco as the others have",
+}
 Problem = (Unreachable, CallRefused, Malformed)
 
 
@@ -90,10 +99,9 @@ class _SwarmChecks:
 
     async def _addresses(self) -> list[Finding]:
         """Each address alone, so that one that works does not hide one that does not."""
-        tried: list[tuple[str, str | None]] = []
+        tried: list[tuple[str, str | None]] = []  # and the remedy, if one is needed
         for address in self._invitation.addresses:
             route, peer = multiaddr.split_peer(address)
-            problem: str | None = None
             try:
                 await self._transport.disconnect(peer)
                 started = time.monotonic()
@@ -103,13 +111,15 @@ class _SwarmChecks:
                 took = time.monotonic() - started
                 await self._hello(peer)
                 tried.append((f"{route} answers, connected in {took * 1000:.0f} ms", None))
+            except CallRefused as refused:  # a worker is there, and says why
+                told = f"{route} answers, and does not let this machine in: {refused}"
+                tried.append((told, _REMEDIES.get(refused.code, _NO_ANSWER)))
             except Problem as error:
-                problem = str(error)
-                tried.append((f"{route} does not: {problem}", problem))
-        bad: State = "failed" if all(problem is not None for _, problem in tried) else "warning"
+                tried.append((f"{route} does not: {error}", _NO_ANSWER))
+        bad: State = "failed" if all(remedy is not None for _, remedy in tried) else "warning"
         return [
-            Finding("address", "ok", message) if problem is None else Finding("address", bad, message, _NO_ANSWER)
-            for message, problem in tried
+            Finding("address", "ok", message) if remedy is None else Finding("address", bad, message, remedy)
+            for message, remedy in tried
         ]
 
     async def _hello(self, peer: str) -> None:
