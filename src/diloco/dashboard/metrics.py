@@ -36,7 +36,7 @@ METRICS = {
         Metric("diloco_validation_loss", "gauge", "Latest validation loss."),
         Metric("diloco_validation_perplexity", "gauge", "Latest validation perplexity."),
         Metric("diloco_tokens_total", "counter", "Tokens that all known workers have trained on."),
-        Metric("diloco_tokens_per_second", "gauge", "Of all workers, each since its start, while the run trains."),
+        Metric("diloco_tokens_per_second", "gauge", "Present speed of all workers, while the run trains."),
         Metric("diloco_utilization_ratio", "gauge", "Share of the time that was not spent on rounds, since the start."),
         Metric("diloco_rounds_total", "counter", "Merged rounds."),
         Metric("diloco_rounds_failed_total", "counter", "Rounds that gave a worker of this machine no mean."),
@@ -47,7 +47,7 @@ METRICS = {
         Metric("diloco_members", "gauge", "Members of the run, by state."),
         Metric("diloco_worker_step", "gauge", "Inner steps of a worker."),
         Metric("diloco_worker_lag_steps", "gauge", "Steps that a worker is behind the furthest one."),
-        Metric("diloco_worker_tokens_per_second", "gauge", "Of a worker since its start, while the run trains."),
+        Metric("diloco_worker_tokens_per_second", "gauge", "Present speed of a worker, while the run trains."),
         Metric("diloco_worker_loss", "gauge", "Training loss of a worker."),
     )
 }
