@@ -152,6 +152,7 @@ def test_workers_that_are_lost_say_why_and_text_stays_text(page: Page) -> None:
 def test_new_events_appear_by_themselves(page: Page, runs: Path) -> None:
     append(runs / "first", *(step(worker, 150) for worker in range(2)))
     _expect_figure(page, "step", "150")
+    assert page.locator('tr[data-run="first"] td').nth(7).inner_text() == "150 of 400", "the table says the same"
 
 
 def test_the_slider_replays_the_run(page: Page, served: Served) -> None:

@@ -134,6 +134,15 @@ function drawAll(config) {
   drawNotes(state);
   drawSamples(state);
   if (config) drawConfig(config);
+  if (scrubber.until === null && !state.summary) alignRow(state);
+}
+
+// The row of the run in focus says what the figures say, which are fetched more often than the table.
+function alignRow(state) {
+  const row = view.runs.find((run) => run.run === view.focus), { validation, communication } = state;
+  if (!row) return;
+  Object.assign(row, { status: state.status, step: state.step, loss: validation?.loss, perplexity: validation?.perplexity, bytes: communication.bytes_sent_per_worker, tokens: state.tokens });
+  showRuns();
 }
 
 function drawAllCurves() {

@@ -6,6 +6,8 @@ const KINDS = { training: "busy", starting: "busy", complete: "good", stopped: "
 const HEAD = ["", "run", "status", "mode", "H", "codec", "workers", "step", "perplexity", "against", "sent", "against"];
 const NUMBERS = 4; // columns from here on are numbers, to the right
 
+let drawn = "";
+
 // The first data-parallel run, or else the run in focus, unless one was chosen.
 export function reference(runs, { against, focus }) {
   const named = (name) => runs.find((run) => run.run === name);
@@ -16,6 +18,9 @@ export function drawRuns(runs, view, colorOf, { focusOn, overlay, compareWith })
   const { focus, overlaid } = view;
   $("runs").hidden = runs.length < 2;
   if (runs.length < 2) return;
+  const now = JSON.stringify([runs, focus, overlaid, view.against]);
+  if (now === drawn) return;
+  drawn = now;
   const base = reference(runs, view);
   const rows = runs.map((run) => {
     const chosen = run.run === focus, shown = chosen || overlaid.includes(run.run), isBase = run === base;
@@ -35,7 +40,9 @@ export function drawRuns(runs, view, colorOf, { focusOn, overlay, compareWith })
   });
   say("runs-note", base ? `perplexity and bytes against ${base.run}` : "");
   const head = make("tr", {}, ...HEAD.map((text, index) => make("th", { class: index >= NUMBERS ? "number" : null }, text)));
-  fill($("runs-table"), make("thead", {}, head), make("tbody", {}, ...rows));
+  const table = $("runs-table"), focused = table.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+  fill(table, make("thead", {}, head), make("tbody", {}, ...rows));
+  if (focused) table.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
 // How much larger the perplexity is, as `diloco compare` has it; other tokens make it another comparison.
