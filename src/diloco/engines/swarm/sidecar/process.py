@@ -29,7 +29,7 @@ from diloco.engines.swarm.shared_memory import KeptMappings
 from diloco.engines.swarm.sidecar import messages
 from diloco.engines.swarm.sidecar.link import AsyncLink
 from diloco.engines.swarm.sidecar.messages import FromTrainer
-from diloco.errors import DiLoCoError, EngineError
+from diloco.errors import DiLoCoError, EngineError, with_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Sidecar:
                 self._link.send(messages.Failed(number, type(error).__name__, str(error)))
             except Exception as error:
                 logger.exception("a request of the trainer failed")
-                reason = f"the sidecar failed at it with {error!r}; its log has the traceback"
+                reason = f"the sidecar failed at it ({with_remedy(error)}); its log has the traceback"
                 self._link.send(messages.Failed(number, "", reason))
 
         task = asyncio.get_running_loop().create_task(answer())
