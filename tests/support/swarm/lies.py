@@ -86,6 +86,8 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
                 entries.append(Entry(entry.peer, structs.replace(entry.contribution, header=header)))
             elif asking is not None and entry.peer == asking.name:
                 entries.append(Entry(entry.peer, asking.node.participant.rounds[sequence].contribution))
+        if not entries:
+            return messages.Outcome()
         size = len(kept.mean)
         shares = tuple(int(entry.peer in names) for entry in entries)
         made: Plan = structs.replace(last, key=key, entries=tuple(entries), majority=True, shares=shares, rounds=())

@@ -12,8 +12,9 @@ pairs that are cut off from each other, splits, crashes with and without a retur
 
 With `lies`, some workers lie from their start on, each in one of the ways of lies.py. One is the last worker, in one of
 LIES; several are drawn from the seed, each in one of ALL_LIES. The rest then holds for the others; but a schedule in
-which half of a round's contributors lie is outside what the protocol assumes, and need not settle. A leader that gets
-two plans certified has two means counted once, or twice if its helper leads after it.
+which half of a round's contributors lie is outside what the protocol assumes, and need not settle. Nor need one that a
+liar leads at its end: a leader can leave others out of its rounds, as the documents say. A leader that gets two plans
+certified has two means counted once, or twice if its helper leads after it.
 """
 
 import asyncio
@@ -74,7 +75,8 @@ class Ended:
     """Of a worker's own program."""
     problem: str = ""
     outside: bool = False
-    """A liar was half of a round's members: which of two states is right, a third one cannot tell (protocol.md)."""
+    """Liars were half of a round's members: which of two states is right, a third one cannot tell (protocol.md). Or one
+    leads at the end, and can leave others out."""
     settled_seconds: float = 0.0
     rounds_after: int = 0
     """Rounds that ended after the last fault before one had the work of all."""
@@ -160,7 +162,7 @@ class Schedule:
         emit = worker.trainer.emit
 
         def tell(type_: str, fields: Mapping[str, Any]) -> None:
-            if type_ in ("internal_error", "check_failed"):
+            if type_ in ("internal_error", "check_failed") and worker.name not in self._liars:
                 self.ended.faults_found.append(f"{life}: {type_} {fields}")
             emit(type_, fields)
 
@@ -342,7 +344,8 @@ class Schedule:
             except EngineError as error:
                 problem = error
                 await asyncio.sleep(2.0)
-        self.ended.problem = f"worker {index} could not come back: {problem}"
+        if self._lives[index].name not in self._liars:
+            self.ended.problem = f"worker {index} could not come back: {problem}"
 
     # The end
 
@@ -362,6 +365,9 @@ class Schedule:
                     index: f"{one.node.own} leads {one.node.leader.phases()}" for index, one in self._lives.items()
                 }
                 self.ended.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
+                led_by = [self._lives[index].node.members.leader() for index in honest]
+                going_on = max(self._log, default=-1) > before + SETTLING_SECONDS / 10
+                self.ended.outside |= going_on and 2 * sum(one in self._liars for one in led_by) > len(led_by)
                 return
             await asyncio.sleep(0.2)
         self.ended.settled_seconds = loop.time() - started

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec import structs
@@ -18,6 +19,7 @@ from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.engines.swarm.network.transport import CallRefused, Stream
 from diloco.engines.swarm.node import clock
+from diloco.engines.swarm.node.messages import decode
 from diloco.engines.swarm.node.plan import Authority, Entry
 from diloco.engines.swarm.node.proofs import directions, merkle
 from diloco.engines.swarm.node.proofs.certificate import (
@@ -39,7 +41,7 @@ from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
 from diloco.engines.swarm.node.transfers.state_digest import state_digest
-from diloco.engines.swarm.node.wire import Malformed
+from diloco.engines.swarm.node.wire import Malformed, encode
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.snapshots import write
 from diloco.errors import EngineError
@@ -118,6 +120,16 @@ def test_a_certificate_that_was_changed_or_is_of_another_plan_or_run_counts_for_
     check.is_invited = lambda peer: peer != two
     with pytest.raises(Malformed, match="1 of 3"):
         check.check(made, certificate)
+
+
+def test_a_plan_without_workers_is_malformed() -> None:
+    """A certificate of it needs no vote, and nothing can be decided from it."""
+    with pytest.raises(Malformed):
+        decode(encode(plan([0])).replace(encode_entries(plan([0])), b"\x90"))
+
+
+def encode_entries(made: Any) -> bytes:
+    return msgspec.msgpack.encode(made.entries)
 
 
 # "I have ended this round, here is its mean"
@@ -334,12 +346,13 @@ def test_a_vote_for_two_plans_of_one_authority_is_a_proof_and_votes_in_two_attem
         both = guilty(ended([0, 1], 1), ended([1, 2], 1))
         attempts = guilty(ended([0, 1], 1), ended([1, 2], 2))
         led = guilty(ended([0, 1, 2], 1), ended([0, 1, 3], 2))
+        in_its_name = guilty(ended([1, 2, 3], 1), ended([0, 1, 3], 2))
         forged = structs.replace(ended([1, 2], 1), certificate=ended([0, 1], 1).certificate)
         with pytest.raises(Malformed):
             guilty(ended([0, 1], 1), forged)
-        return [both == [names[1]], attempts == [], led == [last.leader]]
+        return [both == [names[1]], attempts == [], led == [last.leader], in_its_name == []]
 
-    assert told(story) == [True] * 3
+    assert told(story) == [True] * 4
 
 
 # Wrong states for joiners

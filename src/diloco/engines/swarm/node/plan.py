@@ -132,6 +132,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
             raise Malformed(f"{len(self.rounds)} rounds of work for {len(self.entries)} entries")
         if self.shares and (len(self.shares) != len(self.entries) or not any(self.shares)):
             raise Malformed(f"{len(self.shares)} shares for {len(self.entries)} entries, or no share at all")
+        if not self.entries:
+            raise Malformed("a plan without workers")
         numbers = [entry.number for entry in self.entries]
         if numbers != sorted(set(numbers)) or len({entry.peer for entry in self.entries}) != len(self.entries):
             raise Malformed("the entries of a plan are not in worker order, each once")

@@ -99,8 +99,14 @@ class Liars:
             if all(self._notary.has_voted(end.plan, voter, end.certificate) for end in (one, other))
         }
         leader = lie.leader()
-        # Of the votes of most members that count, one at least is honest, and says that this leader has sent the plan.
-        if leader is not None and all(self.is_majority(sequence, end.certificate.signatures) for end in (one, other)):
+        # Its own votes say that it has made both plans: some that lie together could make one in its name. Of the votes
+        # of most members that count, one at least is honest, and went to this leader only.
+        if leader is not None and all(
+            leader in end.certificate.signatures
+            and self._notary.has_voted(end.plan, leader, end.certificate)
+            and self.is_majority(sequence, end.certificate.signatures)
+            for end in (one, other)
+        ):
             guilty[leader] = f"it led round {sequence} to two ends"
         return guilty
 

@@ -228,8 +228,11 @@ class Transfer:
         except ExceptionGroup as problem:
             incomplete = self._arrived.get(stream.peer, math.inf) < len(self._mine)
             expected = isinstance(cause := _first(problem), _EXPECTED)
+            silent = isinstance(cause, Unreachable) and not (cause.broken or cause.gone)
+            withheld: Withheld | None = "parts" if silent else None
             if incomplete and not self._trouble.done():
-                self._trouble.set_exception(TransferFailed(stream.peer, str(cause)) if expected else cause)
+                failed = TransferFailed(stream.peer, str(cause), withheld=withheld)
+                self._trouble.set_exception(failed if expected else cause)
             if not expected:
                 raise cause from None
         finally:
