@@ -43,6 +43,7 @@ from support.rounds import NUMEL, average, contribution, decoded, message, plain
 from support.swarm.engines import LoopbackSwarm, Shifted, together
 from support.threads import in_threads
 
+FEWEST_TO_CLIP = FEWEST_TO_MERGE["clipped"]
 Scenario = Callable[[Engine], Any]
 
 
@@ -85,12 +86,12 @@ def absurd_clipped(engine: Engine) -> tuple[bytes, tuple[int, ...], dict[int, st
 
 def clipped(engine: Engine) -> tuple[bytes, str]:
     """As four and more do it; a sidecar, a process of its own, keeps to four."""
-    reduction.FEWEST_TO_MERGE["clipped"] = 2
+    FEWEST_TO_MERGE["clipped"] = 2
     try:
         posted = replace(contribution(engine, name="int8", weight=1.0 + engine.worker), merge="clipped")
         result = engine.start_round(RoundKey(0, 0), posted, 60.0).wait()
     finally:
-        reduction.FEWEST_TO_MERGE["clipped"] = FEWEST_TO_MERGE["clipped"]
+        FEWEST_TO_MERGE["clipped"] = FEWEST_TO_CLIP
     return result.mean.data.numpy().tobytes(), result.merge
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.data.corpus import Corpus
-from diloco.errors import EngineError, Excluded
+from diloco.errors import EngineError, Excluded, LossNotFinite
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
@@ -221,11 +221,11 @@ def test_a_worker_that_the_swarm_has_excluded_ends_with_the_reason(
     assert len(read_events(tmp_path / "machine-0")) > 1
 
 
-def test_a_worker_whose_loss_is_nan_ends_after_three_rounds_without_its_contribution(
+def test_a_worker_whose_loss_is_nan_ends_at_once_and_names_the_step(
     made: tuple[RunConfig, Corpus], tmp_path: Path
 ) -> None:
     broken = replace(made[0], inner=replace(made[0].inner, lr=1e20, warmup_steps=0, clip_norm=None))
-    with pytest.raises(EngineError, match=r"the last 3 rounds .* the loss is nan: lower inner\.lr \(1e\+20\)"):
+    with pytest.raises(LossNotFinite, match=r"worker 0 is nan at step 3 .* lower --inner\.lr \(now 1e\+20\)"):
         Swarm((broken, made[1]), tmp_path).worker(0).run()
 
 

@@ -82,7 +82,8 @@ def decide(
     else:
         admitted, weights = list(range(len(claims))), bounded_weights(claims, rounds)
     work = dict(zip(admitted, weights, strict=True))
-    weights = leftover_weights([claims[i] for i in admitted], weights) or weights
+    of_leftovers = leftover_weights([claims[i] for i in admitted], weights)
+    weights = of_leftovers or weights
     resting = sum(weight for index, weight in zip(admitted, weights, strict=True) if not work[index])
     accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if work[index] > 0]
     considered = [claims[index] for index, _ in accepted]
@@ -97,7 +98,8 @@ def decide(
     too_long, too_short = frozenset[int](), frozenset[int]()
     if rounds:
         absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted]) if clipped else []
-        short = short_norms(considered) if max_norm_ratio is not None else []
+        judges_short = max_norm_ratio is not None and of_leftovers is None  # what is left may be next to nothing
+        short = short_norms(considered) if judges_short else []
         too_long = frozenset(workers[accepted[place][0]] for place in absurd)
         too_short = frozenset(workers[accepted[place][0]] for place in short)
         refused |= {worker: clipped.pop(worker) for worker in too_long}

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 H = 3
 NUMEL = 4_000_000
-SYNC = SyncConfig(H, "fp32", timeout_seconds=60.0)
+SYNC = SyncConfig(H, "fp32", timeout_seconds=60.0, max_norm_ratio=None)
+"""All are trusted: along a line of one dimension a worker that missed a round points against the others."""
 
 
 class Expected:
