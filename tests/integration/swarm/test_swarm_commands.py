@@ -69,7 +69,8 @@ def test_two_terminals_a_killed_founder_and_one_who_goes_on(tmp_path: Path, caps
 
         second.wait_until(shows_both, "a status of both")
         second.wait_until(lambda: len(figures(first).keys() & figures(second).keys()) >= 2, "two figures on both")
-        assert all(figures(first)[step] == loss for step, loss in figures(second).items() if step in figures(first))
+        both = {s: (figures(first)[s], figures(second)[s]) for s in figures(first).keys() & figures(second).keys()}
+        assert all(one == other for one, other in both.values()), both
         assert "diloco join" not in second.output  # the first one has printed the invitation
         third = ["--estimate", "--json", f"--data.cache_dir={tmp_path / 'third-cache'}", "--device=cpu"]
         assert command(["join", invitation(first), *third]) == 0

@@ -36,9 +36,11 @@ from diloco.training.validation import Validation
 
 _FEWEST = 3
 """Shares whose median one liar cannot move."""
-_DEVIATIONS, _LEAST_SHARE, _OWN_SHARE = 4.0, 0.05, 0.5
-"""How far a share may be from the median: so many median deviations, and at least this part of the median. Of two
-shares the other one may be further from this worker's own by the last of these."""
+_DEVIATIONS, _LEAST_SHARE = 4.0, 0.05
+"""How far a share may be from the median: so many median deviations, and at least this part of the median."""
+_OWN_SHARE, _OWN_NATS = 0.5, 1.0
+"""How far the other one of two shares may be from this worker's own: this part of it, and at least so many nats. Each
+of the two bounds the other's, so that beyond it their figures differ: honest shares are not so far apart."""
 _LATE_ROUNDS, _MOST_OPEN = 2, 4
 """A report may come so many rounds after the one that should have it; so many measurements are open at a time."""
 _MOST_NAMED = 64
@@ -261,7 +263,8 @@ def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict
 
     Honest shares measure the same anchor on windows in turn, and are alike. A share further from the median than four
     median deviations, and than a twentieth of it, counts as that far; one that is not finite counts as the median. Of
-    two shares this worker's `own` takes the median's place, and the other one counts up to half as much again.
+    two shares this worker's `own` takes the median's place, and the other one counts up to half as much again, or up to
+    a nat more.
     """
     ordered = sorted((worker, share) for worker, share in shares.items() if share.tokens)
     tokens = sum(share.tokens for _, share in ordered)
@@ -272,7 +275,7 @@ def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict
         bound = max(_DEVIATIONS * spread, _LEAST_SHARE * middle)
     elif own in shares and shares[own].tokens:
         middle = shares[own].loss
-        bound = _OWN_SHARE * middle
+        bound = max(_OWN_SHARE * middle, _OWN_NATS)
     else:
         middle = bound = math.inf
     if not math.isfinite(middle):
