@@ -53,9 +53,6 @@ class Troubles:
         self._reported: list[tuple[str, Trouble]] = []
         """Sender and message, about the current plan."""
         self._times: Counter[Pair] = Counter()
-        self._waiting: dict[tuple[Withheld, str], set[str]] = {}
-        """What is withheld by which worker -> the workers that wait for it, in all attempts: where few workers reduce
-        parts, each attempt has others that find out."""
 
     def begin(self) -> None:
         """Another attempt begins."""
@@ -64,8 +61,6 @@ class Troubles:
     def add(self, sender: str, trouble: Trouble) -> None:
         if sender != trouble.peer:
             self._reported.append((sender, trouble))
-            if trouble.withheld is not None:
-                self._waiting.setdefault((trouble.withheld, trouble.peer), set()).add(sender)
 
     def accused(self, plan: Plan) -> dict[str, set[str]]:
         """Accused of a lie -> its accusers."""
@@ -116,11 +111,11 @@ class Troubles:
 
     def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
         """The workers that others wait for, and which do."""
-        return {
-            peer: {sender for sender in senders if plan.entry(sender) is not None}
-            for (kind, peer), senders in self._waiting.items()
-            if kind == what and plan.entry(peer) is not None and peer != self._members.me
-        }
+        waiting: dict[str, set[str]] = {}
+        for sender, one in self._reported:
+            if one.withheld == what and plan.entry(one.peer) is not None and one.peer != self._members.me:
+                waiting.setdefault(one.peer, set()).add(sender)
+        return waiting
 
     def _that_most_miss(self, plan: Plan, what: Withheld) -> str | None:
         """The worker that more than half of the plan's workers wait for, or this one itself and another."""
