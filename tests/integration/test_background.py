@@ -98,9 +98,15 @@ def test_threads_of_rounds_do_not_interrupt_the_trainers_thread_when_they_wake(m
 
 
 def thread_policies(engine: TorchDistributedEngine) -> tuple[int, list[int]]:
-    """Of the trainer's thread, and of gloo's threads."""
-    gloo = [task.name for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("gloo")]
-    return os.sched_getscheduler(0), [os.sched_getscheduler(int(thread)) for thread in gloo]
+    """Of the trainer's thread, and of gloo's threads: a thread names itself, some time after it was started."""
+    ends = time.monotonic() + 60.0
+    policies: list[int] = []
+    while os.SCHED_BATCH not in policies and time.monotonic() < ends:
+        tasks = Path("/proc/self/task").iterdir()
+        gloo = [int(task.name) for task in tasks if (task / "comm").read_text().startswith("gloo")]
+        policies = [os.sched_getscheduler(thread) for thread in gloo]
+        time.sleep(0.01)
+    return os.sched_getscheduler(0), policies
 
 
 @pytest.mark.slow
