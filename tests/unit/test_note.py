@@ -101,3 +101,8 @@ def test_what_is_not_of_its_form_is_malformed(data: bytes) -> None:
 def test_a_report_out_of_range_is_found(report: Report, fault: str | None) -> None:
     found = find_report_fault(report)
     assert found is None if fault is None else fault in (found or "")
+
+
+def test_a_count_that_another_member_made_too_large_leaves_a_note_readable() -> None:
+    told = read_note(write_note(Note(own_tokens=(1 << 53) + 4096, tokens={7: (1 << 53) + 4096})))
+    assert told.own_tokens == told.tokens[7] == 1 << 53

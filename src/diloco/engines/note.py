@@ -67,19 +67,21 @@ def is_loss(value: float) -> bool:
 def write_note(note: Note) -> bytes:
     """The first MOST_SHARDS shards and MOST_COUNTED counts, and the lowest MOST_APART numbers.
 
-    A loss that `is_loss` forbids becomes nan.
+    A loss that `is_loss` forbids becomes nan, and a count of tokens has a bound: what another member told this worker
+    of its tokens must not make its own notes malformed.
     """
     read = list(note.read.items())[:MOST_SHARDS]
     apart = sorted(number for number in note.apart if 0 <= number <= _MOST_NUMBER)[:MOST_APART]
     counted = list(note.tokens.items())[:MOST_COUNTED]
     figure = note.validation or ValidationFigure(-1, nan, 0)
     loss = figure.loss if is_loss(figure.loss) else nan
+    own_tokens = min(note.own_tokens, _MOST_COUNT)
     return b"".join(
         [
-            _HEAD.pack(_MAGIC, figure.step, loss, figure.tokens, note.own_tokens, len(read), len(apart), len(counted)),
+            _HEAD.pack(_MAGIC, figure.step, loss, figure.tokens, own_tokens, len(read), len(apart), len(counted)),
             *(_SHARD.pack(shard, *position) for shard, position in read),
             *(_NUMBER.pack(number) for number in apart),
-            *(_TOKENS.pack(worker, tokens) for worker, tokens in counted),
+            *(_TOKENS.pack(worker, min(tokens, _MOST_COUNT)) for worker, tokens in counted),
         ]
     )
 

@@ -141,7 +141,7 @@ class Judgement:
         room = min(room_below, room_above)
         distance = room if self.verdict == "holds" else -room
         if not error:
-            return 0.0 if distance > 0 else 1.0
+            return 0.0 if distance >= 0 else 1.0
         return float(t.sf(distance / error, len(self.values) - 1))
 
     @property
@@ -189,6 +189,8 @@ def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Ju
             values.append(claim.value(seed))
         except KeyError:  # an arm of this seed is not finished
             continue
+        except OverflowError:  # of an exponential: an arm diverged
+            values.append(math.inf)
     found = tuple(values)
     if smoke:
         return Judgement(claim, found, "not resolved", "a smoke test's numbers mean nothing")

@@ -82,3 +82,8 @@ def test_the_correction_leaves_claims_without_seeds_out_of_the_count() -> None:
     missing = [Judgement(BELOW, (), "not resolved", "0 of the 3 seeds that a verdict needs")] * 1000
     close = judge(BELOW, _seeds(2.99, 2.992, 2.988))
     assert correct([close, *missing])[0].verdict == "holds"
+
+
+def test_a_loss_too_large_for_a_perplexity_is_a_diverged_arm() -> None:
+    judgement = judge(BELOW, _seeds(1000.0, 1000.0, 1000.0))
+    assert judgement.verdict == "not resolved" and "diverged" in judgement.reason

@@ -137,12 +137,16 @@ def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, o
     return recipe
 
 
+def _asks_for_lora(asked: Mapping[str, Any]) -> bool:
+    return str(asked.get("lora.rank", "none")).lower() != "none"
+
+
 def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """What a recipe says of training: by dotted key, without the model's own shape and tokenizer."""
     if name == "paper":
         return {}
     if is_pretrained(model):
-        return FINE_TUNING | (LORA if "lora.rank" in asked else {})
+        return FINE_TUNING | (LORA if _asks_for_lora(asked) else {})
     numbers = dict(RECIPES.get(model, {}))
     if name == "warm":
         steps = _whole(asked.get("steps", numbers["steps"])) or 0
