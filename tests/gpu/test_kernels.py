@@ -12,8 +12,8 @@ from diloco.codecs.registry import codec
 from diloco.core import fragments
 from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout
+from diloco.core.one_pass import outer_gradient, outer_step
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
-from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.models.native.head import next_token_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -66,10 +66,10 @@ def test_a_step_in_one_pass_is_the_step_of_tensor_operations_bit_for_bit(
     for fragment in (fused, offloaded):
         assert fragment.kernels is not None
         taken = Digest(fragment.device)
-        outer_step(fragment, lambda span: delta[span.slice].clone(), mixing, taken)
+        outer_step(fragment, fragment.outer_opt, lambda span: delta[span.slice].clone(), mixing, taken)
         assert taken.hexdigest() == digest(fragment.anchor.cpu())
     monkeypatch.setattr(Fragment, "kernels", None)
-    outer_step(plain, lambda span: delta[span.slice].clone(), mixing)
+    outer_step(plain, plain.outer_opt, lambda span: delta[span.slice].clone(), mixing)
     assert same(fused, plain)
     assert same(offloaded, plain)
 
@@ -96,7 +96,7 @@ def test_encoding_and_stepping_in_one_pass_give_the_bits_of_many(
     taken = Digest(fused.device)
     mean_norm = float(step_with_mean(kernels, fused, mine, outer, mixing, taken).sqrt())
     assert mean_norm == pytest.approx(float(decoded.norm()), rel=1e-5)
-    outer_step(plain, lambda span: decoded[span.slice].clone(), mixing)
+    outer_step(plain, plain.outer_opt, lambda span: decoded[span.slice].clone(), mixing)
     assert same(fused, plain)
     assert taken.hexdigest() == digest(plain.anchor)
 
@@ -116,7 +116,7 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
         return optimizer.anchor_digest()
 
     fused = train()
-    monkeypatch.setattr("diloco.outer.replica._kernels", lambda *_: None)
+    monkeypatch.setattr("diloco.codecs.encoded_steps.kernels_in_one_pass", lambda *_: None)
     assert train() == fused
 
 
@@ -125,8 +125,8 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
 def test_alone_a_worker_takes_the_step_along_its_own_outer_gradient(outer: OuterOptimizer, offload: bool) -> None:
     alone, two_passes = make(SHAPES, outer, offload=offload), make(SHAPES, outer)
     delta = torch.cat([piece.clone() for _, piece in outer_gradient(two_passes)])
-    outer_step(two_passes, lambda span: delta[span.slice].clone())
-    outer_step(alone, None)
+    outer_step(two_passes, two_passes.outer_opt, lambda span: delta[span.slice].clone())
+    outer_step(alone, alone.outer_opt, None)
     assert same(alone, two_passes)
 
 
@@ -138,7 +138,7 @@ def test_a_fragment_in_many_spans_is_one_in_a_single_span(monkeypatch: pytest.Mo
     assert len(list(cut.spans())) > 50
     for fragment in (whole, cut, offloaded):
         delta = torch.cat([piece.clone() for _, piece in outer_gradient(fragment)])
-        outer_step(fragment, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
+        outer_step(fragment, fragment.outer_opt, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
     assert same(cut, whole)
     assert same(offloaded, whole)
 
@@ -148,8 +148,8 @@ def test_a_parameter_that_got_other_memory_is_found_again() -> None:
     assert fragment.kernels is not None
     tensor = fragment.tensors[0]
     tensor.data = tensor.data.clone()
-    outer_step(fragment, None)
-    outer_step(reference, None)
+    outer_step(fragment, fragment.outer_opt, None)
+    outer_step(reference, reference.outer_opt, None)
     assert same(fragment, reference)
 
 

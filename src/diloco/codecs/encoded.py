@@ -6,7 +6,6 @@ vector itself, so a round needs no second copy of the model. Where a mean has a 
 is another vector. Its memory is there while a round needs it: from the first use until `give_back`.
 """
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.core.fragments import PartLayout, span_elements
-from diloco.core.memory import LARGE_BYTES, mapped
+from diloco.memory import LARGE_BYTES, mapped, return_free_memory
 
 
 class EncodedVector:
@@ -108,20 +107,6 @@ class EncodedVector:
             self.codec.decode(encoded, values)
             norms.append(torch.linalg.vector_norm(values))
         return not norms or bool(torch.isfinite(torch.stack(norms)).all())
-
-
-def return_free_memory() -> None:
-    """Give the system what malloc keeps in its holes: up to half a copy of the model, as gradients come and go."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-
-
-def blank(num_bytes: int) -> memoryview:
-    """Memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes < LARGE_BYTES else mapped(num_bytes)
-    view: memoryview = memory.numpy().data
-    return view
 
 
 _blocks = threading.local()

@@ -7,11 +7,14 @@ is in no fragment or in two: every parameter element is averaged exactly once.
 
 A fragment is cut into *parts*, a function of its size alone: a part is the unit that a codec encodes and that one
 worker reduces. A *span* is a run of whole parts, small enough to stay in cache: the unit in which memory is processed.
+
+How a fragment's memory is gone through is decided here: in place, or staged from pinned CPU memory (offload.py); on a
+GPU its `kernels` take the steps of outer_step.py in one pass (one_pass.py). The bits are the same.
 """
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -21,10 +24,11 @@ import torch
 from torch import Tensor
 
 from diloco.core import offload as offloading
+from diloco.core.digest import Digest
 from diloco.core.gpu import has_triton
-from diloco.core.memory import move_to_huge_pages, zeros
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.errors import ConfigError
+from diloco.memory import move_to_huge_pages, zeros
 
 if TYPE_CHECKING:
     from diloco.core.kernels import Kernels
@@ -135,15 +139,26 @@ class Fragment:
             count = min(self._span_parts, self.layout.num_parts - first)
             yield Span(first * part, min(self.numel, (first + count) * part), first, count)
 
-    def read(self, span: Span, anchor: Tensor | None = None) -> Tensor:
-        """θ_i of a span in fp32, or anchor − θ_i, in scratch memory that the next read overwrites."""
+    def read(self, span: Span) -> Tensor:
+        """θ_i of a span in fp32, in scratch memory that the next read overwrites."""
         out = self.scratch(span)
         for tensor, here, there in self._pieces(span):
+            out[there].copy_(_flat_view(tensor)[here])
+        return out
+
+    def minus_parameters(self, span: Span, anchor: Tensor, theta_i: Tensor | None = None) -> Tensor:
+        """anchor − θ_i of a span in fp32, in scratch memory that the next read overwrites.
+
+        `theta_i`: a flat fp32 copy of all parameters, in their place.
+        """
+        out = self.scratch(span)
+        if theta_i is not None:
+            return torch.sub(anchor, theta_i[span.slice], out=out)
+        for tensor, here, there in self._pieces(span):
             own = _flat_view(tensor)[here]
-            if anchor is None or own.dtype == torch.float64:
+            if own.dtype == torch.float64:
                 own = out[there].copy_(own)
-            if anchor is not None:
-                torch.sub(anchor[there], own, out=out[there])
+            torch.sub(anchor[there], own, out=out[there])
         return out
 
     def write(self, span: Span, values: Tensor) -> None:
@@ -152,7 +167,9 @@ class Fragment:
             _flat_view(tensor)[here].copy_(values[there])
 
     def follow(self, span: Span, anchor: Tensor, mixing: float) -> None:
-        """θ_i of a span ← mixing · θ_i + (1 − mixing) · anchor, each element in fp32."""
+        """θ_i of a span ← mixing · θ_i + (1 − mixing) · anchor, each element in fp32; with 1 nothing changes."""
+        if mixing >= 1.0:
+            return
         if not mixing:
             self.write(span, anchor)
             return
@@ -172,8 +189,19 @@ class Fragment:
             first, last = max(span.start, start), min(span.stop, start + tensor.numel())
             yield tensor, slice(first - start, last - start), slice(first - span.start, last - span.start)
 
-    def visit(self, *, write: bool = False) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
-        """Anchor and outer state span by span, on the device of θ_i; with `write` they may be changed in place."""
+    def visit(
+        self, *, write: bool = False, digest: Digest | None = None
+    ) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
+        """Anchor and outer state span by span, on the device of θ_i; with `write` they may be changed in place.
+
+        `digest` is given each span of the anchor when the caller asks for the next one: it is in a cache then.
+        """
+        for span, anchor, state in self._visit(write=write):
+            yield span, anchor, state
+            if digest is not None:
+                digest.add(anchor)
+
+    def _visit(self, *, write: bool) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
         if self._staging is None:
             for span in self.spans():
                 yield span, self.anchor[span.slice], {name: buffer[span.slice] for name, buffer in self.state.items()}
@@ -209,9 +237,21 @@ class Fragment:
 
     @torch.no_grad()
     def adopt_anchor(self, mixing: float = 0.0) -> None:
-        """θ_i ← anchor (line 3 of Algorithm 1); `mixing` as in outer_step."""
+        """θ_i ← anchor (line 3 of Algorithm 1); `mixing` as in outer_step.py."""
         for span, anchor, _ in self.visit():
             self.follow(span, anchor, mixing)
+
+    @torch.no_grad()
+    def next_anchor(
+        self, outer_opt: OuterOptimizer, mean_outer_gradient: Callable[[Span], Tensor], out: Tensor, digest: Digest
+    ) -> None:
+        """Line 14 into `out` (flat, fp32): the bits that `outer_step` will make of the anchor. Nothing else changes."""
+        copies = {name: torch.empty_like(self.scratch(next(self.spans()))) for name in self.state}
+        for span, anchor, state in self.visit():
+            new = out[span.slice].copy_(anchor)
+            state_copy = {name: copies[name][: len(buffer)].copy_(buffer) for name, buffer in state.items()}
+            outer_opt.update(new, mean_outer_gradient(span), state_copy, self.rounds + 1)
+            digest.add(new)
 
     # One call for all tensors: it returns to Python, and so to the lock that all threads share, once
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.memory import mapped
 from diloco.engines.behind_training import threads_behind_training
 from diloco.engines.process_groups import new_group
 from diloco.engines.reduction import WAVES_AHEAD, Decision, Wave, compare_nothing, reduce_parts, waves
 from diloco.engines.rounds import Comparison
 from diloco.errors import EngineError
+from diloco.memory import mapped
 
 _CONTRIBUTIONS, _MEANS, _COMPARISONS = 1, 2, 3  # tags: a mean never takes the place of a contribution to a later wave
 

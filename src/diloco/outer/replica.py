@@ -4,24 +4,26 @@ A `Lane` is what one engine averages. A worker of one rank has a single lane wit
 this file. Workers of several ranks have several lanes, and agree on what a round did: ranks/replica.py.
 """
 
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.encoded_steps import (
+    encode_outer_gradient,
+    next_anchor_with_encoded_mean,
+    step_with_encoded_mean,
+)
 from diloco.core.config import SyncConfig
-from diloco.core.digest import Digest, digest
+from diloco.core.digest import digest
 from diloco.core.fragments import Fragment, Span, layout_digest
 from diloco.core.lanes import Piece
 from diloco.core.methods.pruning import pruned_gradient
-from diloco.core.outer_optimizers import OuterOptimizer
-from diloco.core.outer_step import next_anchor, outer_gradient, outer_step
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
 from diloco.errors import ConfigError
@@ -33,10 +35,6 @@ from diloco.outer.tensors.model_tensors import ModelTensors
 from diloco.outer.tensors.tensor_pieces import Piece as TensorPiece
 from diloco.outer.tensors.tensor_pieces import TensorPieces
 
-if TYPE_CHECKING:
-    from diloco.core.kernels import Kernels
-
-_ERROR_EVERY, _ERROR_ELEMENTS = 16, 1 << 22  # what a codec loses is measured on these spans, at most so much of each
 NO_DIGEST = "0" * 16  # of a fragment of which a lane holds nothing
 
 
@@ -76,37 +74,23 @@ class Lane:
         fragment, sending = self.fragments[index], self.sending[index]
         if sending.moments is not None:
             return sending.moments.encode(sending.vector) if sending.moments.due(turn) else 0.0
-        norms, errors = [], []
-        if fragment is not None and (kernels := _kernels(fragment, sending.vector)) and sending.as_it_is:
-            from diloco.codecs.gradient_kernels import encode_gradient
-
-            errors = [encode_gradient(kernels, fragment, sending.vector)]
-            norms = [errors[0][1].sqrt()]
-        elif fragment is not None:
-            for number, (span, delta) in enumerate(self._gradient(index, fragment, turn, theta_i)):
-                if sending.feedback is not None:
-                    norms.append(sending.feedback.encode(sending.vector, span, delta))
-                else:
-                    norms.append(torch.linalg.vector_norm(delta))
-                    if sending.vector.num_bytes:
-                        sending.vector.encode(span.first_part, delta)
-                if number % _ERROR_EVERY == 0 and sending.vector.num_bytes and not sending.vector.codec.lossless:
-                    part = fragment.layout.part_elements
-                    parts = min(span.num_parts, max(1, _ERROR_ELEMENTS // part))
-                    errors.append(sending.vector.squared_error(span.first_part, parts, delta[: parts * part]))
-                del delta  # before the next one is made
-        self._norms[index] = _total(norms)
-        self.codec_errors[index] = _relative(errors)
+        if fragment is None:
+            self._norms[index], self.codec_errors[index] = 0.0, None
+            return 0.0
+        gradient = self._gradient(index, fragment, turn, theta_i)
+        self._norms[index], self.codec_errors[index] = encode_outer_gradient(
+            fragment, sending.vector, gradient=gradient, feedback=sending.feedback, theta_i=theta_i
+        )
         return self._norms[index]
 
     def _gradient(
         self, index: int, fragment: Fragment, turn: int, theta_i: Tensor | None
-    ) -> Iterator[tuple[Span, Tensor]]:
+    ) -> Iterator[tuple[Span, Tensor]] | None:
         prune, eager = self.sending[index].prune, self.sending[index].eager
         if eager is not None:
             return eager.outer_gradient(self.engine.workers, turn)
         if prune is None:
-            return outer_gradient(fragment, theta_i)
+            return None
         return pruned_gradient(fragment, self.pieces[index], prune, theta_i)
 
     def merge(self, index: int, encoded: EncodedVector, mixing: float, turn: int, *, plain: bool = False) -> float:
@@ -117,24 +101,17 @@ class Lane:
         fragment, moments = self.fragments[index], self.sending[index].moments
         if moments is not None and mixing < 1:
             moments.take(encoded)
-        mean = None
+        norm: float | None = 0.0
         if fragment is not None:
-            mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
-            whole = mean.stepper(fragment, mixing, taken) if fragment.device.type == "cuda" else None
-            outer_step(fragment, mean if encoded.num_bytes else None, mixing, taken, turn, whole, plain=plain)
-            self.digests[index] = taken.hexdigest()
+            self.digests[index], norm = step_with_encoded_mean(fragment, _outer(fragment, turn, plain), encoded, mixing)
         self.sending[index].vector.give_back()
-        if mean is None:
-            return 0.0
-        return mean.norm() if encoded.num_bytes else self._norms[index]
+        return self._norms[index] if norm is None else norm
 
     def next_anchor(self, index: int, encoded: EncodedVector, out: Tensor, turn: int) -> tuple[str, float]:
         """What `merge` will make of a fragment's anchor, into `out`: its digest, and the norm of the mean."""
         fragment = self.fragments[index]
         assert fragment is not None
-        mean, taken = _Decoded(encoded, fragment.device), Digest(fragment.device)
-        next_anchor(fragment, mean, out, taken, turn)
-        return taken.hexdigest(), mean.norm()
+        return next_anchor_with_encoded_mean(fragment, _outer(fragment, turn), encoded, out)
 
     def anchors(self) -> dict[str, Tensor]:
         return {f"{index}.anchor": f.anchor for index, f in enumerate(self.fragments) if f is not None}
@@ -301,50 +278,10 @@ class _LaneRound:
         return Outcome(result, [result.mean])
 
 
-class _Decoded:
-    """An encoded mean, decoded span by span."""
+def _outer(fragment: Fragment, turn: int, plain: bool = False) -> OuterOptimizer:
+    """The outer optimizer of a round; `plain`: θ ← θ − Δ, and the state of the fragment's own one stays as it is.
 
-    def __init__(self, encoded: EncodedVector, device: torch.device) -> None:
-        self._encoded, self._device = encoded, device
-        self._norms: list[Tensor] = []
-
-    def __call__(self, span: Span) -> Tensor:
-        delta = self._encoded.decode(span.first_part, span.num_parts, self._device)
-        self._norms.append(torch.linalg.vector_norm(delta))
-        return delta
-
-    def stepper(self, fragment: Fragment, mixing: float, digest: Digest) -> "Callable[[OuterOptimizer], None] | None":
-        """The outer step with this mean in one pass over a GPU's memory, where it can be taken so."""
-        encoded, kernels = self._encoded, _kernels(fragment, self._encoded)
-        if kernels is None:
-            return None
-
-        def step(outer: OuterOptimizer) -> None:
-            from diloco.codecs.gradient_kernels import step_with_mean
-
-            self._norms.append(step_with_mean(kernels, fragment, encoded, outer, mixing, digest).sqrt())
-
-        return step
-
-    def norm(self) -> float:
-        return _total(self._norms)
-
-
-def _kernels(fragment: Fragment, vector: EncodedVector) -> "Kernels | None":
-    """See gradient_kernels.kernels_for."""
-    if fragment.device.type != "cuda" or fragment.kernels is None or not vector.num_bytes:
-        return None
-    from diloco.codecs.gradient_kernels import kernels_for
-
-    return kernels_for(fragment, vector)
-
-
-def _relative(squares: Sequence[Tensor]) -> float | None:
-    """The error of some values, from (squared error, squared norm) of each."""
-    error, whole = torch.stack(list(squares)).double().sum(0).tolist() if squares else (0.0, 0.0)
-    return math.sqrt(error / whole) if whole > 0 and math.isfinite(error / whole) else None
-
-
-def _total(norms: Sequence[Tensor]) -> float:
-    """Asked for once: on a GPU every question waits for all that was begun before it."""
-    return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0
+    At the end of a run, where Δ is what some workers have left and others have nothing, momentum would add a whole step
+    without work.
+    """
+    return SGD(lr=1.0) if plain else fragment.outer_opt.at(turn)

@@ -5,8 +5,8 @@ import torch
 
 from diloco.core.fragments import Fragment
 from diloco.core.methods.eager import Eager
+from diloco.core.one_pass import outer_step
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, SGDMomentum
-from diloco.core.outer_step import outer_step
 from diloco.errors import ConfigError
 
 K, ROUNDS, SIZE = 3, 6, 40
@@ -44,7 +44,7 @@ class Worker:
         return torch.cat([delta.clone() for _, delta in self.eager.outer_gradient(K)])
 
     def merge(self, mean: torch.Tensor) -> None:
-        outer_step(self.fragment, lambda span: mean[span.slice].clone(), mixing=1.0)
+        outer_step(self.fragment, self.fragment.outer_opt, lambda span: mean[span.slice].clone(), mixing=1.0)
 
 
 def ours(outer: OuterOptimizer, *, delayed: bool = False) -> list[Worker]:

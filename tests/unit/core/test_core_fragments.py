@@ -12,8 +12,8 @@ from diloco.core import fragments as module
 from diloco.core.config import SyncConfig
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, PartLayout, build_fragments, layout_digest
+from diloco.core.one_pass import outer_gradient, outer_step
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov
-from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.errors import ConfigError
 
 NAMES = ["wte.weight", *[f"model.layers.{i}.{n}.weight" for i in range(6) for n in ("attn", "mlp")], "norm.weight"]
@@ -110,7 +110,7 @@ def test_parameters_in_bf16_have_an_fp32_anchor_and_follow_it_rounded() -> None:
     assert fragment.anchor.dtype == torch.float32
     assert torch.equal(fragment.anchor, parameter.float())
     delta = torch.full((500,), 1e-4)
-    outer_step(fragment, lambda span: delta[span.slice])
+    outer_step(fragment, fragment.outer_opt, lambda span: delta[span.slice])
     assert torch.equal(parameter, fragment.anchor.to(torch.bfloat16))
     assert not torch.equal(parameter.float(), fragment.anchor)
 
@@ -165,7 +165,7 @@ def outer_steps(optimizer: Nesterov | Adam, mixing: float) -> tuple[list[Tensor]
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
         gradients.append(torch.cat([delta.clone() for _, delta in outer_gradient(fragment)]))
         mean = torch.randn(fragment.numel, generator=generator)
-        outer_step(fragment, lambda span, mean=mean: mean[span.slice], mixing)
+        outer_step(fragment, fragment.outer_opt, lambda span, mean=mean: mean[span.slice], mixing)
     return [*gradients, fragment.anchor, *tensors.values(), *fragment.state.values()], fragment
 
 
@@ -187,7 +187,7 @@ def test_an_outer_step_of_one_fragment_moves_no_other() -> None:
     tensors = {"a": torch.randn(50), "b": torch.randn(50)}
     first, second = build_fragments(tensors, [["a"], ["b"]], Nesterov())
     before = (second.anchor.clone(), tensors["b"].clone())
-    outer_step(first, lambda span: torch.ones(50)[span.slice])
+    outer_step(first, first.outer_opt, lambda span: torch.ones(50)[span.slice])
     assert torch.equal(second.anchor, before[0]) and torch.equal(tensors["b"], before[1])
     assert (first.rounds, second.rounds) == (1, 0)
     assert not second.state["momentum"].any()
@@ -197,7 +197,7 @@ def test_mixing_keeps_its_share_of_the_workers_own_parameters() -> None:
     own = torch.full((10,), 4.0)
     (fragment,) = build_fragments({"w": own}, [["w"]], SGD(lr=1.0))
     own.fill_(8.0)
-    outer_step(fragment, lambda span: torch.full((10,), 2.0)[span.slice], mixing=0.25)
+    outer_step(fragment, fragment.outer_opt, lambda span: torch.full((10,), 2.0)[span.slice], mixing=0.25)
     assert torch.equal(fragment.anchor, torch.full((10,), 2.0))
     assert torch.equal(own, torch.full((10,), 0.25 * 8 + 0.75 * 2))
 

@@ -26,8 +26,8 @@ def make(outer: str) -> Fragment:
 def test_alone_one_pass_is_the_step_along_the_workers_own_outer_gradient(outer: str, mixing: float) -> None:
     once, twice = make(outer), make(outer)
     delta = torch.cat([piece.clone() for _, piece in outer_gradient(twice)])
-    outer_step(twice, lambda span: delta[span.slice].clone(), mixing)
-    outer_step(once, None, mixing)
+    outer_step(twice, twice.outer_opt, lambda span: delta[span.slice].clone(), mixing)
+    outer_step(once, once.outer_opt, None, mixing)
     assert torch.equal(once.anchor, twice.anchor)
     assert all(torch.equal(once.state[name], twice.state[name]) for name in once.state)
     assert all(torch.equal(a, b) for a, b in zip(once.tensors, twice.tensors, strict=True))
@@ -36,7 +36,7 @@ def test_alone_one_pass_is_the_step_along_the_workers_own_outer_gradient(outer: 
 def test_the_digest_taken_on_the_way_is_that_of_the_new_anchor() -> None:
     fragment = make("nesterov")
     taken = Digest(fragment.device)
-    outer_step(fragment, None, digest=taken)
+    outer_step(fragment, fragment.outer_opt, None, digest=taken)
     assert taken.hexdigest() == digest(fragment.anchor)
 
 

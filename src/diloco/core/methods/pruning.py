@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Fragment, Span
 from diloco.core.lanes import Piece
-from diloco.core.outer_step import outer_gradient
+from diloco.core.one_pass import outer_gradient
 
 
 def prune_(rows: Tensor, fraction: float) -> None:
@@ -30,7 +30,7 @@ def prune_(rows: Tensor, fraction: float) -> None:
 def pruned_gradient(
     fragment: Fragment, pieces: Sequence[Piece], fraction: float, theta_i: Tensor | None = None
 ) -> Iterator[tuple[Span, Tensor]]:
-    """As outer_step.outer_gradient, with each neuron pruned: a row of a matrix, or all of a vector.
+    """As `outer_gradient` of outer_step.py, with each neuron pruned: a row of a matrix, or all of a vector.
 
     Needs a copy of the fragment, since spans and rows have different ends.
     """

@@ -169,11 +169,7 @@ def split_invitations(text: str) -> list[str]:
 
 def _text_of(source: str) -> str:
     if source == "-":
-        if sys.stdin.isatty():
-            sys.stderr.write("paste the invitation, then press Enter: ")
-            sys.stderr.flush()
-            return sys.stdin.readline()
-        return sys.stdin.read(_MAX_TEXT)
+        return _standard_input()
     if source.startswith("@"):
         try:
             with Path(source[1:]).open() as file:
@@ -181,6 +177,23 @@ def _text_of(source: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the file of invitations {source[1:]} cannot be read: {error}") from error
     return source
+
+
+def _standard_input() -> str:
+    """The invitation that is pasted or piped to this command."""
+    if sys.stdin is None or sys.stdin.closed:  # Python has none where the shell has closed it (`<&-`)
+        raise ConfigError(
+            "the invitation was to come from standard input (-), which is closed: pipe it to the command, or name a "
+            f"file that has it with @FILE, or set {VARIABLE}"
+        )
+    try:
+        if sys.stdin.isatty():
+            sys.stderr.write("paste the invitation, then press Enter: ")
+            sys.stderr.flush()
+            return sys.stdin.readline()
+        return sys.stdin.read(_MAX_TEXT)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the invitation cannot be read from standard input: {error}") from error
 
 
 def _without_mark(text: str) -> str:

@@ -12,11 +12,11 @@ from itertools import chain, pairwise
 
 import torch
 
-from diloco.codecs.encoded import blank
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs import merkle
 from diloco.engines.swarm.node.trainer import PostedRound
+from diloco.memory import blank
 
 _MOST_KEPT, _MOST_BYTES = 64, 1 << 28
 _MOST_PLANS = 64

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from diloco.codecs.encoded import blank
 from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.proofs.certificate import Bytes, Certificate
 from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.memory import blank
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from diloco.codecs.encoded import blank, scratch
+from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import compare_nothing, reduce_parts
 from diloco.engines.rounds import Comparison
@@ -40,6 +40,7 @@ from diloco.engines.swarm.node.proofs.range_signatures import SIGNATURE_BYTES, R
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.trainer import PostedRound
 from diloco.engines.swarm.node.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
+from diloco.memory import blank
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""Large CPU memory, each block in a mapping of its own, of huge pages where the system has them.
+"""Large CPU memory: each block in a mapping of its own, of huge pages where the system has them.
 
-With pages of 4 KiB a core reads memory at half its speed, and new memory costs ten times as much.
+With pages of 4 KiB a core reads memory at half its speed, and new memory costs ten times as much. Nothing here changes
+a value: where the system has no huge pages, or another C library, only the time and the memory are different.
 """
 
 import ctypes
@@ -29,8 +30,22 @@ def mapped(num_bytes: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
+def blank(num_bytes: int) -> memoryview:
+    """Memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes < LARGE_BYTES else mapped(num_bytes)
+    view: memoryview = memory.numpy().data
+    return view
+
+
+def return_free_memory() -> None:
+    """Give the system what malloc keeps in its holes: up to half a copy of the model, as gradients come and go."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
 def zeros(numel: int, device: torch.device) -> Tensor:
-    """Flat fp32."""
+    """A flat fp32 tensor of zeros; a large one on the CPU is in huge pages."""
     if device.type != "cpu" or 4 * numel < LARGE_BYTES:
         return torch.zeros(numel, device=device)
     return mapped(4 * numel).view(torch.float32)

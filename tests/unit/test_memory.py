@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.core import memory
+from diloco import memory
 from diloco.core.fragments import build_fragments
-from diloco.core.memory import LARGE_BYTES, mapped, move_to_huge_pages, zeros
 from diloco.core.outer_optimizers import Nesterov
+from diloco.memory import LARGE_BYTES, mapped, move_to_huge_pages, zeros
 
 
 def flags_at(address: int) -> list[str]:
