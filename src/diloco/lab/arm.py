@@ -22,6 +22,9 @@ from diloco.network.link import Link
 from diloco.training.config.tables import InnerConfig
 
 Table = TypeVar("Table")
+MissedRule = Literal["token_weighted", "uniform", "age_decayed", "discarded"]
+_LATER_FIELDS = {"hostile": (), "away": 0.0, "slow_rounds": (), "missed": "token_weighted", "repeat": 0}
+"""Fields that were added after the first results, with their defaults: arms that do not use them keep their keys."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,10 @@ class Arm:
     """Adaptive compute: how many workers train in equal parts of the run, in order ((4, 8): doubled at half time)."""
     drop: float = 0.0
     """The probability that a worker's outer gradient is dropped: it trains on from its own θ (Figure 8)."""
+    missed: MissedRule = "token_weighted"
+    """How a contribution counts whose worker missed rounds before, with `drop`. token_weighted: by the inner steps
+    behind it, as in a swarm; uniform: like any other, as in the paper; age_decayed: half for each missed round;
+    discarded: a worker that missed a round throws its work away and begins at the new anchor."""
     hostile: tuple[int, ...] = ()
     """Workers that turn every outer gradient around before they send it: the wrong direction at an honest norm."""
     absences: tuple[tuple[int, int, int], ...] = ()
@@ -83,6 +90,8 @@ class Arm:
     """Points of the validation curve, at rounds."""
     eval_windows: int = 256
     """Validation sequences an evaluation uses."""
+    repeat: int = 0
+    """1, 2, …: the same run once more, with the same seed, to measure what rounding alone changes."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "steps", "batch_size", "sequence_length", "batch_multiplier", "updates_multiplier"):
@@ -90,6 +99,7 @@ class Arm:
         for name in ("eval_points", "eval_windows"):
             _at_least(name, getattr(self, name), 1)
         _at_least("pretraining_steps", self.pretraining_steps, 0)
+        _at_least("repeat", self.repeat, 0)
         _ = (
             self.inner_config,
             self.pretraining_config,
@@ -155,6 +165,11 @@ class Arm:
             raise ConfigError(f"hostile = {self.hostile} is for mode diloco with one fragment and without overlap")
         if any(not 0 <= worker < self.workers for worker in self.hostile):
             raise ConfigError(f"hostile = {self.hostile} must be workers below {self.workers}")
+        if self.missed != "token_weighted" and (not self.drop or sync.fragments > 1 or not sync.merges_at_once):
+            raise ConfigError(
+                f"missed = {self.missed} is for arms with drop, one fragment and no overlap: drop = {self.drop}, "
+                f"fragments = {sync.fragments}"
+            )
         for worker, first, end in self.absences:
             if not (0 <= worker < self.workers and 0 <= first < end):
                 raise ConfigError(
@@ -216,8 +231,8 @@ class Arm:
     def key(self) -> str:
         """Twelve hexadecimal digits of everything but the name: equal arms have equal keys."""
         values = {key: value for key, value in self.as_json().items() if key != "name"}
-        for name in ("hostile", "away", "slow_rounds"):  # arms that ran before these existed keep their keys
-            if not values[name]:
+        for name, default in _LATER_FIELDS.items():
+            if getattr(self, name) == default:
                 del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 

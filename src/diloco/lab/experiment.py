@@ -6,7 +6,7 @@ package, `diloco lab new NAME` writes such a file, and `diloco lab run NAME.py` 
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, final
@@ -15,6 +15,8 @@ from diloco.errors import ConfigError
 from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
 from diloco.lab.code import code_of_file
+from diloco.lab.fits import Results
+from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
 
 Arms = dict[str, Arm]
@@ -57,17 +59,6 @@ Figure = Curves | Sweep | Similarity
 
 @final
 @dataclass(frozen=True)
-class Fit:
-    """A line to be fitted through arms: the logarithm of perplexity over the logarithms of some numbers."""
-
-    names: tuple[str, ...]
-    """Of the numbers, such as H."""
-    places: Mapping[str, tuple[float, ...]]
-    """Arm to its numbers."""
-
-
-@final
-@dataclass(frozen=True)
 class Experiment:
     """One table or figure of a paper, or an idea of one's own."""
 
@@ -80,7 +71,8 @@ class Experiment:
     published: Mapping[str, float] = field(default_factory=dict)
     """The perplexity that the paper gives for an arm, by the arm's name."""
     figures: Callable[[Scale], tuple[Figure, ...]] = lambda scale: ()  # noqa: ARG005
-    fit: Callable[[Scale], Fit] | None = None
+    analysis: Callable[[Scale, Results], Sequence[Block]] | None = None
+    """What is computed from all arms together, such as a fitted law, for the report."""
     tuning: Callable[[Scale], Mapping[str, Arms]] | None = None
     """Candidates by group; the best of each group belongs into the file of the experiment."""
     text: Literal["text", "domains"] = "text"
@@ -106,6 +98,6 @@ def load(path: Path) -> Experiment:
     made = getattr(module, "EXPERIMENT", None)
     if not isinstance(made, Experiment):
         raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
-    named = (made.arms, made.claims, made.figures, made.fit, made.tuning)
+    named = (made.arms, made.claims, made.figures, made.analysis, made.tuning)
     namers = {one.__name__ for one in named if one is not None}
     return replace(made, file=path.resolve(), code=code_of_file(path, namers))

@@ -26,6 +26,8 @@ SETTING = "lab.json"
 RESULTS = "results"
 TUNING_SEED = 1000
 """The first seed of `diloco lab tune`: a seed that tunes judges nothing, so the report leaves these out."""
+FIRST_ROUNDS = 10
+"""Rounds at the start that are kept whatever their number."""
 _MOST_ROUNDS = 40
 """Rounds whose statistics are kept: a file stays small."""
 Item = TypeVar("Item")
@@ -133,10 +135,12 @@ class ResultFolder:
 
 
 def _thinned(items: Sequence[Item]) -> list[Item]:
-    """At even distances, the last one included."""
+    """The first ones, and of the rest some at even distances, the last one included."""
     if len(items) <= _MOST_ROUNDS:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (_MOST_ROUNDS - 1))] for i in range(_MOST_ROUNDS)]
+    rest = items[FIRST_ROUNDS:]
+    kept = _MOST_ROUNDS - FIRST_ROUNDS
+    return [*items[:FIRST_ROUNDS], *(rest[round(i * (len(rest) - 1) / (kept - 1))] for i in range(kept))]
 
 
 def _rounded(value: Any) -> Any:

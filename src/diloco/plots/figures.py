@@ -74,12 +74,12 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def check_installed() -> None:
-    """Refuse to draw without matplotlib, before anything is read or computed."""
+def check_installed(extra: str = "plots") -> None:
+    """Refuse to draw without matplotlib, before anything is read or computed. `extra`: that of the user's command."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"plots need the package matplotlib ({error}): {install_hint('plots')}") from error
+        raise ConfigError(f"plots need the package matplotlib ({error}): {install_hint(extra)}") from error
 
 
 def check_path(path: Path) -> None:

@@ -66,8 +66,9 @@ def test_an_unknown_experiment_is_refused_with_the_names() -> None:
         experiment_of("t9")
 
 
-PUBLISHED = {name: one for name, one in EXPERIMENTS.items() if name != "regime"}
-"""Experiments with results in the repository: the gates are for the scales 1m, 4m and 14m."""
+NOT_MEASURED = {"regime", "missed_rounds"}
+"""Experiments that have no results of scale gpu in the repository: they are for the scales 1m, 4m and 14m."""
+PUBLISHED = {name: one for name, one in EXPERIMENTS.items() if name not in NOT_MEASURED}
 
 
 @pytest.mark.parametrize("experiment", PUBLISHED.values(), ids=PUBLISHED)

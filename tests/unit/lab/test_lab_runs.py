@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -187,6 +188,15 @@ def test_tuning_has_seeds_of_its_own_and_names_the_best_at_the_edge_of_its_grid(
     assert not any("inner lr 0.005)" in line for line in edges)
     with pytest.raises(ConfigError, match="no finished arm"):
         write_report(Path("out"), [T2])  # a seed that tunes judges nothing
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "scipy"])
+def test_a_report_without_a_package_of_the_extra_lab_names_that_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs? the package {package}.*\[lab\]'"):
+        write_report(Path("out"), [T2])
 
 
 def test_no_arm_begins_after_the_seconds_and_the_next_run_continues(simulated: list[tuple[str, int]]) -> None:

@@ -6,15 +6,15 @@ report.md, figures/*.svg the same for a repository
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
 from diloco.atomic_files import write_file
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_hint
 from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments.paper import t2
-from diloco.lab.report.fits import fit_text
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
 from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, window_of
@@ -40,7 +40,9 @@ class Report:
 
 def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | None = None) -> Report:
     """The report of a folder of `diloco lab run`; `to`: another folder for it."""
-    check_installed()
+    check_installed("lab")
+    if find_spec("scipy") is None:
+        raise ConfigError(f"a report needs the package scipy, for its tests: {install_hint('lab')}")
     results = ResultFolder(folder)
     setting, target = results.setting(), to or folder
     scale = scale_of(setting.scale)
@@ -142,8 +144,8 @@ def _section(summary: Summary, scale: Scale, window: Window | None) -> list[Bloc
     if summary.missing:
         blocks.append(Text(f"Not run: {', '.join(summary.missing)}."))
     blocks.append(_table(summary, window if experiment.text == t2.EXPERIMENT.text else None))
-    if experiment.fit is not None and (line := fit_text(experiment.fit(scale), summary)) is not None:
-        blocks.append(Text(line))
+    if experiment.analysis is not None:
+        blocks += experiment.analysis(scale, {arm.name: arm.results for arm in summary.arms})
     panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, summary)) is not None]
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))

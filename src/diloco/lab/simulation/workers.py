@@ -22,6 +22,9 @@ from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
 
+MISSED_ROUND_DECAY = 0.5
+"""With the rule `age_decayed`: what each missed round leaves of a contribution's weight."""
+
 
 class Workers:
     """All workers of one arm; `take_step` is an inner step of each, with the rounds that are due."""
@@ -36,6 +39,8 @@ class Workers:
         self.bytes_sent = 0
         """By all workers together."""
         self._events: list[tuple[int, RoundEvent]] = []
+        self._shares = [text.weight(arm, worker) for worker in range(arm.workers)]
+        """The weight of an inner step of each worker."""
         sync, curve = arm.sync_config, _curve(arm)
         growth = None if sync.growth is None else GrowingRounds(sync.growth, curve)
         turns = Schedule(sync.num_inner_steps, (0,), sync.overlap_steps, growth=growth).turns_until(arm.steps)
@@ -51,7 +56,7 @@ class Workers:
                 engine,
                 sync=sync,
                 outer=outer,
-                weight=text.weight(arm, engine.worker),
+                weight=self._shares[engine.worker],
                 learning_rates=None if growth is None else curve,
                 faults=faults,
             )
@@ -118,8 +123,13 @@ class Workers:
             else:
                 state.jump_to(state.inner_steps + 1)
         self._post(there)
+        dropped = [any(posted.dropped for posted in optimizer.loop.in_flight) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
             optimizer.merge()
+        if self.arm.missed == "discarded":
+            for optimizer, was_dropped in zip(self.optimizers, dropped, strict=True):
+                if was_dropped:
+                    optimizer.loop.state.start_from_anchor()
         self._tell()
 
     def _bring_in(self, there: list[bool]) -> None:
@@ -134,10 +144,22 @@ class Workers:
         for worker, optimizer in enumerate(self.optimizers):
             if worker in self.arm.hostile and optimizer.loop.policy.due():
                 _turn_around(optimizer)
+            self._weigh(worker, optimizer)
             optimizer.post()
         for posted in first.in_flight:
             if posted.at_step == first.inner_steps:
                 self._count(posted.key.sequence, posted.key.fragment, there)
+
+    def _weigh(self, worker: int, optimizer: DiLoCo) -> None:
+        """Set the weight that the outer loop gives each inner step, so that the arm's rule for missed rounds holds."""
+        if self.arm.missed in ("token_weighted", "discarded"):
+            return
+        state = optimizer.loop.state
+        H = self.arm.sync_config.num_inner_steps
+        steps = max(1, state.steps_taken - state.merged_at[0])
+        missed_rounds = max(0, -(-steps // H) - 1)
+        decay = MISSED_ROUND_DECAY**missed_rounds if self.arm.missed == "age_decayed" else 1.0
+        optimizer.loop.weight = self._shares[worker] * decay * H / steps
 
     def _count(self, sequence: int, fragment: int, there: list[bool]) -> None:
         """The bytes of a round, among the workers that are there; second moments that are not due are a header."""
@@ -166,6 +188,8 @@ class Workers:
             for worker, optimizer in enumerate(self.optimizers):
                 if worker in self.arm.hostile:
                     _turn_around(optimizer)
+                if there[worker]:
+                    self._weigh(worker, optimizer)
                 optimizer.loop.post_fragment(fragment)
             self._count(loop.in_flight[-1].key.sequence, fragment, there)
             for optimizer in self.optimizers:

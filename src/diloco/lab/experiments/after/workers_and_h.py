@@ -1,7 +1,9 @@
 """OpenDiLoCo's open questions: more than eight workers, and the best H for a number of workers."""
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Experiment, Figure, Fit, Sweep
+from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
+from diloco.lab.fits import Results, doubling_line
+from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
 
 
@@ -45,9 +47,9 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Sweep("Perplexity by H and workers", "H, inner steps between rounds", lines, x_log=True),)
 
 
-def fit(scale: Scale) -> Fit:
+def analysis(scale: Scale, results: Results) -> list[Block]:
     places = {_name(k, H): (float(k), float(H)) for k in _counts(scale) for H in _lengths(scale)}
-    return Fit(("the workers", "H"), places)
+    return doubling_line(("the workers", "H"), places, results)
 
 
 EXPERIMENT = Experiment(
@@ -57,5 +59,5 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
-    fit=fit,
+    analysis=analysis,
 )

@@ -1,7 +1,9 @@
 """Figure 4 of the DiLoCo paper: H, the inner steps between two rounds."""
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Fit, Sweep
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
+from diloco.lab.fits import Results, doubling_line
+from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
 
 FACTORS = (1.0, 0.5, 2.5, 5.0, 0.2)
@@ -56,9 +58,10 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     )
 
 
-def fit(scale: Scale) -> Fit:
-    """Shorter ones do not follow it: there outer steps are too many and too small."""
-    return Fit((f"H, from {scale.H} on",), {_name(H): (float(H),) for H in _lengths(scale) if scale.H <= H})
+def analysis(scale: Scale, results: Results) -> list[Block]:
+    """Shorter H do not follow the line: there outer steps are too many and too small."""
+    places = {_name(H): (float(H),) for H in _lengths(scale) if scale.H <= H}
+    return doubling_line((f"H, from {scale.H} on",), places, results)
 
 
 EXPERIMENT = Experiment(
@@ -68,6 +71,6 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
-    fit=fit,
+    analysis=analysis,
     note="One outer rate and momentum for all H, as in the paper.",
 )

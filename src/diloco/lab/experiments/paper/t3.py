@@ -3,7 +3,9 @@
 from itertools import pairwise
 
 from diloco.lab.claims import Claim
-from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Fit, Sweep
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
+from diloco.lab.fits import Results, doubling_line
+from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
 
 PUBLISHED = {1: 16.23, 4: 15.23, 8: 15.08, 16: 15.02, 64: 14.95}
@@ -61,8 +63,10 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Sweep("Table 3: replicas", "replicas", {"i.i.d.": places}, x_log=True), Curves("The curves"))
 
 
-def fit(scale: Scale) -> Fit:
-    return Fit(("the replicas, from 4 on",), {_name(k): (float(k),) for k in scale.replicas if k > 1})
+def analysis(scale: Scale, results: Results) -> list[Block]:
+    fewest = min(k for k in scale.replicas if k > 1)
+    places = {_name(k): (float(k),) for k in scale.replicas if k > 1}
+    return doubling_line((f"the replicas, from {fewest} on",), places, results)
 
 
 EXPERIMENT = Experiment(
@@ -72,7 +76,7 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
-    fit=fit,
+    analysis=analysis,
     published={_name(k): value for k, value in PUBLISHED.items()},
     note="All arms share the inner and outer rates that were tuned at 8 replicas, as in the paper.",
 )
