@@ -11,6 +11,17 @@ PARAMETER = Parameter(name_transform=lambda name: name, negative=())
 """An option is named as its field is, and true or false is its value."""
 
 
+def _check_is_no_option(_: type, value: str | None) -> None:
+    if value is not None and value.startswith("-") and value != "-":
+        raise ValueError(
+            f"unknown option {value}: of what begins with a hyphen, only - (standard input) can stand here"
+        )
+
+
+HYPHEN = Parameter(allow_leading_hyphen=True, validator=_check_is_no_option)
+"""For an argument that may be `-`, standard input: without this a hyphen begins an option."""
+
+
 def parse_config(tokens: Sequence[str]) -> RunConfig:
     """The configuration that these options of `diloco train` give, validated."""
     parser = App(default_parameter=PARAMETER)

@@ -4,11 +4,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.text import Text
 
+from diloco.cli.config_parser import HYPHEN
 from diloco.errors import EngineError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 def doctor(
-    invitation: str | None = None,
+    invitation: Annotated[str | None, HYPHEN] = None,
     /,
     *,
     host: str | None = None,

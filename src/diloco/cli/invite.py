@@ -3,10 +3,12 @@
 import shlex
 import time
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
 
+from diloco.cli.config_parser import HYPHEN
 from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
 from diloco.own_command import command
@@ -15,7 +17,14 @@ from diloco.training.records.run_description import RUN_JSON
 from diloco.training.records.run_folder import resume_command
 
 
-def invite(run: Path, /, *, seats: int | None = None, days: float | None = None, renew: str | None = None) -> None:
+def invite(
+    run: Path,
+    /,
+    *,
+    seats: int | None = None,
+    days: float | None = None,
+    renew: Annotated[str | None, HYPHEN] = None,
+) -> None:
     """Print a new invitation to a run. One worker can join with it, until it expires.
 
     Works on the machine where the run began. It has the addresses known now.
@@ -62,7 +71,7 @@ def invite(run: Path, /, *, seats: int | None = None, days: float | None = None,
         print(invitation.text())
 
 
-def revoke(run: Path, peer: str, /) -> None:
+def revoke(run: Path, peer: Annotated[str, HYPHEN], /) -> None:
     """Exclude a peer from a run for ever, and its invitation with it.
 
     Works only on the machine where the run began.

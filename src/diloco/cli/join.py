@@ -184,6 +184,8 @@ def joined_config(description: RunDescription, tokens: list[str], workers: int =
     if description.model is not None and given.get("model.name", description.model) != description.model:
         raise ConfigError(f"--model {given['model.name']}: this run is of the model {description.model}; leave it out")
     default = {"workers": str(workers), "data.source": SWARM_TEXT}
+    if description.sample_prompt and given.get("training.sample_tokens") != "0":
+        default["training.sample_prompt"] = description.sample_prompt
     if description.model is not None:
         default["model.name"] = description.model
     defaults = [f"--{key}={value}" for key, value in default.items() if key not in given]

@@ -31,6 +31,8 @@ def make_run(folder: Path, config: RunConfig = CONFIG, perplexity: float | None 
         "error": None,
         "parameters": 1_630_000,
         "tokens": 5120,
+        "inner_steps": 40,
+        "validation_step": None if perplexity is None else 40,
         "validation_loss": loss,
         "validation_perplexity": perplexity,
         "bytes_sent_per_worker": 13_100_000 if config.mode == "diloco" else 261_200_000,
@@ -202,3 +204,22 @@ def test_a_sentence_says_what_was_saved_and_what_it_cost_against_data_parallel(
     assert f"{told}." in compared(capsys, ours, theirs).splitlines()
     more = make_run(tmp_path / "more", tokens=10_240)
     assert "fewer bytes" not in compared(capsys, more, theirs)  # the tokens differ, and so does what the loss means
+
+
+def test_a_validation_that_is_not_of_the_end_says_its_step_and_no_saving_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = make_run(tmp_path / "stopped", perplexity=2000.0, status="stopped", validation_step=0)
+    baseline = make_run(tmp_path / "baseline", BASELINE)
+    shown = compared(capsys, stopped, baseline)
+    rows = rows_of(shown)
+    assert rows["validation perplexity"] == ["2000.00 at step 0", "10.00"]
+    assert rows["validation loss"] == ["7.6009 at step 0", "2.3026"]
+    assert rows["perplexity against reference"][0].endswith("(not at the end)")
+    assert "fewer bytes" not in shown
+    assert json.loads(compared(capsys, stopped, baseline, "--json"))["runs"][0]["validation_step"] == 0
+    ended = make_run(tmp_path / "ended")
+    assert rows_of(compared(capsys, ended, stopped))["perplexity against reference"] == [
+        "reference",
+        "+19900.00% (not at the end)",
+    ]

@@ -302,6 +302,12 @@ def test_the_report_says_in_one_sentence_what_was_saved_and_what_it_cost(tmp_pat
         assert "fewer bytes" not in reported(tmp_path, summary_of(**nothing_saved))
 
 
+def test_the_report_of_a_failed_run_has_no_empty_row_and_no_sentence_on_what_was_saved(tmp_path: Path) -> None:
+    shown = reported(tmp_path, summary_of(status="failed", anchor_digests=["", ""]))
+    assert "diloco · failed" in shown and "anchors" not in shown and "fewer bytes" not in shown
+    assert "anchors" in reported(tmp_path, summary_of(status="failed", anchor_digests=["aa", "bb"]))
+
+
 def test_the_report_says_that_there_was_a_warm_start(tmp_path: Path) -> None:
     shown = reported(tmp_path, summary_of(resolved={"sync.warm_start": 200}))
     assert "the first 200 steps, data-parallel" in shown

@@ -20,7 +20,7 @@ from diloco.engines.swarm.trust.invitation import invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import EngineError, Excluded, RendezvousError
 from diloco.training.records.summary import SUMMARY_FILE, summarize
-from support.recorded_runs import CONFIG, RUN, run_folder
+from support.recorded_runs import CONFIG, RESUMED, RUN, event, run_folder
 
 
 def member(number: int, **changes: Any) -> MemberStatus:
@@ -190,6 +190,19 @@ def test_a_run_of_a_fixed_set_of_workers_that_has_ended_says_so_too(
     told = capsys.readouterr().out
     assert "stopped after 30 of 40 steps" in told and "to continue: diloco train --resume" in told
     assert "no worker answers" not in told
+
+
+@pytest.mark.parametrize("type_", ["loss_not_finite", "excluded"])
+def test_a_run_that_would_end_the_same_is_not_advised_to_be_resumed(
+    type_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "mine", [*RUN, event(type_, step=21, loss="nan")])
+    assert run(["status", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "failed after 20 of 40 steps" in told and "to continue" not in told
+    run_folder(tmp_path / "again", [*RUN, event(type_, step=21, loss="nan"), *RESUMED])
+    assert run(["status", str(tmp_path / "again")]) == 0
+    assert "to continue" in capsys.readouterr().out, "the start after that one has ended otherwise"
 
 
 def test_a_run_of_a_fixed_set_of_workers_that_has_not_ended_says_where_its_progress_is(

@@ -175,6 +175,38 @@ def test_an_invitation_that_a_run_folder_here_has_used_is_told_with_the_way_back
     assert "was used here, by runs/mine: continue there" in told and "--resume runs/mine" in told
 
 
+@pytest.mark.parametrize("verb", ["join -", "status -", "revoke runs/mine -", "invite runs/mine --renew -"])
+def test_each_verb_with_an_invitation_from_a_closed_standard_input_ends_with_two_and_the_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    swarm = tmp_path / "runs" / "mine" / "swarm"
+    swarm.mkdir(parents=True)
+    (swarm / "worker-0.invitation").write_text(invite(RunKey.create(), [], 600.0, time.time()).text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    assert run(verb.split()) == 2
+    told = capsys.readouterr().err
+    assert "standard input (-), which is closed" in told and "@FILE" in told
+
+
+@pytest.mark.parametrize("verb", ["status -", "revoke runs/mine -", "invite runs/mine --renew -"])
+def test_each_verb_that_takes_an_invitation_reads_it_from_standard_input(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    swarm = tmp_path / "runs" / "mine" / "swarm"
+    swarm.mkdir(parents=True)
+    (swarm / "worker-0.invitation").write_text(invite(RunKey.create(), [], 600.0, time.time()).text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("no invitation"))
+    assert run(verb.split()) == 2
+    assert "this is not an invitation: one begins with" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_not_taken_for_an_invitation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--prot=4000"]) == 2
+    assert "unknown option --prot=4000" in capsys.readouterr().err
+
+
 def test_an_invitation_as_an_argument_is_told_to_be_readable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

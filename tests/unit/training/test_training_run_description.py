@@ -50,6 +50,23 @@ def test_a_joiner_has_the_founders_configuration_in_all_that_is_shared(tmp_path:
     assert joiner.data.source == "swarm"
 
 
+def test_a_joiners_samples_begin_with_the_founders_prompt_unless_it_names_its_own(tmp_path: Path) -> None:
+    told = RunDescription.read(written(tmp_path, sample_prompt="def "))
+    assert joined_config(told, []).training.sample_prompt == "def "
+    assert joined_config(told, check_own_options(["--data.source", "my.txt"])).training.sample_prompt == "def "
+    own = check_own_options(["--training.sample_prompt", "class "])
+    assert joined_config(told, own).training.sample_prompt == "class "
+    assert joined_config(told, check_own_options(["--training.sample_tokens", "0"])).training.sample_tokens == 0
+    founder = replace(FOUNDER, training=replace(FOUNDER.training, sample_prompt="def "))
+    assert RunDescription.of(founder, DIGEST).sample_prompt == "def "
+
+
+@pytest.mark.parametrize("prompt", [7, ["def "], "x" * 1001])
+def test_a_prompt_that_is_no_short_text_is_refused(tmp_path: Path, prompt: Any) -> None:
+    with pytest.raises(ConfigError, match="prompt of samples"):
+        RunDescription.read(written(tmp_path, sample_prompt=prompt))
+
+
 def test_nothing_that_concerns_the_founders_machine_is_told() -> None:
     text = RunDescription.of(FOUNDER, DIGEST).text()
     assert "secret" not in text and "somewhere" not in text and "4000" not in text

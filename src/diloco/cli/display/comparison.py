@@ -73,6 +73,9 @@ class ComparedRun:
             "rounds_failed": summary["rounds_failed"],
             "validation_loss": summary["validation_loss"],
             "validation_perplexity": summary["validation_perplexity"],
+            "validation_step": summary["validation_step"],
+            "validated_at_end": _validated_at_end(summary),
+            "gap_is_of_the_ends": _validated_at_end(summary) and _validated_at_end(reference.summary),
             "perplexity_gap": perplexity_gap(summary, reference.summary),
             "same_tokens": summary["tokens"] == reference.summary["tokens"],
             "bytes_sent_per_worker": sent,
@@ -85,6 +88,11 @@ class ComparedRun:
         """The numbers of the outer optimizer, with its defaults where the run file gives none."""
         defaults = OUTER_NUMBERS.get(str(self.options.get("outer.optimizer")), {})
         return {name: self.options.get(f"outer.{name}", default) for name, default in defaults.items()}
+
+
+def _validated_at_end(summary: Summary) -> bool:
+    """Whether the last validation is of the last step: a run that was stopped or has failed may have an earlier one."""
+    return bool(summary["validation_step"] == summary["inner_steps"])
 
 
 def default_reference(runs: Sequence[ComparedRun]) -> ComparedRun:
@@ -129,7 +137,9 @@ def savings(run: ComparedRun, reference: ComparedRun) -> str:
     """What DiLoCo saved and cost against data-parallel training, in a sentence; empty if the two cannot be compared."""
     mine, theirs = run.values(reference), reference.values(reference)
     modes = (mine["mode"], theirs["mode"], mine["same_tokens"])
-    if modes != ("diloco", "data-parallel", True) or not mine["bytes_ratio"] or mine["perplexity_gap"] is None:
+    if modes != ("diloco", "data-parallel", True) or not mine["gap_is_of_the_ends"]:
+        return ""
+    if not mine["bytes_ratio"] or mine["perplexity_gap"] is None:
         return ""
     loss, base = mine["validation_loss"], theirs["validation_loss"]
     changed = f"{abs(loss - base):.3f} ({abs(loss / base - 1):.1%}) {'higher' if loss >= base else 'lower'}"
@@ -172,6 +182,19 @@ def _number(key: str, form: str) -> Cell:
     return lambda values: "-" if values[key] is None else format(values[key], form)
 
 
+def _validation(key: str, form: str) -> Cell:
+    """A number of the last validation, with its step if that is not the run's last one."""
+
+    def cell(values: Values) -> str:
+        if values[key] is None:
+            return "-"
+        return format(values[key], form) + (
+            "" if values["validated_at_end"] else f" at step {values['validation_step']:,}"
+        )
+
+    return cell
+
+
 def _model(values: Values) -> str:
     size = f" ({values['parameters'] / 1e6:.2f}M)" if values["parameters"] else ""
     return f"{short_name(values['model'])}{size}"
@@ -191,7 +214,11 @@ def _gap(values: Values) -> str:
         return "reference"
     if values["perplexity_gap"] is None:
         return "-"
-    return f"{values['perplexity_gap']:+.2%}" + ("" if values["same_tokens"] else " (other tokens)")
+    unequal = [
+        *([] if values["same_tokens"] else ["other tokens"]),
+        *([] if values["gap_is_of_the_ends"] else ["not at the end"]),
+    ]
+    return f"{values['perplexity_gap']:+.2%}" + (f" ({', '.join(unequal)})" if unequal else "")
 
 
 def _less(values: Values) -> str:
@@ -223,8 +250,8 @@ _ROWS: dict[str, Cell] = {
     "codec": _plain("codec"),
     **{title: _unusual(name, usual) for name, (title, usual) in _SYNC.items()},
     "outer steps": _number("rounds", ","),
-    "validation loss": _number("validation_loss", ".4f"),
-    "validation perplexity": _number("validation_perplexity", ".2f"),
+    "validation loss": _validation("validation_loss", ".4f"),
+    "validation perplexity": _validation("validation_perplexity", ".2f"),
     "perplexity against reference": _gap,
     "sent by a worker": lambda values: megabytes(values["bytes_sent_per_worker"]),
     "sent against reference": _less,

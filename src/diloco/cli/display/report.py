@@ -36,7 +36,7 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     plot = loss_plot(events, console)
     if plot is not None:
         console.print(plot)
-    *_, latest = [[], *history.starts(events)]  # an earlier start may have written a sample
+    latest = history.latest_start(events)  # an earlier one may have written a sample
     sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
     if sample is not None:
         text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
@@ -44,15 +44,18 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     if sentence := savings(summary):
         console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
-    in_vain = any(event["type"] in ("loss_not_finite", "excluded") for event in latest)
-    if summary["status"] != "complete" and find_checkpoints(folder)[0] and not in_vain:
+    can_go_on = summary["status"] != "complete" and not history.would_end_the_same(events)
+    if can_go_on and find_checkpoints(folder)[0]:
         console.print(Text(f"to continue: {resume_command(folder)}"), soft_wrap=True)
 
 
 def savings(summary: Summary) -> str:
-    """What DiLoCo saved and what it cost, in a sentence. The cost in loss takes a data-parallel run to compare with."""
+    """What DiLoCo saved and what it cost, in a sentence; empty for a run that failed. The cost in loss takes a
+    data-parallel run to compare with."""
     reduction, sent = summary["communication_reduction"], summary["bytes_sent_per_worker"]
     if summary["mode"] != "diloco" or summary["workers"] < 2 or not reduction or reduction <= 1:
+        return ""
+    if summary["status"] == "failed":
         return ""
     bytes_ = f"{megabytes(sent)}, not {megabytes(summary['data_parallel_bytes_per_worker'])}"
     saved = f"A worker sent {times(reduction)} fewer bytes than with data-parallel training ({bytes_})"
@@ -162,8 +165,9 @@ def share(value: float | None) -> str:
 
 
 def _anchors(digests: list[str]) -> str:
-    if not digests:
-        return "-"
+    """Empty if the run ended before its workers compared their anchors."""
+    if not any(digests):
+        return ""
     if len(set(digests)) == 1:
         return f"{digests[0]} on all {len(digests)} workers" if len(digests) > 1 else digests[0]
     return "[bold red]different[/]: " + ", ".join(digests)

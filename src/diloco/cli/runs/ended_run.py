@@ -9,6 +9,8 @@ from diloco.engines.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.errors import ConfigError
 from diloco.run_lock import is_training
 from diloco.training.config.run_file import read_run_file
+from diloco.training.records import history
+from diloco.training.records.events import read_events
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary, read_summary
 
@@ -80,5 +82,6 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
     if status != "complete":
         if summary.get("engine") == "swarm":
             lines.append("no worker answers: the others have ended too, or cannot be reached from here")
-        lines.append(f"to continue: {resume_command(folder)}")
+        if not history.would_end_the_same(read_events(folder)):
+            lines.append(f"to continue: {resume_command(folder)}")
     return lines

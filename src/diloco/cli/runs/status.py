@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.config_parser import HYPHEN
 from diloco.cli.display.view import duration
 from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
@@ -45,7 +46,7 @@ _WATCH_SECONDS = 2.0
 
 
 def status(
-    run: str,
+    run: Annotated[str, HYPHEN],
     /,
     *,
     watch: Annotated[bool, Parameter(name="--watch", negative=())] = False,

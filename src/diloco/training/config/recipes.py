@@ -105,9 +105,10 @@ def chosen_recipe(name: object, model: str, asked: Mapping[str, Any]) -> tuple[s
     return str(name), None
 
 
-def recipe_names(model: str) -> tuple[str, ...]:
-    """The recipes that a model has."""
-    return RECIPE_NAMES if model == "tiny" else RECIPE_NAMES[1:]
+def recipe_names(model: str, asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """The recipes that can be chosen with a model and with what is `asked` for."""
+    has_warm = model == "tiny" and (asked.get("engine") == "swarm" or _tiny_recipe(asked)[0] == "warm")
+    return RECIPE_NAMES if has_warm else RECIPE_NAMES[1:]
 
 
 def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -143,8 +144,8 @@ def _asks_for_lora(asked: Mapping[str, Any]) -> bool:
 
 def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
     """What a recipe says of training: by dotted key, without the model's own shape and tokenizer."""
-    if name == "paper":
-        return {}
+    if name == "paper":  # RunConfig's own defaults, with the vocabulary and the sequences of the model
+        return {key: value for key, value in RECIPES.get(model, {}).items() if key.startswith("data.")}
     if is_pretrained(model):
         return FINE_TUNING | (LORA if _asks_for_lora(asked) else {})
     numbers = dict(RECIPES.get(model, {}))

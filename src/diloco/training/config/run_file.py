@@ -17,11 +17,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from diloco.core.config import OUTER_NUMBERS
 from diloco.core.options import scopes
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
 from diloco.models.lora import DEFAULT_RANK
+from diloco.models.pretrained import is_pretrained
 from diloco.own_command import command
 from diloco.training.config.recipes import (
     ENGINE_DEFAULTS,
@@ -37,6 +39,20 @@ from diloco.training.config.run import RunConfig, may_change
 _FRACTION = re.compile(r"[+-]?[\d_]*\.[\d_]*(e[+-]?\d+)?", re.IGNORECASE)
 _OTHER_WORDS = {"learning_rate": "lr", "epochs": "steps", "max_steps": "steps", "num_workers": "workers"}
 ALIASES = {"lora": "lora.rank", "codec": "sync.codec", "H": "sync.num_inner_steps", "model": "model.name"}
+
+_TOLD = (
+    "steps",
+    "inner.lr",
+    "inner.warmup_steps",
+    "outer.optimizer",
+    "outer.lr",
+    "outer.momentum",
+    "sync.num_inner_steps",
+    "sync.codec",
+    "training.batch_size",
+    "data.sequence_length",
+)
+"""The options that the line on a run's recipe names, besides those that the recipe itself has."""
 
 
 def sections(config: RunConfig) -> dict[str, Any]:
@@ -196,24 +212,30 @@ def recipe_line(config: RunConfig) -> str:
     """What a run's recipe decides, for its user: every number that holds, and those that were given instead."""
     assert config.recipe is not None, "merge() has decided it"
     values = config.values()
+    recipe = recipe_numbers(config.recipe, config.model.name, values) | MODE_DEFAULTS.get(config.mode, {})
+    defaults = RunConfig().values() | recipe
+    if config.outer.optimizer != defaults["outer.optimizer"]:  # the recipe's numbers are another optimizer's
+        defaults |= {key: None for key in values if key.startswith("outer.") and key != "outer.optimizer"}
+    outer_numbers = {f"outer.{name}": number for name, number in OUTER_NUMBERS[config.outer.optimizer].items()}
     unused = _unused_with("mode", config.mode) | _unused_with("engine", config.engine)
-    numbers = {
-        key: value
-        for key, value in recipe_numbers(config.recipe, config.model.name, values).items()
-        if key not in unused and not (key.startswith("outer.") and config.outer.optimizer != "nesterov")
-    }
+    unused |= {f"outer.{name}" for name in ("lr", "momentum")} - outer_numbers.keys()
+    if is_pretrained(config.model.name):
+        unused.add("data.sequence_length")  # the model's, not the recipe's
+    numbers = [key for key in values if key in {*_TOLD, *recipe} - unused]
     short = {key: alias for alias, key in ALIASES.items()}
 
     def listed(keys: list[str]) -> str:
-        return ", ".join(f"{short.get(key, key)} {_token(values[key])}" for key in keys)
+        held = {key: outer_numbers.get(key) if values[key] is None else values[key] for key in keys}
+        return ", ".join(f"{short.get(key, key)} {_token(value)}" for key, value in held.items())
 
-    kept = listed([key for key, value in numbers.items() if values[key] == value])
-    given = listed([key for key, value in numbers.items() if values[key] != value])
+    kept = listed([key for key in numbers if values[key] == defaults[key]])
+    given = listed([key for key in numbers if values[key] != defaults[key]])
+    parts = [kept, f"given: {given}" if given else ""]
     usual, reason = chosen_recipe(None, config.model.name, values)
     why = f" ({reason})" if reason is not None and usual == config.recipe else ""
-    others = " or ".join(name for name in recipe_names(config.model.name) if name != config.recipe)
+    others = " or ".join(name for name in recipe_names(config.model.name, values) if name != config.recipe)
     return (
-        f"recipe {config.recipe}{why}: {kept or 'the DiLoCo paper'}{f'; given: {given}' if given else ''} "
+        f"recipe {config.recipe}{why}: {'; '.join(filter(None, parts))} "
         f"(--recipe {others} for other defaults, --print-config for all options)"
     )
 

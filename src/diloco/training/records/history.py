@@ -82,6 +82,17 @@ def starts(events: Sequence[Event]) -> Iterator[list[Event]]:
         yield here
 
 
+def latest_start(events: Sequence[Event]) -> list[Event]:
+    """The events since the run was last started; empty if there are none."""
+    *_, latest = [[], *starts(events)]
+    return list(latest)
+
+
+def would_end_the_same(events: Sequence[Event]) -> bool:
+    """Whether resuming the run is of no use: in its latest start a loss was not finite, or the swarm refused it."""
+    return any(event["type"] in ("loss_not_finite", "excluded") for event in latest_start(events))
+
+
 def seconds(events: Sequence[Event]) -> float:
     """From the first event to the last, without the pauses in which nothing ran."""
     clock = RunClock()

@@ -1,11 +1,12 @@
 """run.json: the description of a swarm's run that joiners receive, and the checks that they make.
 
     {"version": "0.1.0", "model": "tiny", "corpus": "<sha256>", "config": {"steps": 800, "sync.codec": "fp16", …},
-     "signature": "<hex>"}
+     "sample_prompt": "def ", "signature": "<hex>"}
 
 It has the keys that must be the same on all machines (`RunConfig.shared`), each a number, a truth value or a short
 word. It can name no file, no dataset, no address and nothing to execute: such keys are each machine's own, and a
-description that has one is refused. A model is named only if it is a preset: a machine that joins a run of another
+description that has one is refused. The prompt of samples is the one text: a joiner that names none takes it, so that
+the samples of all machines begin alike. A model is named only if it is a preset: a machine that joins a run of another
 model names it itself (--model), and so decides what is loaded. The run's key signs all that cannot change on resume, on
 the machine where the run began: no other member can say something else of the run. Torch-free.
 """
@@ -27,6 +28,7 @@ MAX_BYTES = 1 << 16
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(r"([0-9a-f]{128})?")
 _LONGEST_WORD = 64
+_LONGEST_PROMPT = 1000
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,24 @@ class RunDescription:
     """The digest of the text."""
     values: Mapping[str, Any]
     """By dotted key."""
+    sample_prompt: str = ""
+    """The founder's `training.sample_prompt`; empty if that is longer than 1,000 characters."""
     signature: str = ""
     """Of the run's key over `lasting_bytes`, in hex."""
 
     @classmethod
     def of(cls, config: RunConfig, corpus_digest: str) -> "RunDescription":
-        return cls(config.model.name if config.model.name in PRESETS else None, corpus_digest, config.shared())
+        prompt = config.training.sample_prompt
+        return cls(
+            config.model.name if config.model.name in PRESETS else None,
+            corpus_digest,
+            config.shared(),
+            prompt if len(prompt) <= _LONGEST_PROMPT else "",
+        )
 
     def text(self) -> str:
         values = {"version": __version__, "model": self.model, "corpus": self.corpus, "config": dict(self.values)}
-        return json.dumps(values | {"signature": self.signature}, indent=1) + "\n"
+        return json.dumps(values | {"sample_prompt": self.sample_prompt, "signature": self.signature}, indent=1) + "\n"
 
     def lasting_bytes(self) -> bytes:
         """All that cannot change when a run is resumed: what the run's key signs."""
@@ -61,6 +71,7 @@ class RunDescription:
         try:
             raw = json.loads(path.read_bytes()[: MAX_BYTES + 1])
             version, model, corpus, values = (raw[name] for name in ("version", "model", "corpus", "config"))
+            prompt = raw.get("sample_prompt", "")
             signature = raw.get("signature", "")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"the swarm's description of its run cannot be read ({error!r})") from error
@@ -72,8 +83,10 @@ class RunDescription:
             raise ConfigError("the swarm's description names a model or a text that no member of this version names")
         if not isinstance(signature, str) or not _SIGNATURE.fullmatch(signature):
             raise ConfigError("the swarm's description of its run has a signature that is none")
+        if not isinstance(prompt, str) or len(prompt) > _LONGEST_PROMPT:
+            raise ConfigError(f"the swarm's prompt of samples is not a text of at most {_LONGEST_PROMPT} characters")
         _check(values)
-        return cls(model, corpus, values, signature)
+        return cls(model, corpus, values, prompt, signature)
 
     def tokens(self) -> list[str]:
         """As options of `diloco train`."""

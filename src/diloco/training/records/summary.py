@@ -100,8 +100,7 @@ def _trainable(started: Event) -> int:
 
 def _bad_loss(log: list[Event]) -> str | None:
     """Why the latest start of a run has stopped, if a worker's loss was not finite."""
-    *_, latest = [[], *history.starts(log)]
-    bad = _last(list(latest), "loss_not_finite")
+    bad = _last(history.latest_start(log), "loss_not_finite")
     return None if bad is None else f"the loss of worker {bad['worker']} is {bad['loss']} at step {bad['step']}"
 
 

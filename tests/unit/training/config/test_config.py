@@ -1,6 +1,7 @@
 """From defaults, recipe, run file and command line to one validated RunConfig, and back to a file."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -426,7 +427,39 @@ def test_a_recipe_has_a_name_and_says_what_it_decides() -> None:
     assert (
         "sync.warm_start 200" in line and "codec int4" in line and "outer.momentum 0.8" in line and "H 15" not in line
     )
-    assert recipe_line(resolved("--recipe=paper")).startswith("recipe paper: the DiLoCo paper (")
+
+
+def test_the_recipe_paper_says_which_numbers_apply() -> None:
+    assert recipe_line(resolved("--recipe=paper", "--model=150m", "--steps=40")).startswith(
+        "recipe paper: inner.lr 0.0004, inner.warmup_steps 1000, outer.optimizer nesterov, outer.lr 0.7, "
+        "outer.momentum 0.9, H 500, codec fp16, data.vocab_size 32000, data.sequence_length 1024, "
+        "training.batch_size 512; given: steps 40 (--recipe plain for other defaults"
+    )
+    line = recipe_line(resolved("--recipe=paper", "--outer.optimizer=sgd"))
+    assert "outer.lr 1.0, H 500" in line and "momentum" not in line and "; given: outer.optimizer sgd (" in line
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        ["--recipe=paper"],
+        ["--mode=data-parallel"],
+        ["--mode=data-parallel", "--recipe=paper"],
+        ["--engine=swarm"],
+        ["--ranks=2"],
+        ["--compute.precision=fp16"],
+        ["--sync.asynchronous=true"],
+        ["--model=60m"],
+    ],
+    ids=" ".join,
+)
+def test_each_recipe_that_the_line_offers_can_be_chosen(tokens: list[str]) -> None:
+    offered = re.search(r"\(--recipe (.+) for other defaults", recipe_line(resolved(*tokens)))
+    assert offered is not None
+    for name in offered[1].split(" or "):
+        chosen = resolved(*(token for token in tokens if "recipe" not in token), f"--recipe={name}")
+        assert chosen.recipe == name
 
 
 @pytest.mark.parametrize(
