@@ -40,6 +40,14 @@ def _swarm() -> list[dict[str, Any]]:
     return [started(0, 1), *rounds, lost]
 
 
+def _wait_until(page: Page, condition: str) -> None:
+    """The page's security policy refuses `wait_for_function`, which evaluates a string in the page itself."""
+    end = time.monotonic() + _WAIT / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(50)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
@@ -266,7 +274,7 @@ def test_runs_whose_bytes_are_far_apart_are_overlaid_on_a_logarithmic_axis(brows
         kind = "document.getElementById('loss').layout.xaxis.type ?? 'linear'"
         assert page.evaluate(kind) == "log"
         page.get_by_label("overlay many").uncheck()
-        page.wait_for_function(f"({kind}) !== 'log'")
+        _wait_until(page, f"({kind}) !== 'log'")
         page.close()
 
 
