@@ -16,7 +16,7 @@ from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
 from diloco.engines.swarm.trust import run_owner
-from diloco.training.records.events import Event, read_events
+from diloco.history.log import Event, read_events
 from support.swarm.networks import Internet
 from support.swarm.processes import descendants
 

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.data.tokenizer import Tokenizer
+from diloco.history.log import read_events
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
-from diloco.training.records.events import read_events
 from measuring import results_path, write_results
 
 SHORT = ("--data.max_bytes=2000000", "--training.eval_windows=4", "--training.sample_tokens=0")

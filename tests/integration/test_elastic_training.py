@@ -9,12 +9,12 @@ import pytest
 
 from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
+from diloco.history.log import read_events
+from diloco.history.waterfall import TOLD
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import read_events
 from diloco.training.records.summary import data_parallel_bytes, summarize
-from diloco.training.records.waterfall import TOLD
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.saved_runs import quick_runs
 

@@ -12,11 +12,11 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member, Report
+from diloco.history.log import read_events
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation
 from diloco.training.loop import Training
-from diloco.training.records.events import read_events
 from diloco.training.records.summary import summarize
 from diloco.training.swarm.shard_claims import ShardClaims
 from diloco.training.swarm.validation import SwarmValidation, _Measurement, _Round, add_up

@@ -12,11 +12,11 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.order import merge_progress
 from diloco.errors import ConfigError
+from diloco.history.log import read_events
+from diloco.history.resuming import current
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import CheckpointConfig, ComputeConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import read_events
-from diloco.training.records.history import current
 from support.saved_runs import (
     STEPS,
     H,

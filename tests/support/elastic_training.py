@@ -14,10 +14,10 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.swarm.node.status import RunStatus
 from diloco.errors import EngineError
+from diloco.history.log import Event, EventLog, read_events
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import Event, EventLog, read_events
 from support.elastic import ElasticEngine, ElasticSwarm
 from support.saved_runs import small_config
 

@@ -19,13 +19,13 @@ from diloco.cli.runs.status import _counted, progress_line
 from diloco.core.config import SyncConfig
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
+from diloco.history.log import read_events
 from diloco.plots.plotted_run import read_run
 from diloco.plots.runs import panels_of
 from diloco.sinks.base import Point, Sink
 from diloco.sinks.follower import open_follower
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import read_run_file, to_toml
-from diloco.training.records.events import read_events
 from diloco.training.records.summary import write_summary
 from support.dashboard_runs import (
     START,

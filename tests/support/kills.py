@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.history.log import Event, read_events
 from diloco.training.checkpoints.manifests import find_checkpoints
-from diloco.training.records.events import Event, read_events
 from diloco.training.records.summary import read_summary
 from support.forks import Launch, Launched, start_interpreter
 

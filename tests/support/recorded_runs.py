@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diloco.history.log import EVENTS_FILE, Event
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.records.events import EVENTS_FILE, Event
 from diloco.training.records.summary import write_summary
 
 CONFIG = RunConfig(steps=40, seed=7)

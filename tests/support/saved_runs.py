@@ -20,6 +20,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import LocalSwarm
+from diloco.history.log import Event, EventLog, read_events
 from diloco.models.choice import ModelChoice
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
@@ -27,7 +28,6 @@ from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import Event, EventLog, read_events
 from support.train_runs import write_text
 
 STEPS, H = 20, 6

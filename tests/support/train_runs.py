@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco.training.records.events import Event, read_events
+from diloco.history.log import Event, read_events
 from diloco.training.records.summary import Summary, read_summary
 from support.forks import Launch, fork_command
 

@@ -52,10 +52,10 @@ from diloco.engines.swarm.trust.revocation import Revocation, RevocationClaims
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.text_encoding import encode_text
 from diloco.errors import CheckpointError, ConfigError, DataError, EngineError
+from diloco.history.log import read_events
+from diloco.history.resuming import current
 from diloco.training.checkpoints.manifests import Manifest
 from diloco.training.checkpoints.tensor_files import saved_tensors
-from diloco.training.records.events import read_events
-from diloco.training.records.history import current
 from diloco.training.records.run_description import RunDescription
 from support.swarm.memory import NAMES, plan
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from diloco.cli.display.sizes import estimate_table, size_lines
 from diloco.errors import ConfigError
+from diloco.history.log import Event, read_events
 from diloco.training.config.run import RunConfig
 from diloco.training.precision import precision_name
-from diloco.training.records.events import Event, read_events
 from diloco.training.sizes.disk import check_disk
 from diloco.training.sizes.estimate import estimate, vocabulary_of
 from diloco.training.sizes.memory import Place

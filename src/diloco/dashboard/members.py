@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.dashboard.columns import Columns, count
-from diloco.training.records.events import Event
-from diloco.training.records.notes import reason_of
+from diloco.history.log import Event
+from diloco.history.notes import reason_of
 
 _CHANGES = {
     "member_joined": "joined",

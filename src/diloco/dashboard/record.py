@@ -2,7 +2,7 @@
 
 It keeps numbers and short texts instead of events, so that a run of a hundred thousand events stays small. Everything
 carries its time: the state at any moment of the run is computed from the same record (snapshot.py). Steps that a
-resume has taken back are left out, as in training/records/history.py.
+resume has taken back are left out, as in history/resuming.py.
 """
 
 import logging
@@ -11,10 +11,10 @@ from typing import Any
 from diloco.dashboard.columns import Columns, count, finite
 from diloco.dashboard.members import Members
 from diloco.dashboard.rounds import Rounds
-from diloco.training.records.events import Event
-from diloco.training.records.history import RunClock
-from diloco.training.records.notes import RunNotes
-from diloco.training.records.progress import WorkerProgress
+from diloco.history.log import Event
+from diloco.history.notes import RunNotes
+from diloco.history.progress import WorkerProgress
+from diloco.history.resuming import RunClock
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 200

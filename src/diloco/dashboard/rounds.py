@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.dashboard.columns import count, finite, number
-from diloco.training.records.events import Event
-from diloco.training.records.waterfall import TOLD
+from diloco.history.log import Event
+from diloco.history.waterfall import TOLD
 
 _MOST_COSINES = 64 * 63 // 2
 _KEPT_COSINES = 16  # rounds

@@ -13,8 +13,8 @@ from diloco.dashboard.series import series
 from diloco.dashboard.snapshot import SILENT_SECONDS, snapshot
 from diloco.dashboard.tail import EventTail
 from diloco.errors import ConfigError
-from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION
-from diloco.training.records.progress import DOING
+from diloco.history.log import EVENTS_FILE, EVENTS_VERSION
+from diloco.history.progress import DOING
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE
 

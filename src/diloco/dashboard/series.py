@@ -9,7 +9,7 @@ from diloco.dashboard.columns import Columns, Numbers, as_json, exact_json, mean
 from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord
 from diloco.dashboard.rounds import Round
-from diloco.training.records.history import RunClock
+from diloco.history.resuming import RunClock
 from diloco.training.records.summary import data_parallel_bytes
 
 Json = dict[str, Any]

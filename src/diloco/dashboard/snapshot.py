@@ -10,7 +10,7 @@ from diloco.dashboard.columns import finite
 from diloco.dashboard.members import GONE
 from diloco.dashboard.record import RunRecord, Worker
 from diloco.dashboard.rounds import Round
-from diloco.training.records.progress import DOING
+from diloco.history.progress import DOING
 from diloco.training.records.summary import data_parallel_bytes
 
 Json = dict[str, Any]

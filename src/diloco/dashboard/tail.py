@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event
-from diloco.training.records.renumbering import follow_numbers, is_renumbering
+from diloco.history.log import EVENTS_FILE, EVENTS_VERSION, Event
+from diloco.history.renumbering import follow_numbers, is_renumbering
 
 _DECODER = msgspec.json.Decoder()  # several times as fast as json
 _SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -45,7 +45,7 @@ class Report:
     step_seconds: float = 0.0
     """How long an inner step takes it, measured since its last post; 0 where that is not measured."""
     last_round_seconds: tuple[float, ...] = ()
-    """Its latest round that has ended: the sequence, then the seconds of each phase (training/records/waterfall.py)."""
+    """Its latest round that has ended: the sequence, then the seconds of each phase (history/waterfall.py)."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from diloco.errors import ConfigError
-from diloco.training.records import history
-from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, Event, read_events
+from diloco.history import resuming as history
+from diloco.history.log import EVENTS_FILE, EVENTS_VERSION, Event, read_events
 
 _READ = {
     "step": ("step",),

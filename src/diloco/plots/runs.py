@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
+from diloco.history.log import Event
+from diloco.history.waterfall import PHASES, Span, round_spans
 from diloco.plots.panels import PALETTE, Panel, Series, Values
 from diloco.plots.plotted_run import PlottedRun, number
-from diloco.training.records.events import Event
-from diloco.training.records.waterfall import PHASES, Span, round_spans
 
 _MOST_POINTS = 2000
 _FAR_APART = 8

@@ -17,9 +17,9 @@ from typing import Any
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
+from diloco.history.log import EventReader
 from diloco.sinks.base import Sink
 from diloco.sinks.points import PointReader
-from diloco.training.records.events import EventReader
 from diloco.training.records.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from diloco.history.log import Event
 from diloco.sinks.base import Point
-from diloco.training.records.events import Event
 
 _OF_STEP = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
 _OF_WORKER_IN_ROUND = ("norm", "codec_error", "waited_seconds", "bytes_sent")

@@ -19,6 +19,7 @@ from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
+from diloco.history.log import EventLog
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.loop import OuterLoop
@@ -38,7 +39,6 @@ from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.precision import Precision
 from diloco.training.records.agreement import Agreement
-from diloco.training.records.events import EventLog
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.run_folder import MODEL_FOLDER

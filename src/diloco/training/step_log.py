@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from diloco.engines.worker_ranks import WorkerRanks
+from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluator
 from diloco.training.modes import Mode
 from diloco.training.precision import Precision
-from diloco.training.records.events import EventLog
 from diloco.training.sharding import norm_value
 
 

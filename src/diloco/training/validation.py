@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.engines.base import Connection
+from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, Evaluator, combine
 from diloco.training.modes import Mode
-from diloco.training.records.events import EventLog
 
 
 class Validation:

@@ -14,13 +14,13 @@ from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
+from diloco.history.log import EventLog
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.saving import save_model
 from diloco.models.native.transformer import Transformer
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.records.events import EventLog
 from support.train_runs import completed, tiny_options, write_text
 
 WORDS = {

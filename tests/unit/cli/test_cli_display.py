@@ -14,9 +14,9 @@ from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
+from diloco.history.log import EVENTS_FILE, Event
 from diloco.training.checkpoints.manifests import Manifest, Moment, manifest_path, worker_folder
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import EVENTS_FILE, Event
 from diloco.training.records.summary import Summary, summarize
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))

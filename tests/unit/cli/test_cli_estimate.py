@@ -13,9 +13,9 @@ from diloco.cli.display.sizes import measured_line, size_lines, sizes_printer
 from diloco.cli.join import estimate_options
 from diloco.cli.main import run
 from diloco.errors import ConfigError
+from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.records.events import EventLog
 from diloco.training.sizes import disk
 from support.train_runs import tiny_options, write_text
 

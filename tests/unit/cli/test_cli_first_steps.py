@@ -12,8 +12,8 @@ from diloco.cli.display import live
 from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.core.config import SyncConfig
+from diloco.history.log import EVENTS_FILE, Event
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import EVENTS_FILE, Event
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
 

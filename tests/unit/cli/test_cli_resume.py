@@ -11,6 +11,7 @@ from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
+from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
@@ -18,7 +19,6 @@ from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.config.tables import CheckpointConfig
-from diloco.training.records.events import EventLog
 from diloco.training.records.summary import write_summary
 from support.saved_runs import agreed, small_config, small_corpus
 from support.train_runs import write_text

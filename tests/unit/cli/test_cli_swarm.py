@@ -26,6 +26,8 @@ from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.signatures import sign
 from diloco.errors import ConfigError, DataError, RunComplete
+from diloco.history.log import Event, EventLog
+from diloco.history.resuming import current
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge, to_toml
 from diloco.training.config.tables import TrainingConfig
@@ -37,8 +39,6 @@ from diloco.training.processes.join import (
     receive_text,
 )
 from diloco.training.processes.run_setup import check_out
-from diloco.training.records.events import Event, EventLog
-from diloco.training.records.history import current
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
 from support.saved_runs import small_corpus

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diloco.cli.display.report import print_report
 from diloco.cli.display.terminal_plot import loss_plot
-from diloco.training.records.events import Event
+from diloco.history.log import Event
 from diloco.training.records.summary import read_summary
 from support.recorded_runs import RUN, run_folder, started, step, validation
 

@@ -12,8 +12,8 @@ import pytest
 from diloco.dashboard.columns import mean_by_step, thin_out
 from diloco.dashboard.runs import Run, RunFolder
 from diloco.errors import ConfigError
+from diloco.history.counts import RunCounts
 from diloco.training.config.run import RunConfig
-from diloco.training.records.counts import RunCounts
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import (
     PARAMETERS,

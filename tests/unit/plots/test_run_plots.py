@@ -6,10 +6,10 @@ import pytest
 
 from diloco.cli.main import run
 from diloco.errors import ConfigError
+from diloco.history.log import EVENTS_FILE
 from diloco.plots.panels import Panel, Series
 from diloco.plots.plotted_run import PlottedRun, read_run
 from diloco.plots.runs import PANELS, panels_of
-from diloco.training.records.events import EVENTS_FILE
 from support.recorded_runs import RUN, append, event, merged, run_folder, started, step, validation
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from diloco.history.log import Event
 from diloco.sinks.base import Point
 from diloco.sinks.points import PointReader
-from diloco.training.records.events import Event
 from support.recorded_runs import RUN, event, member, merged, started, step, validation
 
 Values = dict[tuple[str, int | None], list[tuple[int, float]]]

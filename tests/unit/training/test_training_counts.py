@@ -6,8 +6,8 @@ import pytest
 
 from diloco.dashboard.record import RunRecord
 from diloco.dashboard.snapshot import snapshot
-from diloco.training.records.counts import RunCounts
-from diloco.training.records.events import Event
+from diloco.history.counts import RunCounts
+from diloco.history.log import Event
 from diloco.training.records.summary import summarize
 from support.recorded_runs import CONFIG, RESUMED, RUN, event, member, merged, step, validation
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import WorkerFailed
+from diloco.history.log import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.run import _DiskWatch, summarize_run
-from diloco.training.records.events import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
 
 _WRITERS = 4
 _EVENTS = 400

@@ -9,11 +9,11 @@ import pytest
 
 from diloco.cli.display.view import RunView
 from diloco.errors import ConfigError
+from diloco.history import resuming as history
+from diloco.history.log import Event
 from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import rotate_log
-from diloco.training.records import history
-from diloco.training.records.events import Event
 from diloco.training.records.summary import summarize
 from diloco.training.records.swarm_summary import OwnWork, own_work
 

@@ -12,14 +12,14 @@ from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
+from diloco.history.log import EventLog, read_events
+from diloco.history.notes import RunNotes
 from diloco.models.choice import ModelChoice
 from diloco.training import loop
 from diloco.training.config.run import RunConfig
 from diloco.training.config.tables import TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
-from diloco.training.records.events import EventLog, read_events
-from diloco.training.records.notes import RunNotes
 from diloco.training.sizes.estimate import estimate
 from diloco.training.sizes.memory import ACTIVATIONS, Place
 

@@ -9,8 +9,8 @@ import pytest
 import diloco
 from diloco.cli.display.view import RunView
 from diloco.dashboard.record import RunRecord
+from diloco.history.notes import _SENTENCES, RunNotes, reason_of
 from diloco.training.config.run import RunConfig
-from diloco.training.records.notes import _SENTENCES, RunNotes, reason_of
 
 PEER = "12D3KooWMHtALwWx5z884D4WSWdRG6CqdcdrFJCRy6rstou8Rdwk"
 OTHER = "12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"

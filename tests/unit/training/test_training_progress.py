@@ -6,9 +6,9 @@ from diloco.cli.display.live import plain_line
 from diloco.cli.display.view import RunView
 from diloco.dashboard.record import RunRecord
 from diloco.dashboard.snapshot import snapshot
+from diloco.history.log import Event
+from diloco.history.progress import WorkerProgress
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import Event
-from diloco.training.records.progress import WorkerProgress
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import TOKENS_PER_STEP, event, round_events, started
 

@@ -8,13 +8,13 @@ import pytest
 from diloco.cli.display.view import RunView
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
+from diloco.history import resuming as history
+from diloco.history.log import Event, EventLog, read_events
+from diloco.history.waterfall import round_spans
 from diloco.sinks.points import PointReader
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.swarm_worker import SwarmEvents
-from diloco.training.records import history
-from diloco.training.records.events import Event, EventLog, read_events
 from diloco.training.records.summary import summarize
-from diloco.training.records.waterfall import round_spans
 from support.recorded_runs import append, event, member, merged, run_folder, started, step
 
 CONFIG = RunConfig(engine="swarm")

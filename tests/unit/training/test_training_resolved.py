@@ -10,10 +10,10 @@ import torch
 from diloco.cli.config_parser import parse_config
 from diloco.core.config import SyncConfig
 from diloco.engines.local import alone
+from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
 from diloco.training.config.run_file import merge, read_run_file
 from diloco.training.loop import Training
-from diloco.training.records.events import EventLog
 from diloco.training.records.model_card import model_card
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import write_summary

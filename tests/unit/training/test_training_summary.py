@@ -9,9 +9,9 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
+from diloco.history.log import EVENTS_FILE, Event
 from diloco.run_lock import run_lock
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import EVENTS_FILE, Event
 from diloco.training.records.summary import (
     SUMMARY_FILE,
     data_parallel_bytes,

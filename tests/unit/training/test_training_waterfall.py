@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from diloco.core.config import SyncConfig
+from diloco.history.log import Event
+from diloco.history.waterfall import Span, round_spans
 from diloco.outer.rounds import RoundEvent
 from diloco.training.records.agreement import Agreement
-from diloco.training.records.events import Event
-from diloco.training.records.waterfall import Span, round_spans
 from diloco.training.records.worker_events import round_fields
 from support.in_turn import InTurn
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.engines.swarm.run_files import SWARM_FOLDER
+from diloco.history.log import EventReader
 from diloco.own_command import command
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import EventReader
 
 _PATIENT_SECONDS = 20.0
 _SEARCHING = (

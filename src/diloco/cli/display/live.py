@@ -14,12 +14,12 @@ from rich.text import Text
 
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
+from diloco.history.counts import MemberView, WorkerView
+from diloco.history.log import EventReader
+from diloco.history.notes import printable
 from diloco.models.pretrained import short_name
 from diloco.training.config.rounds import turns
 from diloco.training.config.run import RunConfig
-from diloco.training.records.counts import MemberView, WorkerView
-from diloco.training.records.events import EventReader
-from diloco.training.records.notes import printable
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from diloco.cli.display.terminal_plot import loss_plot
 from diloco.cli.display.view import duration
+from diloco.history import resuming as history
+from diloco.history.log import read_events
+from diloco.history.notes import printable
 from diloco.training.checkpoints.manifests import find_checkpoints
-from diloco.training.records import history
-from diloco.training.records.events import read_events
-from diloco.training.records.notes import printable
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
 from diloco.training.sizes.disk import size_text

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.training.records.events import Event, EventReader
+from diloco.history.log import Event, EventReader
 from diloco.training.sizes.disk import size_text
 
 Sizes = Mapping[str, Any]

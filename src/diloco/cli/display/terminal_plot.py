@@ -8,10 +8,10 @@ from itertools import pairwise
 from rich.console import Console
 from rich.text import Text
 
+from diloco.history.log import Event
 from diloco.plots.panels import Series
 from diloco.plots.plotted_run import PlottedRun
 from diloco.plots.runs import panels_of
-from diloco.training.records.events import Event
 
 _ROWS = 6
 _NARROWEST, _WIDEST = 40, 100

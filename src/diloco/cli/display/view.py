@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from diloco.history.counts import RunCounts
+from diloco.history.log import Event
+from diloco.history.notes import RunNotes
+from diloco.history.progress import DOING, seconds_left
 from diloco.training.config.run import RunConfig
-from diloco.training.records.counts import RunCounts
-from diloco.training.records.events import Event
-from diloco.training.records.notes import RunNotes
-from diloco.training.records.progress import DOING, seconds_left
 
 
 class RunView(RunCounts):

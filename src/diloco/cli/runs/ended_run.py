@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from diloco.cli.display.view import duration
 from diloco.engines.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.errors import ConfigError
+from diloco.history import resuming as history
+from diloco.history.log import read_events
 from diloco.run_lock import is_training
 from diloco.training.config.run_file import read_run_file
-from diloco.training.records import history
-from diloco.training.records.events import read_events
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary, read_summary
 

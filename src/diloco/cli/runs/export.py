@@ -14,9 +14,9 @@ from rich.text import Text
 
 from diloco.cli.config_parser import parse_config
 from diloco.errors import ConfigError, DiLoCoError
+from diloco.history.log import read_events
 from diloco.models.folders import check_unused, size_bytes
 from diloco.training.config.run_file import merge, read_run_file
-from diloco.training.records.events import read_events
 from diloco.training.records.model_card import model_card
 from diloco.training.records.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, RUN_FILE, check_run_folder, run_model
 from diloco.training.records.summary import read_summary, summarize

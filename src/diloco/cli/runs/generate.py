@@ -18,8 +18,8 @@ from rich.text import Text
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.data.sources.chat_template import ChatTemplate, folder_template
 from diloco.errors import ConfigError
+from diloco.history.notes import printable
 from diloco.models.pretrained import TOKENIZER_FILE
-from diloco.training.records.notes import printable
 from diloco.training.records.run_folder import model_folder_of
 
 if TYPE_CHECKING:

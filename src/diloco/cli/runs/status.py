@@ -22,12 +22,12 @@ from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.engines.swarm.installed import check_swarm
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
+from diloco.history.counts import RunCounts
+from diloco.history.log import EVENTS_FILE, read_events
+from diloco.history.notes import printable
+from diloco.history.progress import seconds_left
 from diloco.run_lock import is_training
 from diloco.training.config.run_file import read_run_file
-from diloco.training.records.counts import RunCounts
-from diloco.training.records.events import EVENTS_FILE, read_events
-from diloco.training.records.notes import printable
-from diloco.training.records.progress import seconds_left
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
+from diloco.history.log import read_events
+from diloco.history.resuming import current
 from diloco.training.checkpoints.manifests import Checkpoint, Moment, find_checkpoints
 from diloco.training.config.run import RunConfig
-from diloco.training.records.events import read_events
-from diloco.training.records.history import current
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
+from diloco.history.log import EventReader
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import (
     CHECKPOINT_CODE,
@@ -27,7 +28,6 @@ from diloco.training.processes.local_process import (
     LocalRank,
 )
 from diloco.training.processes.spawn import run_local_rank
-from diloco.training.records.events import EventReader
 from diloco.training.records.run_folder import resume_command
 from diloco.training.sizes.disk import size_text
 from diloco.training.sizes.machine import free_disk

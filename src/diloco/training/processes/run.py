@@ -15,6 +15,7 @@ from typing import Protocol
 from diloco.data.order import worker_shards
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import DiLoCoError, WorkerFailed, with_remedy
+from diloco.history.log import read_events
 from diloco.run_lock import run_lock
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_resumable
@@ -32,7 +33,6 @@ from diloco.training.processes.run_setup import (
     load_features,
     reopen_run_folder,
 )
-from diloco.training.records.events import read_events
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary, write_summary
 

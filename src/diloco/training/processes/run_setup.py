@@ -11,10 +11,10 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, check_validation, worker_shards
 from diloco.data.preparation.clusters import FeatureModel, LoadFeatures
 from diloco.errors import ConfigError
+from diloco.history.log import end_cut_line
 from diloco.models.pretrained import check_model, short_name
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.records.events import end_cut_line
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE, read_summary
 from diloco.training.sizes.disk import check_disk

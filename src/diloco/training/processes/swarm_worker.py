@@ -18,6 +18,7 @@ from diloco.engines.swarm.network.listen_port import choose_port
 from diloco.engines.swarm.node.status import MemberStatus
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
+from diloco.history.log import EventLog
 from diloco.training.batches import Texts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
@@ -26,7 +27,6 @@ from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code, heard_signals
 from diloco.training.processes.worker import device_of
-from diloco.training.records.events import EventLog
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.sizes.told import emit_sizes, sharing
 from diloco.training.swarm.warm_start import wait_for_warm_start

@@ -23,13 +23,13 @@ from diloco.engines.ranked import RankedEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
+from diloco.history.log import EventLog, NoEvents
 from diloco.training.checkpoints.resume import agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.exit import exit_now
 from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code, heard_signals
 from diloco.training.processes.run_setup import NO_CUDA
-from diloco.training.records.events import EventLog, NoEvents
 from diloco.training.sizes.told import emit_sizes, sharing
 
 START_SECONDS = 120.0

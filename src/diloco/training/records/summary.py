@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
+from diloco.history import resuming as history
+from diloco.history.log import Event, read_events
+from diloco.history.progress import WorkerProgress
 from diloco.training.config.run import RunConfig
-from diloco.training.records import history
-from diloco.training.records.events import Event, read_events
-from diloco.training.records.progress import WorkerProgress
 from diloco.training.records.run_folder import RUN_FILE, how_to_end
 from diloco.training.records.swarm_summary import steps_of_bytes, swarm_numbers, usual_workers
 from diloco.version import __version__

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.training.records.events import Event
+from diloco.history.log import Event
 
 _COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent")
 

@@ -9,13 +9,13 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
 from diloco.engines.rounds import RoundPhases
+from diloco.history.waterfall import TOLD
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
 from diloco.training.modes import Mode
 from diloco.training.records.agreement import Agreement
-from diloco.training.records.waterfall import TOLD
 
 
 def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:

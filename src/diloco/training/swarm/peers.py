@@ -19,13 +19,13 @@ from diloco.engines.base import Connection
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import RoundResult
 from diloco.errors import EngineError, Excluded
+from diloco.history.log import EventLog
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.own_command import command
 from diloco.training.batches import ShardReader, Texts, as_json
 from diloco.training.config.run import RunConfig
 from diloco.training.peers import FAILURES_IN_A_ROW, Peers
-from diloco.training.records.events import EventLog
 from diloco.training.swarm.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
 from diloco.training.swarm.token_counts import TokenCounts
 from diloco.training.swarm.validation import SwarmValidation

@@ -27,11 +27,11 @@ from typing import Any
 
 from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member
+from diloco.history.log import EventLog
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.evaluation import Evaluation, Evaluator
 from diloco.training.modes import Mode
-from diloco.training.records.events import EventLog
 from diloco.training.validation import Validation
 
 _FEWEST = 3

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diloco.training.records.events import Event
+from diloco.history.log import Event
 
 _WINDOW_SECONDS = 60.0
 """The present speed is that of the last minute of training, and of at least one whole round."""

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from diloco.training.records.renumbering import follow_numbers
+from diloco.history.renumbering import follow_numbers
 
 EVENTS_VERSION = 1
 EVENTS_FILE = "events.jsonl"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.training.records.events import Event
+from diloco.history.log import Event
 
 Kind = Literal["good", "info", "warning", "bad"]
 _LONGEST = 500

@@ -6,7 +6,7 @@ count. The log itself is only ever appended to.
 
 from collections.abc import Iterator, Sequence
 
-from diloco.training.records.events import Event
+from diloco.history.log import Event
 
 _ENDS = ("worker_finished", "worker_failed", "sample", "sample_skipped")
 _FIRST = ("sizes", "swarm", "worker_started")

@@ -6,14 +6,14 @@
 
 Each event is counted as it comes; what a resume takes back is no longer counted. A round counts once, however many
 workers of this machine tell of it: it is *merged* if a worker got its mean, and *failed* if a worker got none, so that
-it can be both. The final report (records/summary.py) and the page (dashboard/) count the same things;
+it can be both. The final report (training/records/summary.py) and the page (dashboard/) count the same things;
 tests/unit/training/test_training_counts.py holds them against each other.
 """
 
 from dataclasses import dataclass, fields
 
-from diloco.training.records.events import Event
-from diloco.training.records.progress import WorkerProgress
+from diloco.history.log import Event
+from diloco.history.progress import WorkerProgress
 
 
 @dataclass

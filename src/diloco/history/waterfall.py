@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco.training.records import history
-from diloco.training.records.events import Event
+from diloco.history import resuming as history
+from diloco.history.log import Event
 
 Phase = Literal["compute", "encode", "send", "wait", "reduce", "merge"]
 PHASES: tuple[Phase, ...] = ("compute", "encode", "send", "wait", "reduce", "merge")

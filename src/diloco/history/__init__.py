@@ -1,0 +1,1 @@
+"""The history of a run: its events, and what they say together."""
