@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.core.config import FaultsConfig, SyncConfig, check_faults
+from diloco.core.config import FaultsConfig, SyncConfig, refuse_combinations
 from diloco.core.methods.course import Course
 from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import Nesterov
@@ -50,7 +50,7 @@ def options(*names: str) -> tuple[SyncConfig, dict[str, Any]]:
     drop = given.pop("drop", 0.0)
     sync = replace(PLAIN, **given)
     faults = FaultsConfig(drop, seed=1) if drop else None
-    check_faults(faults or FaultsConfig(), sync)
+    refuse_combinations(sync, faults or FaultsConfig())
     more: dict[str, Any] = {} if sync.asynchronous else {"outer": COURSE}
     if faults is not None:
         more["faults"] = faults

@@ -1,6 +1,7 @@
 """The options of the outer loop: `[outer]` and `[sync]` of a run file. Torch-free, so that `--help` is quick."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -10,9 +11,6 @@ from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0
 _DATA_PARALLEL = ("mode", "data-parallel")
-_DEFAULTS_OFF = {
-    "overlap_steps": 0, "mixing": 0.0, "outer_overlap": "none", "fragments": 1, "warm_start": 0, "offload": False,
-}  # fmt: skip
 Merge = Literal["mean", "clipped"]
 """How contributions become a mean: core/merging.py, core/merges.py."""
 FEWEST_TO_MERGE: dict[str, int] = {"mean": 1, "clipped": 4}
@@ -129,6 +127,9 @@ class FaultsConfig:
             raise ConfigError(f"faults.seed = {self.seed} has no effect without faults.drop: give it too, say 0.3")
 
 
+NO_FAULTS = FaultsConfig()
+
+
 @dataclass(frozen=True)
 class SyncConfig:
     """When the workers average, in how many fragments, and what they send."""
@@ -186,28 +187,12 @@ class SyncConfig:
             raise ConfigError(f"sync.warm_start = {self.warm_start} must be at least 0")
         if self.fragments < 1:
             raise ConfigError(f"sync.fragments = {self.fragments} must be at least 1")
-        if self.outer_overlap != "none":
-            self._check_outer_overlap()
-        self._check_asynchronous()
-        if self.second_moment_every is not None:
-            self._check_second_moments(self.second_moment_every)
+        if self.momentum_arrivals is not None and self.momentum_arrivals < 1:
+            raise ConfigError(f"sync.momentum_arrivals = {self.momentum_arrivals} must be at least 1")
+        if self.second_moment_every is not None and self.second_moment_every < 1:
+            raise ConfigError(f"sync.second_moment_every = {self.second_moment_every} must be at least 1")
         if self.growth is not None and not 0 < self.growth < math.inf:
             raise ConfigError(f"sync.growth = {self.growth} must be finite and above 0")
-        if self.growth is not None and self.dynamic_steps:
-            raise ConfigError(
-                f"sync.growth = {self.growth} and sync.dynamic_steps = True: workers of different speeds stand "
-                "together at the ends of rounds only, and evaluations and checkpoints are planned for rounds of one "
-                "length; leave out one of the two"
-            )
-        if self.fragments_by_hand is not None and self.fragments != 1:
-            raise ConfigError(
-                f"sync.fragments = {self.fragments} and sync.fragments_by_hand = {self.fragments_by_hand!r}: give one "
-                "of the two"
-            )
-        if self.fragment_order != "strided" and self.fragments == 1:
-            raise ConfigError(
-                f"sync.fragment_order = {self.fragment_order} has no effect with one fragment: give sync.fragments"
-            )
         if not 0 <= self.overlap_steps < self.num_inner_steps:
             raise ConfigError(
                 f"sync.overlap_steps = {self.overlap_steps} must be at least 0 and below "
@@ -215,106 +200,19 @@ class SyncConfig:
             )
         if not 0 <= self.mixing < 1:
             raise ConfigError(f"sync.mixing = {self.mixing} must be at least 0 and below 1")
-        self._check_codec()
-        self._check_merge()
+        if self.error_decay is not None and not 0 < self.error_decay <= 1:
+            raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
+        if self.prune is not None and not 0 < self.prune < 1:
+            raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
+        if self.merge not in FEWEST_TO_MERGE:
+            raise ConfigError(f"sync.merge = {self.merge!r} must be one of {', '.join(FEWEST_TO_MERGE)}")
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
             raise ConfigError(f"sync.max_norm_ratio = {self.max_norm_ratio} must be above 1")
         if not 0 < self.timeout_seconds <= _LONGEST_SECONDS:
             raise ConfigError(
                 f"sync.timeout_seconds = {self.timeout_seconds} must be above 0 and at most {_LONGEST_SECONDS:g}, a day"
             )
-
-    def _check_codec(self) -> None:
-        if self.error_feedback and self.codec == "fp32":
-            raise ConfigError(
-                "sync.error_feedback = true has no effect with codec fp32, which has no error: leave it out"
-            )
-        if self.error_decay is not None:
-            if self.feedback_decay is None:
-                raise ConfigError(
-                    f"sync.error_decay = {self.error_decay} has no effect with codec {self.codec} unless "
-                    "sync.error_feedback = true: add that, or leave it out"
-                )
-            if not 0 < self.error_decay <= 1:
-                raise ConfigError(f"sync.error_decay = {self.error_decay} must be above 0 and at most 1")
-        if self.prune is not None and not 0 < self.prune < 1:
-            raise ConfigError(f"sync.prune = {self.prune} must be above 0 and below 1")
-
-    def _check_merge(self) -> None:
-        if self.merge not in FEWEST_TO_MERGE:
-            raise ConfigError(f"sync.merge = {self.merge!r} must be one of {', '.join(FEWEST_TO_MERGE)}")
-        reasons = {
-            f"outer_overlap = {self.outer_overlap}": self.outer_overlap == "eager",
-            "asynchronous = true": self.asynchronous,
-            f"codec = {self.codec}": self.codec == "topk",
-        }
-        for given in (name for name, is_given in reasons.items() if is_given and self.merge != "mean"):
-            raise ConfigError(
-                f"sync.merge = {self.merge} and sync.{given}: it needs all outer gradients of a round, whole, at one "
-                "place; leave out one of the two"
-            )
-
-    def _check_asynchronous(self) -> None:
-        if not self.asynchronous:
-            if self.momentum_arrivals is not None:
-                raise ConfigError(
-                    f"sync.momentum_arrivals = {self.momentum_arrivals} has no effect without sync.asynchronous = true:"
-                    " give that too, or leave it out"
-                )
-            return
-        if self.momentum_arrivals is not None and self.momentum_arrivals < 1:
-            raise ConfigError(f"sync.momentum_arrivals = {self.momentum_arrivals} must be at least 1")
-        reasons = {
-            "overlap_steps": "an exchange is with the anchor alone and waits for no worker that could be overlapped",
-            "mixing": "the anchor's answer holds the worker's own steps already",
-            "outer_overlap": "there is no round of others to be late with",
-            "fragments": "all of the model travels with each arrival, and its momentum counts whole arrivals",
-            "fragments_by_hand": "all of the model travels with each arrival, and its momentum counts whole arrivals",
-            "warm_start": "its steps are synchronous; begin with the model that a run with a warm start gives",
-            "growth": "rounds of different lengths would arrive with different weights",
-            "second_moment_every": "there is no round of all workers that could average their moments",
-            "offload": "the anchor is in worker 0's CPU memory already",
-            "feedback_decay": "an error that is sent later would arrive at an anchor that others have moved",
-        }
-        for name, reason in reasons.items():
-            given, off = getattr(self, name), _DEFAULTS_OFF.get(name)
-            if given != off:
-                shown = "error_feedback" if name == "feedback_decay" else name
-                value = (
-                    f"codec = {self.codec}, sync.error_feedback" if name == "feedback_decay" else f"{shown} = {given}"
-                )
-                raise ConfigError(f"sync.asynchronous = true and sync.{value}: {reason}; leave out one of the two")
-
-    def _check_outer_overlap(self) -> None:
-        for name, off in (
-            ("overlap_steps", 0),
-            ("mixing", 0.0),
-            ("prune", None),
-            ("offload", False),
-            ("dynamic_steps", False),
-        ):
-            if getattr(self, name) != off:
-                reason = {
-                    "overlap_steps": "a round is merged after H steps, not after fewer",
-                    "mixing": "the parameters never follow a mean, but the worker's own share of it",
-                    "prune": "a share of a pruned outer gradient would not be what the mean gets",
-                    "offload": "a worker's start stays on its device",
-                    "dynamic_steps": "a worker counts its own share of a mean as 1/k before it knows the others' steps",
-                }[name]
-                raise ConfigError(
-                    f"sync.outer_overlap = {self.outer_overlap} and sync.{name} = {getattr(self, name)}: {reason}; "
-                    f"leave out sync.{name}"
-                )
-
-    def _check_second_moments(self, every: int) -> None:
-        if every < 1:
-            raise ConfigError(f"sync.second_moment_every = {every} must be at least 1")
-        if not self.merges_at_once:
-            late = "overlap_steps" if self.overlap_steps else "outer_overlap"
-            raise ConfigError(
-                f"sync.second_moment_every = {every} and sync.{late} = {getattr(self, late)}: a mean of second moments "
-                "that comes late would undo the steps since; leave out one of the two"
-            )
+        refuse_combinations(self)
 
     @property
     def merges_at_once(self) -> bool:
@@ -333,9 +231,149 @@ class SyncConfig:
         return (0.95 if self.error_decay is None else self.error_decay) if wanted else None
 
 
-def check_faults(faults: FaultsConfig, sync: SyncConfig) -> None:
-    if faults.drop and sync.asynchronous:
-        raise ConfigError(
-            f"faults.drop = {faults.drop} and sync.asynchronous = true: a worker that goes on without the others' mean "
-            "is what asynchronous workers always do; leave out one of the two"
-        )
+@dataclass(frozen=True)
+class RefusedCombination:
+    """Options that are each valid and make no sense together, or one that has no effect as the other is."""
+
+    options: tuple[str, str]
+    """Their dotted names in a run file."""
+    applies: Callable[[SyncConfig, FaultsConfig], bool]
+    message: str
+    """Why, and what to do; {sync.growth} is replaced by that option's value."""
+
+    def text(self, sync: SyncConfig, faults: FaultsConfig) -> str:
+        return self.message.format(sync=sync, faults=faults)
+
+
+def _is_given(sync: SyncConfig, name: str) -> bool:
+    return bool(getattr(sync, name) != SyncConfig.__dataclass_fields__[name].default)
+
+
+def _together(first: str, second: str, reason: str, remedy: str = "leave out one of the two") -> RefusedCombination:
+    """Two options of `[sync]` that are both given."""
+    return RefusedCombination(
+        (f"sync.{first}", f"sync.{second}"),
+        lambda sync, _: _is_given(sync, first) and _is_given(sync, second),
+        f"sync.{first} = {{sync.{first}}} and sync.{second} = {{sync.{second}}}: {reason}; {remedy}",
+    )
+
+
+def _asynchronous_with(other: str, reason: str) -> RefusedCombination:
+    return RefusedCombination(
+        ("sync.asynchronous", f"sync.{other}"),
+        lambda sync, _: sync.asynchronous and _is_given(sync, other),
+        f"sync.asynchronous = true and sync.{other} = {{sync.{other}}}: {reason}; leave out one of the two",
+    )
+
+
+def _merge_with(other: str, applies: Callable[[SyncConfig], bool], value: str) -> RefusedCombination:
+    return RefusedCombination(
+        ("sync.merge", f"sync.{other}"),
+        lambda sync, _: sync.merge != "mean" and applies(sync),
+        f"sync.merge = {{sync.merge}} and sync.{other} = {value}: it needs all outer gradients of a round, whole, at "
+        "one place; leave out one of the two",
+    )
+
+
+_ALL_OF_THE_MODEL = "all of the model travels with each arrival, and its momentum counts whole arrivals"
+_LATE_MOMENTS = "a mean of second moments that comes late would undo the steps since"
+
+REFUSED_COMBINATIONS: tuple[RefusedCombination, ...] = (
+    _together(
+        "fragments",
+        "fragments_by_hand",
+        "the one cuts the model by a number, the other by names",
+        "give one of the two",
+    ),
+    RefusedCombination(
+        ("sync.fragment_order", "sync.fragments"),
+        lambda sync, _: sync.fragment_order != "strided" and sync.fragments == 1,
+        "sync.fragment_order = {sync.fragment_order} has no effect with one fragment: give sync.fragments",
+    ),
+    RefusedCombination(
+        ("sync.error_feedback", "sync.codec"),
+        lambda sync, _: bool(sync.error_feedback) and sync.codec == "fp32",
+        "sync.error_feedback = true has no effect with codec fp32, which has no error: leave it out",
+    ),
+    RefusedCombination(
+        ("sync.error_decay", "sync.error_feedback"),
+        lambda sync, _: sync.error_decay is not None and sync.feedback_decay is None,
+        "sync.error_decay = {sync.error_decay} has no effect with codec {sync.codec} unless sync.error_feedback = "
+        "true: add that, or leave it out",
+    ),
+    _merge_with("outer_overlap", lambda sync: sync.outer_overlap == "eager", "eager"),
+    _merge_with("asynchronous", lambda sync: sync.asynchronous, "true"),
+    _merge_with("codec", lambda sync: sync.codec == "topk", "topk"),
+    _together(
+        "growth",
+        "dynamic_steps",
+        "workers of different speeds stand together at the ends of rounds only, and evaluations and checkpoints are "
+        "planned for rounds of one length",
+    ),
+    _together(
+        "outer_overlap",
+        "overlap_steps",
+        "a round is merged after H steps, not after fewer",
+        "leave out sync.overlap_steps",
+    ),
+    _together(
+        "outer_overlap",
+        "mixing",
+        "the parameters never follow a mean, but the worker's own share of it",
+        "leave out sync.mixing",
+    ),
+    _together(
+        "outer_overlap",
+        "prune",
+        "a share of a pruned outer gradient would not be what the mean gets",
+        "leave out sync.prune",
+    ),
+    _together("outer_overlap", "offload", "a worker's start stays on its device", "leave out sync.offload"),
+    _together(
+        "outer_overlap",
+        "dynamic_steps",
+        "a worker counts its own share of a mean as 1/k before it knows the others' steps",
+        "leave out sync.dynamic_steps",
+    ),
+    _together("second_moment_every", "overlap_steps", _LATE_MOMENTS),
+    _together("second_moment_every", "outer_overlap", _LATE_MOMENTS),
+    RefusedCombination(
+        ("sync.momentum_arrivals", "sync.asynchronous"),
+        lambda sync, _: sync.momentum_arrivals is not None and not sync.asynchronous,
+        "sync.momentum_arrivals = {sync.momentum_arrivals} has no effect without sync.asynchronous = true: give that "
+        "too, or leave it out",
+    ),
+    _asynchronous_with(
+        "overlap_steps", "an exchange is with the anchor alone and waits for no worker that could be overlapped"
+    ),
+    _asynchronous_with("mixing", "the anchor's answer holds the worker's own steps already"),
+    _asynchronous_with("outer_overlap", "there is no round of others to be late with"),
+    _asynchronous_with("fragments", _ALL_OF_THE_MODEL),
+    _asynchronous_with("fragments_by_hand", _ALL_OF_THE_MODEL),
+    _asynchronous_with(
+        "warm_start", "its steps are synchronous; begin with the model that a run with a warm start gives"
+    ),
+    _asynchronous_with("growth", "rounds of different lengths would arrive with different weights"),
+    _asynchronous_with("second_moment_every", "there is no round of all workers that could average their moments"),
+    _asynchronous_with("offload", "the anchor is in worker 0's CPU memory already"),
+    RefusedCombination(
+        ("sync.asynchronous", "sync.error_feedback"),
+        lambda sync, _: sync.asynchronous and sync.feedback_decay is not None,
+        "sync.asynchronous = true and sync.codec = {sync.codec}, sync.error_feedback: an error that is sent later "
+        "would arrive at an anchor that others have moved; leave out one of the two",
+    ),
+    RefusedCombination(
+        ("faults.drop", "sync.asynchronous"),
+        lambda sync, faults: faults.drop > 0 and sync.asynchronous,
+        "faults.drop = {faults.drop} and sync.asynchronous = true: a worker that goes on without the others' mean is "
+        "what asynchronous workers always do; leave out one of the two",
+    ),
+)
+"""All combinations that are refused, in the order in which they are looked for."""
+
+
+def refuse_combinations(sync: SyncConfig, faults: FaultsConfig = NO_FAULTS) -> None:
+    """Raises ConfigError for the first combination of REFUSED_COMBINATIONS that is in these options."""
+    for combination in REFUSED_COMBINATIONS:
+        if combination.applies(sync, faults):
+            raise ConfigError(combination.text(sync, faults))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.codecs.registry import codec
-from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig, check_faults
+from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig, refuse_combinations
 from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
@@ -127,7 +127,7 @@ def chosen_faults(faults: FaultsConfig | None, sync: SyncConfig) -> FaultsConfig
     """Faults on purpose; None if there are none."""
     if faults is None or not faults.drop:
         return None
-    check_faults(faults, sync)
+    refuse_combinations(sync, faults)
     return faults
 
 

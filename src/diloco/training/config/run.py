@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig, check_faults
+from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig, refuse_combinations
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
@@ -94,7 +94,7 @@ class RunConfig:
         for name in self.sink_names:
             if name not in SINK_NAMES or self.sink_names.count(name) > 1:
                 raise ConfigError(f"sinks = {self.sinks}: each must be one of {', '.join(SINK_NAMES)}, and only once")
-        check_faults(self.faults, self.sync)
+        refuse_combinations(self.sync, self.faults)
         self._check_lora()
         self._check_compute()
         self._check_ranks()
