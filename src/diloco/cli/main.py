@@ -1,5 +1,7 @@
 """`diloco`: parse, build, call. Verbs are imported when they are used, so that `diloco --help` is quick."""
 
+import os
+import select
 import sys
 from typing import NoReturn
 
@@ -151,7 +153,22 @@ app.command(lab)
 def main() -> NoReturn:
     """Exit code 0: done, 1: failed, 2: bad usage or configuration."""
     own_command.remember(sys.argv[0])
-    sys.exit(run(sys.argv[1:]))
+    try:
+        exit_code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python can flush at exit
+        exit_code = 1
+    sys.exit(exit_code)
+
+
+def _output_is_closed() -> bool:
+    """Whether nothing reads the output any more, as in `diloco … | head`."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors and hang-ups alone
+    return bool(output.poll(0))
 
 
 def run(tokens: list[str]) -> int:

@@ -306,11 +306,15 @@ def test_the_report_of_a_failed_run_has_no_empty_row_and_no_sentence_on_what_was
     shown = reported(tmp_path, summary_of(status="failed", anchor_digests=["", ""]))
     assert "diloco · failed" in shown and "anchors" not in shown and "fewer bytes" not in shown
     assert "anchors" in reported(tmp_path, summary_of(status="failed", anchor_digests=["aa", "bb"]))
+    assert "data parallel sends" in shown
+    before_its_first_round = summary_of(status="failed", rounds=0, bytes_sent_per_worker=246)
+    assert "data parallel sends" not in reported(tmp_path, before_its_first_round)
 
 
 def test_the_report_says_that_there_was_a_warm_start(tmp_path: Path) -> None:
     shown = reported(tmp_path, summary_of(resolved={"sync.warm_start": 200}))
     assert "the first 200 steps, data-parallel" in shown
+    assert "the first step, data-parallel" in reported(tmp_path, summary_of(resolved={"sync.warm_start": 1}))
     assert "warm start" not in reported(tmp_path, summary_of())
 
 

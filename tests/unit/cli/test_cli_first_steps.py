@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,22 @@ def test_without_a_terminal_what_the_workers_do_is_told_when_it_changes(tmp_path
     assert isinstance(console.file, io.StringIO)
     told = console.file.getvalue()
     assert told.count("measuring the validation loss") == told.count("compiling the model") == 1
+
+
+def test_a_run_shorter_than_the_interval_of_its_log_shows_its_last_loss(tmp_path: Path) -> None:
+    short = replace(CONFIG, steps=7)
+    last = both("step", step=7, loss=4.0, tokens=100, rounds=1, bytes_sent=5, **SECONDS)
+    console = Console(file=io.StringIO(), width=200)
+    with Display(console, short) as display:
+        poll = display.follow(tmp_path)
+        for events in ([*STARTED, *FIRST_STEPS], last):
+            with (tmp_path / EVENTS_FILE).open("a") as file:
+                file.writelines(json.dumps(one) + "\n" for one in events)
+            poll()
+    assert isinstance(console.file, io.StringIO)
+    told = [line for line in console.file.getvalue().splitlines() if line.startswith("step")]
+    assert told[0] == "step 0/7  training: the first step took 3.2 s, the loss is shown at the end"
+    assert len(told) == 2 and told[1].startswith("step 7/7  loss 4.000"), "the loss, once"
 
 
 def test_shared_cores_are_noted_and_a_worker_alone_says_nothing() -> None:

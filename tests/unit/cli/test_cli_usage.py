@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import diloco
+from diloco.cli import main
 from diloco.cli.main import run
 from diloco.errors import install_hint
 from diloco.training.config.run import RunConfig
@@ -253,3 +254,22 @@ def test_dir_lists_the_api_before_anything_is_imported() -> None:
     shown = "import diloco; print([name for name in dir(diloco) if not name.startswith('_')])"
     listed = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True).stdout
     assert set(ast.literal_eval(listed)) == set(diloco.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("flush", [True, False], ids=["at once", "at the end"])
+def test_output_that_nobody_reads_any_more_ends_the_command_without_a_trace(flush: bool) -> None:
+    program = f"from diloco.cli import main; main.run = lambda tokens: print('x', flush={flush}) or 0; main.main()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert ended.stderr == b"" and ended.returncode == 1
+
+
+def test_a_pipe_that_breaks_elsewhere_is_not_taken_for_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(main, "run", broken)
+    with pytest.raises(BrokenPipeError):
+        main.main()

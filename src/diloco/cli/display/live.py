@@ -55,6 +55,7 @@ class Display:
         self._doing: str | None = None
         self._doing_since = time.monotonic()
         self._line = ""
+        self._told_step = 0
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -67,9 +68,12 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Remove the live display; later output is printed normally."""
+        """Remove the live display, or print the last steps where no line has told them yet; later output is printed
+        normally."""
         if self._live is not None:
             self._live.stop()
+        elif self._told_step != self.view.step and self.view.doing is None:
+            self._print_line(plain_line(self.view))
 
     def show_preparation(self, stage: str, done: int, total: int | None) -> None:
         """Show the progress of the data preparation; `total` is None if unknown."""
@@ -144,6 +148,7 @@ class Display:
         if line != self._line:  # where a step takes long, a line would come several times
             self.console.print(line, highlight=False, soft_wrap=True)
         self._line = line
+        self._told_step = self.view.step
 
 
 def plain_line(view: RunView) -> str:

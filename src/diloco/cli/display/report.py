@@ -142,13 +142,15 @@ def _rounds(summary: Summary) -> str:
 
 
 def _warm_start(summary: Summary) -> str:
-    steps = summary.get("resolved", {}).get("sync.warm_start")
+    steps = summary.get("resolved", {}).get("sync.warm_start") or 0
     how = "by one worker alone" if summary.get("engine") == "swarm" else "data-parallel"
-    return f"the first {steps:,} steps, {how}" if steps and summary["mode"] == "diloco" else ""
+    first = "the first step" if steps == 1 else f"the first {steps:,} steps"
+    return f"{first}, {how}" if steps and summary["mode"] == "diloco" else ""
 
 
 def _baseline(summary: Summary) -> str:
-    if summary["mode"] != "diloco" or not summary["communication_reduction"]:
+    """Empty for a run that ended before its first round: it has averaged nothing that could be compared."""
+    if summary["mode"] != "diloco" or not summary["communication_reduction"] or not summary["rounds"]:
         return ""
     return (
         f"{megabytes(summary['data_parallel_bytes_per_worker'])} for the same steps: "

@@ -43,7 +43,8 @@ class RunView(RunCounts):
         taken = [one.first_step_seconds for one in self.workers.values() if one.first_step_seconds is not None]
         if len(taken) == len(self.workers):
             interval = self.config.training.log_interval
-            return f"training: the first step took {max(taken):.1f} s, the loss is shown every {interval} steps"
+            shown = f"every {interval} steps" if interval < self.config.steps else "at the end"
+            return f"training: the first step took {max(taken):.1f} s, the loss is shown {shown}"
         state = next(one.state for one in self.workers.values() if one.first_step_seconds is None)
         return DOING.get(state, state or DOING["started"])
 
