@@ -32,6 +32,7 @@ def make_run(folder: Path, config: RunConfig = CONFIG, perplexity: float | None 
         "parameters": 1_630_000,
         "tokens": 5120,
         "inner_steps": 40,
+        "rounds": 4,
         "validation_step": None if perplexity is None else 40,
         "validation_loss": loss,
         "validation_perplexity": perplexity,
@@ -103,6 +104,18 @@ def test_the_gap_and_the_reduction_are_against_the_data_parallel_run(
     assert rows["sent against reference"] == ["19.9x less", "reference"]
     assert rows["validation perplexity"] == ["10.30", "10.00"]
     assert rows["H"] == ["30", "-"] and rows["outer optimizer"] == ["nesterov", "-"]
+
+
+def test_the_bytes_of_a_run_without_rounds_or_with_other_tokens_are_not_given_as_a_saving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = make_run(tmp_path / "baseline", BASELINE)
+    ended_early = make_run(tmp_path / "early", tokens=2560)
+    failed = make_run(tmp_path / "failed", status="failed", rounds=0, bytes_sent_per_worker=246)
+    alike = make_run(tmp_path / "alike", bytes_sent_per_worker=261_300_000)
+    for other, told in ((ended_early, "19.9x less (other tokens)"), (failed, "-"), (alike, "as much")):
+        rows = rows_of(compared(capsys, baseline, other))
+        assert rows["sent against reference"] == ["reference", told]
 
 
 def test_a_better_and_chattier_run_is_stated_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,17 @@ def test_a_run_of_a_fixed_set_of_workers_that_has_ended_says_so_too(
     assert run(["status", str(tmp_path / "mine")]) == 0
     told = capsys.readouterr().out
     assert "stopped after 30 of 40 steps" in told and "to continue: diloco train --resume" in told
-    assert "no worker answers" not in told
+    assert "no worker answers" not in told and "in the whole swarm" not in told
+
+
+@pytest.mark.parametrize(("rounds", "counted"), [(1, "1 round, "), (2, "2 rounds, ")])
+def test_the_tokens_of_a_swarm_that_has_ended_are_said_to_be_those_of_all(
+    rounds: int, counted: str, tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_run(tmp_path / "mine", rounds=rounds, tokens=2048)
+    ask(NOBODY)
+    assert run(["status", str(tmp_path / "mine")]) == 0
+    assert f"{counted}2,048 tokens in the whole swarm, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("type_", ["loss_not_finite", "excluded"])

@@ -47,6 +47,7 @@ class ComparedRun:
         summary, option = self.summary, self.options.get
         diloco = summary["mode"] == "diloco"
         sent, theirs = summary["bytes_sent_per_worker"], reference.summary["bytes_sent_per_worker"]
+        both_averaged = summary["rounds"] and reference.summary["rounds"]
         outer = self._outer() if diloco else {}
         return {
             "is_reference": self is reference,
@@ -79,7 +80,7 @@ class ComparedRun:
             "perplexity_gap": perplexity_gap(summary, reference.summary),
             "same_tokens": summary["tokens"] == reference.summary["tokens"],
             "bytes_sent_per_worker": sent,
-            "bytes_ratio": sent / theirs if sent and theirs else None,
+            "bytes_ratio": sent / theirs if sent and theirs and both_averaged else None,
             "compute_utilization": summary["compute_utilization"],
             "training_seconds": summary["training_seconds"],
         }
@@ -227,7 +228,8 @@ def _less(values: Values) -> str:
     ratio = values["bytes_ratio"]
     if ratio is None:
         return "-"
-    return f"{1 / ratio:,.1f}x less" if ratio <= 1 else f"{ratio:,.1f}x more"
+    less = f"{1 / ratio:,.1f}x less" if ratio < 1 else f"{ratio:,.1f}x more"
+    return ("as much" if 0.95 < ratio < 1.05 else less) + ("" if values["same_tokens"] else " (other tokens)")
 
 
 _ROWS: dict[str, Cell] = {

@@ -78,7 +78,9 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
     perplexity = summary["validation_perplexity"]
     if perplexity is not None:
         lines.append(f"validation perplexity {perplexity:,.2f} at step {summary['validation_step']:,}")
-    lines.append(f"{summary['rounds']:,} rounds, {summary['tokens']:,} tokens, {duration(summary['seconds'])} here")
+    rounds = "1 round" if summary["rounds"] == 1 else f"{summary['rounds']:,} rounds"
+    whole = " in the whole swarm" if summary.get("engine") == "swarm" else ""
+    lines.append(f"{rounds}, {summary['tokens']:,} tokens{whole}, {duration(summary['seconds'])} here")
     if status != "complete":
         if summary.get("engine") == "swarm":
             lines.append("no worker answers: the others have ended too, or cannot be reached from here")
