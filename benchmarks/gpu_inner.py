@@ -22,7 +22,7 @@ from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from diloco.training.compute import prepare
-from diloco.training.config.tables import ComputeConfig, InnerConfig
+from diloco.training.config.run import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer
 from measuring import check_cuda, write_results
 

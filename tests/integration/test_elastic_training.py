@@ -11,8 +11,7 @@ from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
 from diloco.history.log import read_events
 from diloco.history.waterfall import TOLD
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import TrainingConfig
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize
 from support.elastic_training import STEPS, Swarm, joins_at, make_run

@@ -10,9 +10,8 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.history.log import read_events
 from diloco.models.choice import ModelChoice
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge
-from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
 from diloco.training.records.summary import summarize
 from support.saved_runs import quick_runs, small_corpus, train
 

@@ -14,8 +14,7 @@ from diloco.data.order import merge_progress
 from diloco.errors import ConfigError
 from diloco.history.log import read_events
 from diloco.history.resuming import current
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import CheckpointConfig, ComputeConfig
+from diloco.training.config.run import CheckpointConfig, ComputeConfig, RunConfig
 from diloco.training.loop import Training
 from support.saved_runs import (
     STEPS,

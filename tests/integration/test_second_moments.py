@@ -11,7 +11,7 @@ from diloco.engines.local import LocalSwarm, alone
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from diloco.outer.methods.second_moments import SecondMoments
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 from diloco.training.inner import inner_optimizer
 from support.elastic import ElasticWorld
 from support.in_turn import InTurn

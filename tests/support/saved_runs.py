@@ -25,8 +25,7 @@ from diloco.models.choice import ModelChoice
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
 from diloco.training.checkpoints.resume import Start, agree_on_start
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import CheckpointConfig, InnerConfig, TrainingConfig
+from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from support.train_runs import write_text
 

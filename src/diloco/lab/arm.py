@@ -19,7 +19,7 @@ from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import preset
 from diloco.network.link import Link
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 
 Table = TypeVar("Table")
 MissedRule = Literal["token_weighted", "uniform", "age_decayed", "discarded"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from diloco.core.gpu import has_triton
 from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel
-from diloco.training.config.tables import ComputeConfig
+from diloco.training.config.run import ComputeConfig
 
 logger = logging.getLogger(__name__)
 

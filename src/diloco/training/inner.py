@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
-from diloco.training.config.rounds import learning_rates
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig, learning_rates
 
 Group = dict[str, Any]
 

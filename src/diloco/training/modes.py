@@ -14,8 +14,7 @@ from diloco.engines.base import Connection, Engine
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer.loop import OuterLoop
-from diloco.training.config.rounds import learning_rates, num_rounds
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import RunConfig, learning_rates, num_rounds
 from diloco.training.data_parallel import DataParallel
 from diloco.training.precision import Precision
 

@@ -18,8 +18,7 @@ from diloco.history.log import EventLog
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.saving import save_model
 from diloco.models.native.transformer import Transformer
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import TrainingConfig
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from support.train_runs import completed, tiny_options, write_text
 

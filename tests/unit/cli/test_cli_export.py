@@ -13,8 +13,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
 from diloco.models.folders import size_bytes
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig, RunConfig
 from support.pretrained_models import FAMILIES, logits, make_folder, make_run, some_tokens
 
 FILES = {

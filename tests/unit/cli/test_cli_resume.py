@@ -16,9 +16,8 @@ from diloco.models.choice import ModelChoice
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import CheckpointConfig, RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.config.tables import CheckpointConfig
 from diloco.training.records.summary import write_summary
 from support.saved_runs import agreed, small_config, small_corpus
 from support.train_runs import write_text

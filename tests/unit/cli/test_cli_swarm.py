@@ -28,9 +28,8 @@ from diloco.engines.swarm.trust.signatures import sign
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.history.log import Event, EventLog
 from diloco.history.resuming import current
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge, to_toml
-from diloco.training.config.tables import TrainingConfig
 from diloco.training.processes.join import (
     agreed_description,
     check_clock,

@@ -16,7 +16,7 @@ from diloco.lab.simulation.replicas import Sequential, Task, fresh, learning_rat
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.stacked import Stacked
 from diloco.lab.simulation.synthetic import synthetic_corpus
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 
 MODEL = {
     "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,

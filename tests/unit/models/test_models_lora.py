@@ -17,9 +17,8 @@ from diloco.models.lora import LoraConfig
 from diloco.models.registry import build_model, model_outline
 from diloco.training.checkpoints.model import check_model_of
 from diloco.training.checkpoints.resume import check_same_run
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import InnerConfig, RunConfig
 from diloco.training.config.run_file import merge
-from diloco.training.config.tables import InnerConfig
 from support.pretrained_models import END, logits, make_folder, some_tokens
 
 

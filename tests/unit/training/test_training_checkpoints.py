@@ -19,7 +19,7 @@ from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints import store
 from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
-from diloco.training.config.tables import CheckpointConfig
+from diloco.training.config.run import CheckpointConfig
 
 SYNC = CheckpointConfig(keep=2, asynchronous=False)
 TENSORS = {"w": pieces_of(torch.arange(6.0)), "s": pieces_of(torch.tensor(1.0))}

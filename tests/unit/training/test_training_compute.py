@@ -11,7 +11,7 @@ from diloco.models.base import LanguageModel
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from diloco.training.compute import blocks, prepare
-from diloco.training.config.tables import ComputeConfig
+from diloco.training.config.run import ComputeConfig
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,7 @@ from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import EngineError, LossNotFinite, ModelNotWritten
 from diloco.history.log import EventLog, read_events
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import ComputeConfig, InnerConfig, TrainingConfig
+from diloco.training.config.run import ComputeConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import summarize
 from diloco.training.step_log import LossCheck

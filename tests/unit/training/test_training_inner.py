@@ -11,7 +11,7 @@ import torch
 from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 
 
@@ -101,7 +101,7 @@ import torch
 torch.set_num_threads(1)
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
 
 def make():

@@ -22,7 +22,7 @@ from diloco.history.log import read_events
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.methods.gradient_mean import GradientMean
-from diloco.training.config.tables import TrainingConfig
+from diloco.training.config.run import TrainingConfig
 from diloco.training.evaluation import evaluate
 from diloco.training.micro_batches import MicroBatch, micro_batches
 from support.pretrained_models import VOCAB, make_folder

@@ -16,8 +16,7 @@ from diloco.history.log import EventLog, read_events
 from diloco.history.notes import RunNotes
 from diloco.models.choice import ModelChoice
 from diloco.training import loop
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import TrainingConfig
+from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
 from diloco.training.sizes.estimate import estimate

@@ -9,8 +9,7 @@ from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import ComputeConfig, TrainingConfig
+from diloco.training.config.run import ComputeConfig, RunConfig, TrainingConfig
 from diloco.training.processes.local_process import LocalRank
 from diloco.training.processes.worker import check_devices
 from diloco.training.sharding import _filled, _without_parameters

@@ -15,7 +15,7 @@ from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.manifests import Moment, find_checkpoints, worker_folder
 from diloco.training.checkpoints.resume import agree_on_start, check_same_run
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
-from diloco.training.config.tables import CheckpointConfig
+from diloco.training.config.run import CheckpointConfig
 from support.saved_runs import Gathering, agreed
 
 CONFIG = CheckpointConfig(keep=9, asynchronous=False)

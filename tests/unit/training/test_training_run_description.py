@@ -12,8 +12,7 @@ from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
-from diloco.training.config.run import RunConfig, is_shared
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig, RunConfig, is_shared
 from diloco.training.records.run_description import RunDescription
 
 DIGEST = "ab" * 32

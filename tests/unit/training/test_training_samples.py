@@ -16,8 +16,7 @@ from diloco.errors import ConfigError
 from diloco.history.log import EventLog, read_events
 from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import InnerConfig, TrainingConfig
+from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records import outputs
 from diloco.training.records.outputs import sample_prompt

@@ -19,9 +19,15 @@ from diloco.outer.background import BackgroundReplica
 from diloco.outer.loop import OuterLoop
 from diloco.training.checkpoints.manifests import worker_folder
 from diloco.training.checkpoints.tensor_files import saved_tensors
-from diloco.training.config.rounds import num_rounds, turns
-from diloco.training.config.run import RunConfig
-from diloco.training.config.tables import CheckpointConfig, ComputeConfig, InnerConfig, TrainingConfig
+from diloco.training.config.run import (
+    CheckpointConfig,
+    ComputeConfig,
+    InnerConfig,
+    RunConfig,
+    TrainingConfig,
+    num_rounds,
+    turns,
+)
 from diloco.training.loop import Training
 from diloco.training.sizes import disk, estimate
 from diloco.training.sizes.activations import native_activations, traced_peak

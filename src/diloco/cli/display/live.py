@@ -18,8 +18,7 @@ from diloco.history.counts import MemberView, WorkerView
 from diloco.history.log import EventReader
 from diloco.history.notes import printable
 from diloco.models.pretrained import short_name
-from diloco.training.config.rounds import turns
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import RunConfig, turns
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 10.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.lab.layout import Layout
 from diloco.lab.simulation.replicas import Beginning
-from diloco.training.config.tables import InnerConfig
+from diloco.training.config.run import InnerConfig
 from diloco.training.inner import MUON_MOMENTUM
 
 _EPSILON = 1e-8  # AdamW's

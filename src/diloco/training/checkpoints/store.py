@@ -35,7 +35,7 @@ from diloco.training.checkpoints.manifests import (
 )
 from diloco.training.checkpoints.snapshot import take_snapshot
 from diloco.training.checkpoints.tensor_files import SUFFIX, write_tensors
-from diloco.training.config.tables import CheckpointConfig
+from diloco.training.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from diloco.data.tokenizer import Tokenizer
 from diloco.models.registry import model_outline
-from diloco.training.config.rounds import num_rounds, turns
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import RunConfig, num_rounds, turns
 from diloco.training.micro_batch_size import choices, estimated
 from diloco.training.sizes.disk import DiskUse, disk_use, size_text
 from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes

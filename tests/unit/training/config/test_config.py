@@ -11,9 +11,8 @@ from diloco.core.config import OUTER_NUMBERS, OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.training.config.recipes import RECIPES
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
 from diloco.training.config.run_file import ALIASES, known_keys, merge, recipe_line, sections
-from diloco.training.config.tables import InnerConfig, TrainingConfig
 
 
 @pytest.fixture(autouse=True)

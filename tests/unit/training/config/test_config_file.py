@@ -15,9 +15,8 @@ from diloco.data.config import DataConfig
 from diloco.models.choice import ModelChoice
 from diloco.models.native.presets import PRESETS
 from diloco.training.config.recipes import RECIPES
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge, own_fields, sections, to_toml
-from diloco.training.config.tables import InnerConfig, TrainingConfig
 
 
 def resolved(*tokens: str | Path) -> RunConfig:

@@ -8,9 +8,8 @@ from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
-from diloco.training.config.run import RunConfig, may_change
+from diloco.training.config.run import CheckpointConfig, RunConfig, may_change
 from diloco.training.config.run_file import merge, to_toml
-from diloco.training.config.tables import CheckpointConfig
 
 
 @pytest.fixture
