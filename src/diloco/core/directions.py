@@ -4,7 +4,9 @@ Outer gradients of honest workers agree, the more so the more alike their data a
 the opposite cosine with every one of them. Each worker that reduces some parts tells the cosines of the pairs there
 (`pair_cosines`), and all decide from what all have told (`opposed`):
 
-    c_ij      the (upper) median of what is told of a pair by others than the two: no worker tells of itself
+    c_ij      the (upper) median of what is told of a pair: by all, the two included, where more than half of the
+              contributors tell, so that fewer than half of the tellers that lie decide no pair; where fewer tell, by
+              others than the two
     m_i       the median of c_ij over the others
     majority  the ⌊n/2⌋ + 1 contributions with the highest m_i: fewer than half that lie are not among themselves in it
     level     the median of what is told of the majority's pairs
@@ -62,8 +64,9 @@ def opposed(norms: Sequence[float], told: Mapping[int, Sequence[float]]) -> dict
     if not FEWEST <= count <= MOST or not told:
         return {}
     pairs = list(combinations(range(count), 2))
+    most_tell = 2 * len(told) > count
     said = {
-        pair: [cosines[place] for teller, cosines in told.items() if teller not in pair]
+        pair: [cosines[place] for teller, cosines in told.items() if most_tell or teller not in pair]
         or [cosines[place] for cosines in told.values()]
         for place, pair in enumerate(pairs)
     }

@@ -1,7 +1,9 @@
 """Ways in which a worker of a swarm in memory lies. Each changes what one worker does, and leaves all others alone."""
 
 import asyncio
+import struct
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import Entry, Plan
 from diloco.engines.swarm.node.proofs import directions
 from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, certify, range_digests, reducers
-from diloco.engines.swarm.node.rounds import comparisons
+from diloco.engines.swarm.node.rounds import comparisons, led_round
 from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
+from diloco.engines.swarm.node.rounds.troubles import Quarrels
+from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import write_frame
-from support.swarm.memory import MemorySwarm, MemoryWorker
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
 
 NAN = bytes.fromhex("0000c07f")
 
@@ -310,3 +314,49 @@ def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = 
             return await digest(made, own=own)
 
         liar.node.states.witnesses.digest = another  # type: ignore[assignment, method-assign]
+
+
+def brings_a_second_key(liar: MemoryWorker, patch: pytest.MonkeyPatch, second: str = NAMES[-1]) -> None:
+    """In each round that it leads, its plans have another key of its own invitation too, as a worker without work."""
+    honest_choose: Callable[..., list[Entry]] = vars(led_round)["choose"]  # or of another liar
+    members = liar.node.members
+    honest_is_live = members.is_live
+
+    def choose(here: list[Entry], sequence: int, quarrels: Quarrels, *more: Any) -> list[Entry]:
+        chosen = honest_choose(here, sequence, quarrels, *more)
+        own = next((entry for entry in chosen if entry.peer == liar.name), None)
+        if quarrels is not liar.node.leader.quarrels or own is None:
+            return chosen
+        parsed = own.parsed
+        posting = liar.posting(values(9), weight=0.0, sequence=sequence, digest=parsed.claim.anchor_digest,
+                               layout=parsed.layout_digest)  # fmt: skip
+        return [*chosen, Entry(second, PresentWorker(99, posting.header, b"", bytes(32)))]
+
+    patch.setattr(led_round, "choose", choose)
+    patch.setattr(members, "is_live", lambda name: name == second or honest_is_live(name))
+
+
+def tells_directions(
+    liar: MemoryWorker, change: Callable[[Transfer, list[float]], list[float]], patch: pytest.MonkeyPatch
+) -> None:
+    """As a reducer it signs other cosines than those of its parts, the same for all."""
+    honest_compare = Transfer._compare
+
+    def compare(self: Transfer) -> bytes:
+        right = honest_compare(self)
+        if self._transport.peer != liar.name or not right:
+            return right
+        made = change(self, directions.unpack(right))
+        return struct.pack(f"<{len(made)}h", *(round(32767 * value) for value in made))
+
+    patch.setattr(Transfer, "_compare", compare)
+
+
+def tells_that_all_point_against(victim: MemoryWorker, liar: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
+    """It says that the contribution of the victim points against all others."""
+
+    def change(transfer: Transfer, right: list[float]) -> list[float]:
+        names = [entry.peer for entry in transfer.plan.contributors]
+        return [-1.0 if victim.name in pair else 1.0 for pair in combinations(names, 2)]
+
+    tells_directions(liar, change, patch)

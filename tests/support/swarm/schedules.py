@@ -45,9 +45,9 @@ _NUMEL = 48
 LIES = ("ended", "two means", "wrong mean", "accuses", "state")
 ALL_LIES = (
     *LIES, "accuses all", "says withheld", "ahead", "certifies", "two plans", "sends no parts", "sends no mean",
-    "never posts", "turned around", "long parts", "not finite",
+    "never posts", "turned around", "long parts", "not finite", "second key", "directions",
 )  # fmt: skip
-_OF_A_NODE = ("ended", "state", "ahead", "certifies")
+_OF_A_NODE = ("ended", "state", "ahead", "certifies", "second key")
 """They change one process of a worker: after a crash its next one must begin anew."""
 _KINDS = ["lossy", "slow", "cut", "split", "pair", "crash", "sleep"]
 
@@ -236,6 +236,10 @@ class Schedule:
                 lies.withholds(liar, "_send", patch)
             case "sends no mean":
                 lies.withholds(liar, "_send_mean", patch)
+            case "second key":
+                lies.brings_a_second_key(liar, patch)
+            case "directions":
+                lies.tells_that_all_point_against(victim, liar, patch)
 
     def _contribution(self, index: int, work: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         """What a worker posts, and what it claims of it."""

@@ -1,5 +1,6 @@
 """Which contributions point against the others."""
 
+import random
 from itertools import combinations
 
 import pytest
@@ -75,6 +76,33 @@ def test_a_teller_changes_nothing_of_its_own_contribution_nor_of_others_alone() 
     assert judged(values, {4: [1.0 for _ in pairs]}) == {4}
     assert judged(honest(5, 1.0), {4: [-1.0 for _ in pairs]}) == set()
     assert judged(honest(4, 1.0), {3: [-1.0 for _ in combinations(range(4), 2)]}) == set()
+
+
+@pytest.mark.parametrize("count", range(3, 10))
+def test_fewer_than_half_that_lie_neither_hide_nor_have_another_one_refused(count: int) -> None:
+    """Those that lie together tell other cosines, and turn their work around or not."""
+    chance, pairs = random.Random(count), list(combinations(range(count), 2))
+    for liars in (set(range((count - 1) // 2)), set(range(count - (count - 1) // 2, count))):
+        right = judged(against(honest(count, 3.0), *liars))
+        assert right == liars
+        framed = min(set(range(count)) - liars)
+        for lie in (
+            [-1.0 for _ in pairs],
+            [1.0 if liars & set(pair) else -1.0 for pair in pairs],
+            [-1.0 if framed in pair else 1.0 for pair in pairs],
+            [chance.uniform(-1, 1) for _ in pairs],
+        ):
+            told = dict.fromkeys(liars, lie)
+            assert judged(against(honest(count, 3.0), *liars), told) == liars
+            assert judged(honest(count, 3.0), told) == set()
+
+
+def test_where_half_or_fewer_tell_no_word_counts_of_its_own_pairs() -> None:
+    values = against(honest(5, 1.0), 4)
+    right = pair_cosines(values)
+    norms = [float(value.norm()) for value in values]
+    false = [1.0 if 4 in pair else cosine for pair, cosine in zip(combinations(range(5), 2), right, strict=True)]
+    assert set(opposed(norms, {3: right, 4: false})) == {4}
 
 
 def test_nothing_is_found_where_all_are_zero_or_one_has_no_length() -> None:

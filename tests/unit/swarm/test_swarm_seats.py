@@ -15,7 +15,8 @@ from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import Excluded
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, date
+from support.swarm.lies import brings_a_second_key
+from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, date, values
 from support.swarm.stories import founded, rounds, stop, told
 
 KEY = RunKey.create()
@@ -245,3 +246,52 @@ def test_workers_that_a_member_invents_take_no_seat_but_its_own_and_are_not_pass
 
     roster, told_of, saved = told(story)
     assert len(roster) == 3 and not told_of and not saved
+
+
+def test_a_second_key_of_an_invitation_has_no_seat_nor_has_a_guest() -> None:
+    node, one, other = permissions(), invitation(), invitation()
+    node.admit("ann", one.credential("ann").data())
+    node.admit("guest", other.credential("guest", "guest").data(), worker=False)
+    node.remember("ann again", one.credential("ann again").data())
+    node.remember("my second", OWN.credential("my second").data())
+    assert [peer for peer in ("me", "ann", "ann again", "my second", "guest", "bob") if node.has_seat(peer)] == [
+        "me",
+        "ann",
+    ]
+
+
+def test_no_honest_worker_follows_a_plan_with_a_second_key_of_an_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan of a leader that lies has it. The round ends under the next leader."""
+
+    async def story(swarm: MemorySwarm) -> tuple[list[set[str]], list[str | None], list[dict[str, str]]]:
+        workers = await founded(swarm, 4)
+        await rounds(workers, 1)
+        brings_a_second_key(workers[0], monkeypatch, NAMES[9])
+        posts = (worker.post(values(worker.node.number, 1), seconds=300.0) for worker in workers)
+        ended = await asyncio.gather(*posts)
+        honest = workers[1:]
+        last = [worker.node.outcomes.quorum.last for worker in honest]
+        plans = [{entry.peer for entry in plan.entries} for plan in last if plan is not None]
+        return plans, [one.failure for one, _ in ended[1:]], [worker.node.permissions.bans() for worker in honest]
+
+    plans, failures, bans = told(story)
+    assert failures == [None] * 3 and not any(bans)
+    assert len(plans) == 3 and all(set(NAMES[1:4]) <= peers <= set(NAMES[:4]) for peers in plans)
+
+
+def test_a_worker_follows_a_plan_with_a_newcomer_once_the_leader_has_named_it() -> None:
+    """Worker 2 has not heard of the newcomer when the plan comes; the leader names it, and no round is lost."""
+
+    async def story(swarm: MemorySwarm) -> tuple[bool, list[str | None], set[str]]:
+        workers = await founded(swarm, 4)
+        late, newcomer = workers[2].node, workers[3].name
+        del late.members.peers[newcomer]
+        late.permissions._known.drop(newcomer)
+        known = late.permissions.has_seat(newcomer)
+        ended = await asyncio.gather(*(worker.post(values(worker.node.number, 0)) for worker in workers))
+        last = late.outcomes.quorum.last
+        assert last is not None
+        return known, [outcome.failure for outcome, _ in ended], {entry.peer for entry in last.entries}
+
+    known, failures, peers = told(story)
+    assert not known and failures == [None] * 4 and peers == set(NAMES[:4])

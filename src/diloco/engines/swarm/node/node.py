@@ -79,7 +79,7 @@ class Node:
         self.heartbeats = Heartbeats(self.members)
         calls = Calls(self.members, self._answer)
         notary = Notary(permissions.run_id, transport.peer, load_seed(settings.path(f"{settings.name}.key")))
-        notary.is_invited = lambda peer: permissions.credential_of(peer) is not None
+        notary.is_invited = permissions.has_seat
         self.outcomes = Outcomes(self.heartbeats, calls, notary)
         self.outcomes.liars.on_ban = lambda: save(self.members)
         self.outcomes.on_end = self._on_round_end

@@ -236,6 +236,19 @@ class Permissions:
         known = self._credential(peer)
         return self._passed_on.get(peer) if known is None else known.data()
 
+    def has_seat(self, peer: str) -> bool:
+        """Whether the peer is a worker whose invitation is known here, and whose seat is its own.
+
+        A second key of an invitation has none, nor has a guest.
+        """
+        data = self.credential_of(peer)
+        if data is None:
+            return False
+        credential = Credential.read(data)
+        holder = self.peer if credential.certificate.id == self._own.certificate.id else None
+        holder = holder or self._seats.get(credential.certificate.id)
+        return credential.role == "worker" and holder in (None, peer)
+
     def invitation_of(self, peer: str) -> str | None:
         """The id of the invitation that the peer came with, to keep beside its addresses; None: not known."""
         credential = self._credential(peer)

@@ -6,10 +6,10 @@ range (certificate.py). So all workers of a plan have the same cosines, and come
 (core/directions.py) before they vote: where a contribution points against the others, they do not vote for this plan,
 and the leader makes the next one without it (rounds/led_round.py).
 
-From five contributions on no single reducer decides what is told of a pair. Of three and four it may: so each worker
-compares what was told of its own pairs with the numbers of the contributions, and with the contribution of the other
-worker itself where they are far apart, or where a contribution was refused (mean_check.py). A reducer that has told
-another cosine is banned, as for a wrong mean.
+Fewer than half of the reducers decide nothing that is told of a pair, where more than half of the contributors reduce
+parts. Where fewer do, a single one may: so each worker compares what was told of its own pairs with the numbers of the
+contributions, and with the contribution of the other worker itself where they are far apart, or where a contribution
+was refused (mean_check.py). A reducer that has told another cosine is banned, as for a wrong mean.
 """
 
 import hashlib

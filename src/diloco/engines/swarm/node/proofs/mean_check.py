@@ -253,10 +253,11 @@ class MeanCheck:
     ) -> None:
         """A contribution was refused for its direction: have the reducers told the right one of this worker's pairs?
 
-        Of five and more contributions no single reducer decides that.
+        Where more than half of many contributors tell, fewer than half that lie do not decide that.
         """
         names = [entry.peer for entry in plan.contributors]
-        if self._me not in names or len(names) > _MOST_COMPARED:
+        most_tell = 2 * sum(len(one.directions) > 0 for one in ranges) > len(names)
+        if self._me not in names or (most_tell and len(names) > _MOST_COMPARED):
             return
         agreed = Agreed(plan, Certificate(posted.num_parts, ranges, {}))
         round_ = _Counted(agreed, posted, b"", {name: self._process_of(name) for name in names})
@@ -267,16 +268,21 @@ class MeanCheck:
         task.add_done_callback(self._tasks.discard)
 
     def _far_directions(self, round_: _Counted) -> list[tuple[str, str]]:
-        """Reducer, and the other worker of a pair: its cosine with this worker is far from that of their numbers."""
+        """Each reducer of whose cosines with this worker one is far from that of the numbers, and the other worker of
+        the pair where it is farthest."""
         plan, numbers = round_.agreed.plan, round_.numbers
         if not directions.compares(plan) or self._me not in numbers:
             return []
         found = []
         for teller, told in directions.told_of(plan, round_.agreed.certificate.ranges, self._me, round_.posted):
+            distances = {}
             for other, cosine in told.items():
                 estimate = projections.estimate_cosine(numbers[self._me], numbers[other])
-                if abs(estimate - cosine) > _FAR + _DEVIATIONS_FAR / len(numbers[other]) ** 0.5:
-                    found.append((teller, other))
+                bound = _FAR + _DEVIATIONS_FAR / len(numbers[other]) ** 0.5
+                distances[other] = abs(estimate - cosine) - bound
+            farthest = max(distances, key=lambda other: distances[other])
+            if distances[farthest] > 0:
+                found.append((teller, farthest))
         return found[:_MAX_OPENED]
 
     async def _check_directions(self, round_: _Counted, pairs: Sequence[tuple[str, str]]) -> None:
@@ -293,9 +299,11 @@ class MeanCheck:
                 own = await self.show(self._me, AskPart(plan.digest, part))
                 shown = await self._shown_part(round_, other, entry.root, part)
                 if not isinstance(own, Part) or shown is None:
-                    return
+                    break  # another worker may show its parts all the same
                 rows[self._me].append(own.data)
                 rows[other].append(shown)
+            if len(rows[other]) < len(parts):
+                continue
             right = directions.cosine_of(posted, rows[self._me], rows[other])
             told = said[teller][other]
             if abs(right - told) > _WRONG_COSINE:

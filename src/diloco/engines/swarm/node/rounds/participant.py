@@ -193,6 +193,7 @@ class Participant:
         if plan.authority <= round_.authority:
             return Superseded(round_.authority)
         round_.check_plan(plan, sender, self.members.me)
+        self._check_seats(round_, plan)
         self.outcomes.quorum.check_plan(plan)
         if (peer := self.outcomes.missed.find_excess(plan)) is not None:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
@@ -209,6 +210,26 @@ class Participant:
         round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
         round_.planned.set()
         return Done()
+
+    def _check_seats(self, round_: Round, plan: Plan) -> None:
+        """Raises CallRefused if a worker of the plan is not known here to have an invitation of its own.
+
+        It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. If it
+        does not for `lost_seconds`, one of the two is told to be a second key of an invitation: a quarrel
+        (troubles.py), since each member may have met another one of the two keys first.
+        """
+        unknown = [entry.peer for entry in plan.entries if not self.members.permissions.has_seat(entry.peer)]
+        if not unknown:
+            round_.unknown_since = None
+            return
+        self.heartbeats.beat_soon(plan.leader)
+        reason = f"the worker {unknown[0]} has no invitation that is known here, or one of another worker"
+        round_.unknown_since = round_.unknown_since or clock.now()
+        if clock.now() - round_.unknown_since > self.settings.lost_seconds:
+            round_.unknown_since = clock.now()
+            trouble = Trouble(round_.sequence, plan.authority, unknown[0], reason[:200], lie=True)
+            self.members.faults.start(self._tell_leader(round_, plan, trouble), "telling of a worker without a seat")
+        raise CallRefused(reason, "seat")
 
     def _check_opposed(self, round_: Round, plan: Plan) -> None:
         """A leader cannot have a contribution refused for its direction that this worker has seen to be right.

@@ -33,6 +33,8 @@ class Round:
     """When this worker began to wait for a leader that could go on (leader_watch.py)."""
     ended_alone_since: float | None = None
     """When a leader first said that it had ended this round, and had no mean that counts here."""
+    unknown_since: float | None = None
+    """When this worker was first offered a plan with a worker whose invitation it does not know."""
     leader: str | None = None
     """The leader that has this worker's header."""
     refusals: int = 0
