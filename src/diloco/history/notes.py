@@ -279,6 +279,13 @@ _SENTENCES: dict[str, tuple[Kind, Callable[[Event], str]]] = {
             f"{e['tokens']:,} tokens of it are lost"
         ),
     ),
+    "tokens_doubted": (
+        "warning",
+        lambda e: (
+            f"{_name(e)} says that it has trained on {e['tokens']:,} tokens, and all steps so far have {e['most']:,}: "
+            "that many count"
+        ),
+    ),
     "check_failed": (
         "warning",
         lambda e: f"worker {e['worker']} could not check the mean of round {e['round']}: {reason_of(e)}",

@@ -144,6 +144,10 @@ def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None
             event("rounds_lost", member=3, peer="p", label="box", rounds=3, tokens=4096),
             "worker 3 (box) went on without the others and has taken over their state: 3 rounds and 4,096 tokens",
         ),
+        (
+            event("tokens_doubted", member=3, round=7, tokens=1 << 53, most=4096),
+            "worker 3 says that it has trained on 9,007,199,254,740,992 tokens, and all steps so far have 4,096",
+        ),
         (event("two_means", round=7, leaders=[0, 2]), "round 7 has ended in two ways, led by worker 0 and 2"),
         (event("diverged", worker=1, rounds=3, tokens=4096), "3 rounds and 4,096 tokens of worker 1 are lost"),
     ],

@@ -246,11 +246,18 @@ class SwarmPeers(Peers):
 
     def _hear(self, sequence: int, result: RoundResult) -> None:
         notes = {member.worker: _read(member.note) for member in result.members}
-        self.tokens.after_round({worker: notes[worker] for worker in result.contributors if worker in notes})
+        contributed = {worker: notes[worker] for worker in result.contributors if worker in notes}
+        most = self._most_tokens(sequence)
+        for worker, told in self.tokens.after_round(contributed, most).items():
+            self._events.emit("tokens_doubted", member=worker, round=sequence, tokens=told, most=most)
         notes.pop(self._engine.worker, None)
         for worker, note in notes.items():
             self.claims.read_note(worker, note)
         self._validation.after_round(sequence, result.members, notes)
+
+    def _most_tokens(self, sequence: int) -> int:
+        """The tokens of all steps of the schedule until this round is posted."""
+        return self._outer.schedule.post_step(sequence) * self._config.tokens_per_step
 
     def _guarded(self, what: str, take_in: Callable[..., None], *told: object) -> None:
         """Take in what other machines have told. A fault of this program in that does not end the training."""
@@ -288,7 +295,7 @@ class SwarmPeers(Peers):
 
     def _hear_state(self, note: Note) -> None:
         self.claims.read_state_note(note)
-        self.tokens.read_state_note(note)
+        self.tokens.read_state_note(note, self._most_tokens(self._outer.sequence))
 
     def _on_resync(self, reason: str, sequence: int) -> None:
         self._read_state_note()
@@ -298,7 +305,8 @@ class SwarmPeers(Peers):
         self.tokens.begin(self._engine.worker)
 
     def _agree(self) -> None:
-        self.tokens.agree([_read(member.note) for member in self._outer.confirmed])
+        notes = [_read(member.note) for member in self._outer.confirmed]
+        self.tokens.agree(notes, self._most_tokens(self._outer.sequence))
 
     def tokens_by_worker(self) -> dict[str, int] | None:
         """At the end; agreed on with all that have confirmed it."""

@@ -4,6 +4,10 @@ A worker's count is that of its contributions which are in the run's means. It t
 all that get the round take it from there. The counts of all come to a joiner with the state, also its own from before:
 a worker that was killed goes on from what is in the run, and not from what it had trained on since its last round.
 
+A worker can have taken no more steps than the schedule has had: a count above that is taken for that, and its worker is
+named. So a false one makes the total larger by less than what the worker would have trained on, had it been there from
+the first step on. (A worker that was cut off, and trained on faster than the others, may be above it too.)
+
 At the end all members tell all counts with the confirmation, and agree on the median of each: one that missed a round
 has the others' numbers then, and one that lies changes none (among three and more).
 """
@@ -22,6 +26,8 @@ class TokenCounts:
         self.by_worker: dict[int, int] = {}
         self.earlier = 0
         """Tokens of this worker's earlier starts, as far as they are in the run."""
+        self._doubted: set[int] = set()
+        """Workers whose latest count was more than the schedule has had."""
 
     @property
     def total(self) -> int:
@@ -35,26 +41,37 @@ class TokenCounts:
         """The note, with the counts; `tokens`: that this worker has trained on in this start."""
         return replace(note, own_tokens=self.earlier + tokens, tokens=dict(sorted(self.by_worker.items())))
 
-    def after_round(self, notes: Mapping[int, Note]) -> None:
-        """Take in the notes of the workers whose contributions are in a mean, by worker: each one's own word counts."""
-        for worker, note in notes.items():
-            self._learn(worker, note.own_tokens)
+    def after_round(self, notes: Mapping[int, Note], most: int) -> dict[int, int]:
+        """Take in the notes of the workers whose contributions are in a mean, by worker: each one's own word counts, up
+        to `most`, the tokens of all steps of the schedule so far.
 
-    def read_state_note(self, note: Note) -> None:
+        Returns what those have told that told more, and did not the time before.
+        """
+        found = {}
+        for worker, note in notes.items():
+            self._learn(worker, min(note.own_tokens, most))
+            if note.own_tokens <= most:
+                self._doubted.discard(worker)
+            elif worker not in self._doubted:
+                self._doubted.add(worker)
+                found[worker] = note.own_tokens
+        return found
+
+    def read_state_note(self, note: Note, most: int) -> None:
         """Take in the word of the member that sent this worker its state."""
         for worker, tokens in note.tokens.items():
-            self._learn(worker, tokens)
+            self._learn(worker, min(tokens, most))
 
     def _learn(self, worker: int, tokens: int) -> None:
         self.by_worker[worker] = max(tokens, self.by_worker.get(worker, 0))
 
-    def agree(self, notes: Iterable[Note]) -> None:
+    def agree(self, notes: Iterable[Note], most: int) -> None:
         """All that have confirmed the end have these notes of each other: take the (upper) median of each count."""
         told = [note.tokens for note in notes]
         for worker in {worker for counts in told for worker in counts}:
             counts = sorted(one[worker] for one in told if worker in one)
             if 2 * len(counts) >= len(told):
-                self.by_worker[worker] = counts[len(counts) // 2]
+                self.by_worker[worker] = min(counts[len(counts) // 2], most)
 
     # Saved
 
