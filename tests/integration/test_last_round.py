@@ -1,6 +1,7 @@
 """The rounds of `finish()`: every present worker is in their mean, and leftovers never move the anchor alone."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.merging import Claim
+from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
 from diloco.engines.base import PendingRound
 from diloco.engines.local import LocalEngine, LocalSwarm
@@ -126,6 +128,62 @@ def test_in_a_swarm_three_workers_of_which_one_missed_the_last_two_rounds_end_th
     world.finish()
     torch.testing.assert_close(anchors(last), expected, rtol=1e-5, atol=1e-6)
     assert len(world.digests()) == 1
+
+
+def leftovers_by_hand(anchor: Tensor, own: list[Tensor]) -> Tensor:
+    """The learning rate falls to 0. Workers 0 and 1 have one step left, and weigh H each. Worker 2 missed two rounds,
+    and has 2 H + 1 steps of its own, the first of them at much higher rates: its norm is over 30 times the others'.
+
+    Δ = (H (anchor − θ_0) + H (anchor − θ_1) + (2 H + 1) (anchor − θ_2)) / (4 H + 1)        anchor ← anchor − Δ
+    """
+    weights = (H, H, 2 * H + 1)
+    delta = sum(weight * (anchor - theta) for weight, theta in zip(weights, own, strict=True))
+    return anchor - torch.as_tensor(delta) / sum(weights)
+
+
+FALLING = LearningRateCurve(0.1, 3 * H + 1, final_ratio=0.0)
+
+
+def fall(optimizers: Iterable[DiLoCo], step: int) -> None:
+    for optimizer in optimizers:
+        optimizer.loop.rates = FALLING
+        for group in optimizer.loop._inner.param_groups:
+            group["lr"] = FALLING.peak * FALLING.factor(step)
+
+
+def test_leftovers_of_a_worker_that_missed_rounds_count_in_full_where_the_rate_has_fallen_to_0() -> None:
+    world = InTurn(3, SyncConfig(H, "fp32", max_norm_ratio=3.0), SGD(1.0), fail_at=[(2, 1), (2, 2)], sgd=True)
+    for step in range(3 * H + 1):
+        fall(world.optimizers, step)
+        world.step()
+    thetas = [parameters_of(optimizer) for optimizer in world.optimizers]
+    assert world.optimizers[2].loop.rounds_failed == 2
+    first = anchors(world.optimizers[0])
+    norms = [float((first - theta).norm()) for theta in thetas]
+    assert norms[2] > 30 * max(norms[:2])
+    finish_all(world.optimizers)
+    torch.testing.assert_close(anchors(world.optimizers[0]), leftovers_by_hand(first, thetas), rtol=1e-5, atol=1e-6)
+    assert len(set(world.digests())) == 1
+
+
+@pytest.mark.parametrize("missed", [True, False])
+def test_in_a_swarm_they_do_if_the_others_have_counted_the_missed_rounds(missed: bool) -> None:
+    """The claims of four workers as above. One that missed nothing cannot have worked at a higher rate."""
+    few = replace(LEFT, weight=1.0, norm=0.001, work=0.002, round_weight=float(H))
+    late = replace(few, weight=2.0 * H + 1, norm=0.4, work=1.0)
+    decision = decide(range(4), [few, few, few, late], 3.0, rounds=[1, 1, 1, 3 if missed else 1])
+    if missed:
+        assert decision.contributors == (0, 1, 2, 3) and not decision.clipped and not decision.scales
+        assert decision.weights == (H, H, H, 2 * H + 1)
+    else:
+        assert set(decision.refused) == {3} and decision.too_long == {3}
+
+
+def test_a_late_worker_with_work_that_no_rate_explains_is_still_scaled_down() -> None:
+    few = replace(LEFT, weight=1.0, norm=0.001, work=0.002, round_weight=float(H))
+    late = replace(few, weight=2.0 * H, norm=6.0, work=1.0)
+    decision = decide(range(4), [few, few, few, late], 3.0, rounds=[1, 1, 1, 3])
+    assert set(decision.clipped) == {3} and decision.scales[3] == pytest.approx(0.25)
 
 
 def test_a_slow_worker_of_a_swarm_that_is_called_into_the_last_turn_is_in_it_as_one_of_those_that_are_done() -> None:

@@ -11,7 +11,7 @@ parts give the `cosines`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -44,7 +44,8 @@ class Claim:
     round_weight: float = math.inf
     """The weight of H inner steps of this worker; inf: its weight has no bound (a fixed membership is trusted)."""
     work: float = 1.0
-    """The inner steps behind the contribution as a share of H, at most 1."""
+    """The inner steps behind the contribution as a share of H, at most 1; each as its rate's share of the peak, if that
+    is known."""
     full_weight: float = 0.0
     """The weight of H inner steps of this worker, whatever is behind the contribution."""
     done: bool = False
@@ -61,13 +62,16 @@ def admit(claims: Sequence[Claim]) -> list[str | None]:
     return [_own_fault(claim, majority, _MOST_UNEQUAL * usual) for claim in claims]
 
 
-def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[float]:
+def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None, late: Collection[int] = ()) -> list[float]:
     """For each admitted claim with work: the norm with which it counts at most. A longer contribution is scaled down.
 
     The bound is `max_norm_ratio` times the round's (lower) median; None: there is none. A worker with more work than
     the median, up to one full round, is measured against the median norm per work times its own work: a fast worker
     among slow ones is no outlier, nor one that trains on when others have few steps left. Work is told by the weight,
     but where weights have no bound (they are shard sizes there) by the steps.
+
+    `late`: positions of claims that are measured by their steps in any case. Leftovers of others at the end of a
+    falling learning rate are short, and that of a worker which missed rounds is from a time of higher rates.
     """
     if max_norm_ratio is None or not claims:
         return [math.inf] * len(claims)
@@ -76,8 +80,8 @@ def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None) -> list[f
     norm_per_work = _lower_median([claim.norm / claim.work for claim in claims])
     round_weight = _lower_median([claim.round_weight for claim in claims])
     bounds = []
-    for claim in claims:
-        by_steps = math.isinf(round_weight)
+    for index, claim in enumerate(claims):
+        by_steps = math.isinf(round_weight) or index in late
         expected = norm_per_work * claim.work if by_steps else norm_per_weight * min(claim.weight, round_weight)
         usual = max(norm, expected)
         bounds.append(max_norm_ratio * usual if usual > 0 else math.inf)

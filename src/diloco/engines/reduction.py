@@ -87,7 +87,8 @@ def decide(
     resting = sum(weight for index, weight in zip(admitted, weights, strict=True) if not work[index])
     accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if work[index] > 0]
     considered = [claims[index] for index, _ in accepted]
-    bounds = norm_bounds(considered, max_norm_ratio)
+    missed = [place for place, (index, _) in enumerate(accepted) if rounds and rounds[index] > 1]
+    bounds = norm_bounds(considered, max_norm_ratio, missed if of_leftovers is not None else ())
     refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
     clipped = {
         workers[index]: f"norm {claim.norm:.3g} is above the bound {bound:.3g} "

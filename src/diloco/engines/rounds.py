@@ -64,7 +64,7 @@ class Contribution:
     round_weight: float = inf
     """The weight of H inner steps: with an elastic engine `weight` counts as at most MAX_WEIGHT_ROUNDS of it."""
     work: float = 1.0
-    """The inner steps behind it as a share of H, at most 1."""
+    """The inner steps behind it as a share of H, at most 1; each as the share of the peak learning rate, if known."""
     full_weight: float = 0.0
     """The weight of H inner steps, with any engine: as such it counts at least in a mean of leftovers."""
     merge: Merge = "mean"

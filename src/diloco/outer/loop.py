@@ -25,7 +25,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.core.methods.round_lengths import GrowingRounds
+from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Connection
@@ -50,6 +50,7 @@ from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("rounds_failed", "rounds_dropped", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")
+_LEAST_WORK = 1e-18  # the rate of the last steps may be next to 0
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
 
 
@@ -91,6 +92,8 @@ class OuterLoop:
         """The note that came with the latest state that this worker took over."""
         self.confirmed: tuple[Member, ...] = ()
         """The workers that have confirmed the last parameters, this one included; none before the end."""
+        self.rates: LearningRateCurve | None = None
+        """Of the inner steps, if it is known: steps at a low rate are less work."""
         self.ends_at: int | None = None
         self.report = Report()
         self.patience_seconds = 0.0
@@ -236,7 +239,7 @@ class OuterLoop:
                 report=report,
                 note=self.note(),
                 round_weight=self.weight * H if self.engine.elastic else math.inf,
-                work=min(1.0, steps / H),
+                work=self._work(steps, H),
                 full_weight=self.weight * H,
                 patience_seconds=self.patience_seconds,
             )
@@ -246,6 +249,13 @@ class OuterLoop:
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
         self.in_flight.append(Posted(key, self.inner_steps, steps + self.state.merged_at[index], pending))
         self.state.sequence += 1
+
+    def _work(self, steps: int, H: int) -> float:
+        """The latest `steps` inner steps as a share of H steps at the peak rate, by which norms are compared."""
+        if self.rates is None or not steps:
+            return min(1.0, steps / H)
+        work = sum(self.rates.factor(step) for step in range(self.inner_steps - steps, self.inner_steps))
+        return min(1.0, max(work / H, _LEAST_WORK))
 
     def end_round(self, posted: Posted) -> None:
         """Wait for a round, let the policy merge its mean, and tell of it."""

@@ -131,6 +131,7 @@ class DiLoCoMode(Mode):
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         inner.register_step_post_hook(lambda *_: inner.zero_grad())  # a round needs their memory
         self.averager: OuterLoop = self.optimizer.loop
+        self.averager.rates = learning_rates(config.inner, config.steps)
         if not engine.elastic and config.sync.dynamic_steps:
             self.averager.end_at(config.steps)
         self._stop_requested = False
