@@ -30,6 +30,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov
 from diloco.engines.local import LocalSwarm
 from diloco.engines.virtual_time import replay
+from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
@@ -97,9 +98,9 @@ class World:
             model = Transformer(SHAPE)
             inner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
             optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, momentum))
-            if optimizer.loop.pace is not None:
-                optimizer.loop.pace.clock = partial(self._time_of, optimizer.loop)
-                optimizer.loop.pace.restart()
+            if (pace := optimizer.loop.method(DynamicSteps)) is not None:
+                pace.clock = partial(self._time_of, optimizer.loop)
+                pace.begin_anew()
             self.models.append(model)
             self.optimizers.append(optimizer)
 

@@ -31,12 +31,12 @@ import torch
 
 from codec_variants import READINGS, DenseMean, ForgottenMean, RememberedTopK, RememberingMean
 from diloco.core import fragments
-from diloco.core.methods import pruning
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.lab.arm import Arm
 from diloco.lab.simulation.simulator import simulate
+from diloco.methods import pruning
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import preset
 from measuring import write_results

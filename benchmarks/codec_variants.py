@@ -9,7 +9,7 @@ from diloco.codecs.base import Codec
 from diloco.codecs.integers import Int4
 from diloco.codecs.registry import CODECS
 from diloco.codecs.top_k import TopK, TopKMean
-from diloco.core.methods.pruning import prune_
+from diloco.methods.pruning import prune_
 
 
 class DenseMean(TopK):

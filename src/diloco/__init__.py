@@ -14,8 +14,8 @@ from diloco.version import __version__
 if TYPE_CHECKING:
     from diloco.core.config import FaultsConfig as FaultsConfig
     from diloco.core.config import SyncConfig as SyncConfig
-    from diloco.core.methods.course import Course as Course
-    from diloco.core.methods.round_lengths import LearningRateCurve as LearningRateCurve
+    from diloco.core.course import Course as Course
+    from diloco.core.learning_rate import LearningRateCurve as LearningRateCurve
     from diloco.core.outer_optimizers import SGD as SGD
     from diloco.core.outer_optimizers import Adam as Adam
     from diloco.core.outer_optimizers import Nesterov as Nesterov
@@ -34,8 +34,8 @@ _HOMES = {
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",
     "FaultsConfig": "diloco.core.config",
-    "Course": "diloco.core.methods.course",
-    "LearningRateCurve": "diloco.core.methods.round_lengths",
+    "Course": "diloco.core.course",
+    "LearningRateCurve": "diloco.core.learning_rate",
     "Nesterov": "diloco.core.outer_optimizers",
     "SGD": "diloco.core.outer_optimizers",
     "SGDMomentum": "diloco.core.outer_optimizers",

@@ -21,26 +21,27 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.methods.round_lengths import LearningRateCurve
-from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.config import NO_FAULTS, FaultsConfig, SyncConfig
+from diloco.core.learning_rate import LearningRateCurve
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
+from diloco.methods.asynchronous import AsynchronousLoop, asynchronous_parts
+from diloco.methods.growing_rounds import GrowingRounds
+from diloco.methods.registry import chosen_methods
+from diloco.methods.warm_start import WarmStart
 from diloco.outer.arguments import (
-    asynchronous_parts,
-    check_merge,
+    Given,
     check_model_inner_engine,
     check_replicas,
-    chosen_faults,
     chosen_outer,
-    growing_rounds,
+    refuse_arguments,
     sync_config,
 )
-from diloco.outer.elastic import ElasticMembership
-from diloco.outer.fixed import FixedMembership
+from diloco.outer.elastic import ElasticLoop
+from diloco.outer.fixed import FixedLoop
 from diloco.outer.loop import OuterLoop
-from diloco.outer.methods.asynchronous import AsynchronousWorkers
-from diloco.outer.methods.warm_start import WarmStart
+from diloco.outer.method import Options
 from diloco.outer.rounds import RoundEvent, mean_cosine
 from diloco.outer.tensors.model_tensors import model_tensors
 from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
@@ -51,7 +52,8 @@ class OuterNumbers:
     """What a training loop may read of the outer loop, at any time."""
 
     loop: OuterLoop
-    warm_start: WarmStart
+    warm_start: WarmStart | None
+    """The data-parallel steps at the start, if there are any."""
     _on_round: Callable[[RoundEvent], None] | None = None
 
     @property
@@ -82,7 +84,7 @@ class OuterNumbers:
     @property
     def stopping(self) -> bool:
         """A worker called `finish(early=True)`: leave the loop and call `finish()`."""
-        return self.loop.stopping or self.warm_start.stopping
+        return self.loop.stopping or (self.warm_start is not None and self.warm_start.stopping)
 
     @property
     def others_done(self) -> bool:
@@ -161,29 +163,36 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         check_replicas(model, engine)
         self._first_check: Callable[[], None] | None = partial(check_replicas, model, engine)
         sync = sync_config(sync, H)
-        check_merge(sync, engine)
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"weight = {weight} must be a finite number above 0")
         self.inner = inner
         self.skipped_steps = 0
         super().__init__(inner.param_groups, inner.defaults)
-        outer, policy = chosen_outer(outer), ElasticMembership if engine.elastic else FixedMembership
+        faults = faults or NO_FAULTS
+        outer = chosen_outer(outer)
+        refuse_arguments(Given(sync, engine, outer, learning_rates is not None, restoring, faults))
+        tensors = model_tensors(model, inner, send_frozen=send_frozen)
+        kind: type[OuterLoop] = ElasticLoop if engine.elastic else FixedLoop
+        held = outer
         if sync.asynchronous:
-            engine, outer, policy = *asynchronous_parts(engine, outer, sync), AsynchronousWorkers
-        self.loop = OuterLoop(
-            model_tensors(model, inner, send_frozen=send_frozen),
+            kind = AsynchronousLoop
+            engine, outer = asynchronous_parts(engine, outer, sync)
+            held = outer if engine.worker == 0 else SGD(lr=1.0)  # the others take over what worker 0 answers
+        growth = GrowingRounds(sync.growth, learning_rates) if sync.growth and learning_rates else None
+        self.loop = kind(
+            tensors,
             engine,
             sync,
-            outer,
-            policy,
-            weight=weight,
-            identity=identity,
+            held,
             inner=inner,
+            weight=weight,
+            common=(outer, identity, faults),
+            growth=growth,
+            methods=chosen_methods(Options(sync, faults, engine, inner, tensors.averaged)),
             restoring=restoring,
-            growth=growing_rounds(sync, learning_rates),
-            faults=chosen_faults(faults, sync),
         )
-        self.warm_start = WarmStart(self.loop)
+        self.loop.join()
+        self.warm_start = WarmStart(self.loop) if sync.warm_start else None
         self.unfinished = UnfinishedSteps(self, engine.worker)
         if engine.workers == 1 and not engine.elastic:
             self.unfinished.silence()
@@ -217,22 +226,16 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
             self._first_check = None
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
-        if self.loop.inner_steps < self.warm_start.averaged_steps:
+        if self.warm_start is not None and self.warm_start.active:
             self.warm_start.refuse(closure, found_inf)
-            self._warm_step(skip=False)
+            self._shared_step(self.warm_start.average())
             return None
         if found_inf is None or self._unscale(found_inf):
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
         else:
             self.skipped_steps += 1
-        self.loop.inner_steps += 1
-        if self.warm_start.steps:
-            self._end_warm_step()
+        self._count_step()
         return loss
-
-    def _end_warm_step(self) -> None:
-        if self.loop.inner_steps <= self.warm_start.steps:
-            self.warm_start.end_step()
 
     def average_gradients(self, weight: float | None = None) -> None:
         """During the warm start: every worker's gradients become their mean, before the loop clips them.
@@ -240,18 +243,21 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
         `weight`: of this worker's gradients in the mean (default: of its contributions).
         """
-        if self.loop.inner_steps < self.warm_start.averaged_steps:
+        if self.warm_start is not None and self.warm_start.active:
             self.warm_start.average(weight=weight)
 
-    def _warm_step(self, *, skip: bool) -> None:
-        """A step of the warm start: all workers take it alike, or none of them does."""
-        if self.warm_start.average(skip=skip):
+    def _shared_step(self, has_mean: bool) -> None:
+        """A step of the warm start, with the mean of all gradients: all workers take it alike, or none of them does."""
+        if has_mean:
             self.inner.step()
         else:
             self.skipped_steps += 1
+        self._count_step()
+
+    def _count_step(self) -> None:
         self.loop.inner_steps += 1
-        if self.warm_start.steps:
-            self._end_warm_step()
+        if self.warm_start is not None:
+            self.warm_start.end_step()
 
     def skip_step(self) -> None:
         """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
@@ -259,13 +265,11 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
         warm start this worker takes the step with the others' gradients.
         """
-        if self.loop.inner_steps < self.warm_start.averaged_steps:
-            self._warm_step(skip=True)
+        if self.warm_start is not None and self.warm_start.active:
+            self._shared_step(self.warm_start.average(skip=True))
         else:
             self.skipped_steps += 1
-            self.loop.inner_steps += 1
-        if self.warm_start.steps:
-            self._end_warm_step()
+            self._count_step()
         self.loop.post()
         self.merge()
 
@@ -288,9 +292,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.loop.merge()
-        state = self.loop.state
-        merged_at = state.merged_at if self.loop.replica.groups[-1].moments is None else state.merged_at[:-1]
-        self.unfinished.steps = state.inner_steps - state.jumped - min(merged_at)
+        self.unfinished.steps = self.loop.state.steps_since_round
 
     def finish(self, *, early: bool = False, before_confirming: Callable[[], None] | None = None) -> None:
         """Average what is left, leave the outer parameters in the model, and confirm that all have the same.
@@ -303,13 +305,12 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         workers come and go it leaves alone, with the anchor as it is.
         `before_confirming` runs with the final parameters in the model; all learn what it puts into `loop.report`.
         """
-        if self.loop.inner_steps < self.warm_start.steps:
-            self.warm_start.take_digests()
+        if self.warm_start is not None:
+            self.warm_start.end()
         self.unfinished.steps = 0
         self.loop.finish(early=early, before_confirming=before_confirming)
-        self.warm_start.stopping = False
         if not early:
-            warn_of_few_rounds(self.loop.inner_steps - self.warm_start.steps, self.loop)
+            warn_of_few_rounds(self.loop.inner_steps - self.loop.sync.warm_start, self.loop)
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""
@@ -380,9 +381,8 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
     def _refuse_work_of_another(self, numbers: dict[str, Any]) -> None:
         """In the middle of a round a state has the work of one worker, which would be in the mean twice."""
         theirs, own = numbers.get("worker"), self.loop.engine.worker
-        merged_at = [value for key, value in numbers.items() if key.endswith(".merged_at")]
-        merged = min(merged_at if self.loop.replica.groups[-1].moments is None else merged_at[:-1], default=0)
-        steps = numbers["inner_steps"] - numbers.get("jumped", 0) - merged
+        merged_at = [numbers[f"{index}.merged_at"] for index in range(self.loop.state.num_tensor_groups)]
+        steps = numbers["inner_steps"] - numbers.get("jumped", 0) - min(merged_at)
         if theirs in (None, own) or self.loop.engine.elastic or not (steps or numbers["in_flight"]):
             return
         raise ConfigError(

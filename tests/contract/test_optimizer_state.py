@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.methods.course import Course
-from diloco.core.methods.round_lengths import LearningRateCurve
+from diloco.core.course import Course
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import Adam, Nesterov
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo

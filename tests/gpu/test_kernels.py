@@ -116,7 +116,7 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
         return optimizer.anchor_digest()
 
     fused = train()
-    monkeypatch.setattr("diloco.codecs.encoded_steps.kernels_in_one_pass", lambda *_: None)
+    monkeypatch.setattr("diloco.outer.sending.kernels_in_one_pass", lambda *_: None)
     assert train() == fused
 
 

@@ -16,6 +16,7 @@ from diloco.engines.local import LocalSwarm, alone
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.virtual_time import replay
 from diloco.errors import ConfigError
+from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from support.elastic import ElasticSwarm
 from support.problem import Net, build, flat, loss_of
@@ -126,10 +127,10 @@ def test_with_dynamic_steps_a_slow_worker_arrives_as_often_as_a_fast_one() -> No
     sync = SyncConfig(12, "fp32", asynchronous=True, dynamic_steps=True, timeout_seconds=60.0)
     world = World((1.0, 3.0), sync)
     for worker, optimizer in enumerate(world.optimizers):
-        pace, state = optimizer.loop.pace, optimizer.loop.state
+        pace, state = optimizer.loop.method(DynamicSteps), optimizer.loop.state
         assert pace is not None
         pace.clock = lambda state=state, worker=worker: state.steps_taken * (1.0, 3.0)[worker]  # type: ignore[misc]
-        pace.restart()
+        pace.begin_anew()
     world.run(36.0 + 4 * 12.0)
     assert [optimizer.position // 12 for optimizer in world.optimizers] == [7, 5]
     assert [optimizer.loop.state.steps_taken for optimizer in world.optimizers] == [84, 12 + 4 * 4]

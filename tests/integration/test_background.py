@@ -20,7 +20,8 @@ from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.outer import background
 from diloco.outer import loop as outer_loop
 from diloco.outer.background import BackgroundReplica
-from diloco.outer.replica import Lane, Replica
+from diloco.outer.lane import Lane
+from diloco.outer.replica import OneRankReplica
 from support.in_turn import InTurn
 from support.problem import build
 from support.processes import in_processes
@@ -51,12 +52,12 @@ def trajectory(sync: SyncConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", SYNCS)
 def test_rounds_in_threads_give_the_bits_of_rounds_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kind(replica: type[Replica]) -> Callable[..., type[Replica]]:
+    def kind(replica: type[OneRankReplica]) -> Callable[..., type[OneRankReplica]]:
         return lambda *_: replica
 
     monkeypatch.setattr(outer_loop, "kind_of_replica", kind(BackgroundReplica))
     beside = trajectory(SYNCS[case])
-    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(Replica))
+    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(OneRankReplica))
     assert all(torch.equal(one, other) for one, other in zip(beside, trajectory(SYNCS[case]), strict=True))
 
 
@@ -64,7 +65,7 @@ def test_only_overlapped_rounds_on_a_cpu_have_threads() -> None:
     _, overlapped = build(alone(), SYNCS["whole"])
     _, classic = build(alone(), SyncConfig(4))
     assert type(overlapped.loop.replica) is BackgroundReplica
-    assert type(classic.loop.replica) is Replica
+    assert type(classic.loop.replica) is OneRankReplica
 
 
 def test_the_trainers_thread_neither_encodes_nor_steps_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.engines.base import Engine
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
-from diloco.outer.methods.dropped import Drops
+from diloco.methods.dropped_rounds import DroppedRounds
 from diloco.training.config.run import RunConfig
 from support.elastic import ElasticWorld
 from support.in_turn import InTurn
@@ -20,8 +20,8 @@ WORKERS, H = 3, 2
 
 
 def hits(rounds: int, faults: FaultsConfig = FAULTS) -> list[tuple[int, int]]:
-    drops = [Drops(faults, worker) for worker in range(WORKERS)]
-    return [(worker, n) for worker in range(WORKERS) for n in range(rounds) if drops[worker].hit(n)]
+    drops = [DroppedRounds(faults, worker) for worker in range(WORKERS)]
+    return [(worker, n) for worker in range(WORKERS) for n in range(rounds) if drops[worker].drops(n)]
 
 
 def test_the_share_that_is_dropped_is_the_one_asked_for_and_another_seed_drops_others() -> None:
@@ -48,8 +48,8 @@ def test_a_dropped_outer_gradient_has_the_trajectory_of_one_that_was_lost_on_the
 def test_a_worker_that_is_dropped_keeps_its_parameters_and_sends_its_work_later() -> None:
     events: list[diloco.outer.rounds.RoundEvent] = []
     world = InTurn(2, SyncConfig(H, "fp32"), more={"faults": FaultsConfig(0.5, seed=2)})
-    drops = [Drops(FaultsConfig(0.5, seed=2), worker) for worker in range(2)]
-    first = next(n for n in range(50) if drops[0].hit(n) and not drops[1].hit(n) and not drops[0].hit(n + 1))
+    drops = [DroppedRounds(FaultsConfig(0.5, seed=2), worker) for worker in range(2)]
+    first = next(n for n in range(50) if drops[0].drops(n) and not drops[1].drops(n) and not drops[0].drops(n + 1))
     world.step(first * H)
     world.optimizers[0].loop.on_round = events.append
     world.step(H - 1)

@@ -15,6 +15,7 @@ import pytest
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
 from diloco.errors import ConfigError
+from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from support.elastic import ElasticWorld, Worker
 from support.problem import Net, build, loss_of
@@ -54,10 +55,10 @@ class Run:
 
 
 def give_clock(optimizer: DiLoCo, clock: Callable[[], float]) -> None:
-    pace = optimizer.loop.pace
+    pace = optimizer.loop.method(DynamicSteps)
     assert pace is not None
     pace.clock = clock
-    pace.restart()
+    pace.begin_anew()
 
 
 def steps(model: Net, optimizer: DiLoCo, worker: int, number: int) -> None:
@@ -207,7 +208,7 @@ def test_speeds_that_change_change_the_steps() -> None:
 def test_equal_workers_train_as_without_it() -> None:
     def work(engine: Engine, sync: SyncConfig) -> str:
         model, optimizer = build(engine, sync)
-        if optimizer.loop.pace is not None:
+        if sync.dynamic_steps:
             give_clock(optimizer, lambda: float(optimizer.loop.state.steps_taken))
         for step in range(3 * H):
             steps(model, optimizer, engine.worker, step)

@@ -9,7 +9,7 @@ import pytest
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.outer.methods.pace import Pace
+from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import write_summary
 from support.saved_runs import (
@@ -30,12 +30,12 @@ SLOW_STEPS = H + 2 + 2 + 1  # of worker 1: in the first turn all H, then a third
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DataConfig, Corpus]]:
-    def virtual_seconds(pace: Pace) -> float:
+    def virtual_seconds(loop: OuterLoop) -> float:
         """Worker 1 is three times slower."""
-        return pace._state.steps_taken * (1.0 + 2.0 * pace._engine.worker)
+        return loop.state.steps_taken * (1.0 + 2.0 * loop.engine.worker)
 
     with quick_runs(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "_training_seconds", virtual_seconds)
+        patch.setattr(OuterLoop, "_training_seconds", virtual_seconds)
         yield small_corpus(tmp_path_factory.mktemp("data"))
 
 

@@ -16,7 +16,7 @@ from diloco.core.outer_optimizers import SGD
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
-from diloco.outer.elastic import Missed
+from diloco.outer.elastic import ElasticLoop, Missed
 from diloco.outer.rounds import RoundEvent
 from support.elastic import ElasticSwarm, ElasticWorld, Worker
 from support.in_turn import InTurn
@@ -364,7 +364,8 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     engine = world.swarm.engine(7)
     diverged.loop.engine = diverged.loop.replica.engine = diverged.loop.state.lanes[0].engine = engine
     engine.serve_state(alone.swarm.providers[0])
-    diverged.loop.policy.missed = Missed("it went on alone")
+    assert isinstance(diverged.loop, ElasticLoop)
+    diverged.loop.missed = Missed("it went on alone")
     world.workers[7] = replace(diverged, number=7)
     world.step(7, times=5)
     assert diverged.loop.resyncs == 0

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.methods.course import Course
-from diloco.core.methods.round_lengths import LearningRateCurve
+from diloco.core.course import Course
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, SGDMomentum
 from support.golden import Recorded, in_order_of_arrival, in_rounds, processor, with_joiners
 from support.in_turn import InTurn

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.merging import Claim
-from diloco.core.methods.round_lengths import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
 from diloco.engines.base import PendingRound
 from diloco.engines.local import LocalEngine, LocalSwarm

@@ -16,6 +16,7 @@ from diloco.engines.local import LocalEngine, LocalSwarm
 from diloco.engines.reduction import decide
 from diloco.engines.rounds import Contribution
 from diloco.errors import EngineError
+from diloco.outer.fixed import FixedLoop
 from support.problem import Story, build, flat, loss_of, train
 from support.processes import in_processes
 from support.threads import in_threads
@@ -232,8 +233,8 @@ def test_a_worker_that_is_done_waits_for_the_others_steps_longer_than_for_a_tran
             return super().start_round(key, contribution, deadline_seconds)
 
     model, optimizer = build(Watched(LocalSwarm(1), 0), SyncConfig(4))
-    began = optimizer.loop.policy._began
-    optimizer.loop.policy._began = (began[0] - 100.0, 0)  # the five steps took a little more than 100 s
+    assert isinstance(optimizer.loop, FixedLoop)
+    optimizer.loop._began = (optimizer.loop._began[0] - 100.0, 0)  # the five steps took a little more than 100 s
     steps(model, optimizer, 0, 5)
     optimizer.finish()
     assert patience[0] == 0.0

@@ -16,6 +16,7 @@ from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
 from diloco.engines.local import LocalSwarm
 from diloco.engines.virtual_time import replay
+from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 from support.elastic import ElasticSwarm
@@ -160,10 +161,10 @@ def in_rounds(
 
 def give_clock(recorder: Recorder, seconds: float) -> None:
     """A clock that counts `seconds` for each inner step of this worker."""
-    pace = recorder.optimizer.loop.pace
+    pace = recorder.optimizer.loop.method(DynamicSteps)
     assert pace is not None
     pace.clock = lambda: recorder.steps_taken * seconds
-    pace.restart()
+    pace.begin_anew()
 
 
 def in_order_of_arrival(sync: SyncConfig, seconds: Sequence[float], until: float) -> list[Recorded]:

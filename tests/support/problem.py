@@ -12,6 +12,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
+from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 
@@ -119,9 +120,9 @@ def train(
     it then trains until position `steps`. `more`: for DiLoCo.
     """
     model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed, **more)
-    if pace := optimizer.loop.pace:
+    if pace := optimizer.loop.method(DynamicSteps):
         pace.clock = lambda: optimizer.loop.state.steps_taken * seconds[engine.worker]
-        pace.restart()
+        pace.begin_anew()
     if built is not None:
         built()
     story = Story()

@@ -12,6 +12,7 @@ from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout, Span
 from diloco.core.outer_optimizers import SGD
 from diloco.errors import ConfigError
+from diloco.methods.error_feedback import Feedback
 from support.in_turn import InTurn
 from support.problem import anchors, flat
 
@@ -30,9 +31,10 @@ def sent_in(vector: EncodedVector) -> torch.Tensor:
 
 
 def error_of(world: InTurn, worker: int) -> torch.Tensor:
-    feedback = world.optimizers[worker].loop.state.lanes[0].sending[0].feedback
+    feedback = world.optimizers[worker].loop.method(Feedback)
     assert feedback is not None
-    return feedback.error
+    [error] = feedback.of(0)
+    return error.error
 
 
 @pytest.mark.parametrize("name", ["topk", "2bit", "int4"])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from diloco.core.methods.course import Course
+from diloco.core.course import Course
 from diloco.core.options import option
 from diloco.errors import ConfigError
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import OuterConfig, check_course, check_outer_number
-from diloco.core.methods.course import Course
+from diloco.core.course import Course
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class OuterOptimizer(ABC):
                 check_outer_number(one.name, getattr(self, one.name), self.name)
         if self.course is not None:
             check_course(self.course, self.name)
-
-    def held_by(self, worker: int) -> "OuterOptimizer":  # noqa: ARG002 - all hold the same but for asynchronous ones
-        """What a worker keeps of it."""
-        return self
 
     def at(self, turn: int) -> "OuterOptimizer":
         """The optimizer, with fixed numbers, of the rounds of a turn (core/schedule.py), counted from 0."""

@@ -4,8 +4,8 @@ Inner steps are counted from 1. After inner step t, fragment p is posted if (t â
 posted is merged `overlap_steps` inner steps later (Ï„ of the paper; 0 merges within the same step). So with one
 fragment at offset 0 the first round comes after exactly H inner steps, not H + 1.
 
-With a warm start of W steps (outer/methods/warm_start.py) t counts from the end of it. H inner steps are a *turn*, in
-which every fragment is posted once. Turns may grow (methods/round_lengths.py): the offsets grow with them.
+With a warm start of W steps (methods/warm_start.py) t counts from the end of it. H inner steps are a *turn*, in which
+every fragment is posted once. Turns may grow (methods/growing_rounds.py): the offsets grow with them.
 
 A pure function of the step: workers with the same numbers post the same fragments in the same order, which lets an
 engine pair their contributions. `rotation` is that order from any step on; a worker that ends early posts its last
@@ -13,11 +13,44 @@ rounds in it. The posts of all fragments together are numbered from 0: the seque
 `post_step` give its fragment and its step, so a worker that was absent needs one number to continue.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from diloco.core.methods.round_lengths import GrowingRounds, Turns
 from diloco.errors import ConfigError
+
+
+class RoundLengths(Protocol):
+    """How long rounds are that do not all take H inner steps; equal on all workers, since the schedule is."""
+
+    def length(self, base: int, step: int) -> int:
+        """The inner steps of a round that begins after inner step `step`; at least `base`, which is H."""
+
+
+class _Turns:
+    """The turns through all fragments: turn n begins after step `start(n)`, counted from the end of a warm start."""
+
+    def __init__(self, base: int, lengths: RoundLengths, warm_start: int) -> None:
+        self._base = base
+        self._lengths = lengths
+        self._warm_start = warm_start
+        self._starts = [0]
+
+    def start(self, turn: int) -> int:
+        while len(self._starts) <= turn:
+            self._add()
+        return self._starts[turn]
+
+    def at(self, step: int) -> int:
+        """The turn that inner step `step` + 1 belongs to."""
+        while self._starts[-1] <= step:
+            self._add()
+        return bisect_right(self._starts, step) - 1
+
+    def _add(self) -> None:
+        last = self._starts[-1]
+        self._starts.append(last + self._lengths.length(self._base, self._warm_start + last))
 
 
 @dataclass(frozen=True)
@@ -29,8 +62,8 @@ class Schedule:
     overlap_steps: int = 0
     warm_start: int = 0
     """Inner steps before the first round begins to count."""
-    growth: GrowingRounds | None = None
-    """H is the shortest turn, and later ones are longer."""
+    growth: RoundLengths | None = None
+    """With it H is the shortest turn, and later ones are longer."""
 
     def __post_init__(self) -> None:
         H = self.num_inner_steps
@@ -56,8 +89,8 @@ class Schedule:
         return cls(num_inner_steps, offsets, overlap_steps)
 
     @cached_property
-    def _turns(self) -> Turns | None:
-        return None if self.growth is None else Turns(self.num_inner_steps, self.growth, self.warm_start)
+    def _turns(self) -> _Turns | None:
+        return None if self.growth is None else _Turns(self.num_inner_steps, self.growth, self.warm_start)
 
     # Asked for after every inner step
 

@@ -99,7 +99,7 @@ def check_same_round(headers: list[Header], mine: Header) -> None:
 
 
 def _place(key: RoundKey) -> str:
-    if key.sequence < 0:  # outer/methods/warm_start.py
+    if key.sequence < 0:  # methods/warm_start.py
         return f"the warm start, {-key.sequence} {'step' if key.sequence == -1 else 'steps'} before its end"
     return f"round {key.sequence} (fragment {key.fragment})" if key.fragment >= 0 else "finish()"
 

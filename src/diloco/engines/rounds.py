@@ -161,6 +161,17 @@ class RoundResult:
     """Of workers that have signed the digest of the mean, in a swarm."""
     mean_digest: str = ""
     """16 hex digits of what they signed; the same on every worker."""
+    lane_means: "tuple[EncodedVector, ...]" = ()
+    """Set by a worker of several ranks: the mean of each lane that this rank is in (outer/ranked_replica.py)."""
+
+    @property
+    def means(self) -> "tuple[EncodedVector, ...]":
+        """One encoded mean for each lane of this rank."""
+        return self.lane_means or (self.mean,)
+
+    def means_with(self, worker: int) -> "tuple[EncodedVector, ...] | None":
+        """The means, if that worker's contribution is in them."""
+        return self.means if worker in self.contributors else None
 
     @property
     def replaced(self) -> dict[int, float]:

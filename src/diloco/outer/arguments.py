@@ -2,6 +2,8 @@
 
 import gc
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,11 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.codecs.registry import codec
-from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig, refuse_combinations
-from diloco.core.methods.delayed_nesterov import DelayedNesterov
-from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
+from diloco.core.config import FEWEST_TO_MERGE, NO_FAULTS, FaultsConfig, SyncConfig, refuse_combinations
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
-from diloco.engines.asynchronous.engine import AsynchronousEngine, Fixed
+from diloco.engines.asynchronous.engine import Fixed
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop
@@ -24,11 +24,11 @@ _ORDER = "the order is DiLoCo(model, optimizer, engine)"
 def check_model_inner_engine(model: object, inner: object, engine: object) -> None:
     """The three in their order, and an engine with which rounds are possible."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is {_described(model)}, and must be a torch.nn.Module: {_ORDER}")
+        raise ConfigError(f"the model is {described(model)}, and must be a torch.nn.Module: {_ORDER}")
     _check_inner(inner)
     if not isinstance(engine, Connection):
         raise ConfigError(
-            f"the engine is {_described(engine)}, and must be what diloco.connect(), diloco.join_swarm() or "
+            f"the engine is {described(engine)}, and must be what diloco.connect(), diloco.join_swarm() or "
             f"diloco.alone() returns: {_ORDER}"
         )
     if engine.closed:
@@ -46,7 +46,7 @@ def _check_inner(inner: object) -> None:
             "inside it (optimizer.inner)"
         )
     if not isinstance(inner, torch.optim.Optimizer):
-        raise ConfigError(f"the optimizer is {_described(inner)}, and must be a torch.optim.Optimizer: {_ORDER}")
+        raise ConfigError(f"the optimizer is {described(inner)}, and must be a torch.optim.Optimizer: {_ORDER}")
 
 
 def check_replicas(model: nn.Module, engine: Connection) -> None:
@@ -79,7 +79,7 @@ def sync_config(sync: object, H: object) -> SyncConfig:
     if sync is not None and not isinstance(sync, SyncConfig):
         number = f" (H = {sync} inner steps between two rounds: H={sync})" if isinstance(sync, int) else ""
         raise ConfigError(
-            f"sync is {_described(sync)}, and must be a diloco.SyncConfig, such as "
+            f"sync is {described(sync)}, and must be a diloco.SyncConfig, such as "
             f"diloco.SyncConfig(num_inner_steps=30){number}"
         )
     if isinstance(sync, SyncConfig):
@@ -91,44 +91,12 @@ def sync_config(sync: object, H: object) -> SyncConfig:
     except TypeError:
         steps = 0
     if isinstance(H, bool) or steps < 1:
-        raise ConfigError(f"H is {_described(H)}, and must be a whole number of inner steps, at least 1: H=30")
+        raise ConfigError(f"H is {described(H)}, and must be a whole number of inner steps, at least 1: H=30")
     if sync is not None and sync.num_inner_steps != steps:
         raise ConfigError(
             f"H = {steps}, but sync.num_inner_steps = {sync.num_inner_steps}, which is the same thing: give one of them"
         )
     return sync or SyncConfig(num_inner_steps=steps)
-
-
-def check_merge(sync: SyncConfig, engine: Connection) -> None:
-    """A fixed set of workers must be large enough for the way in which it averages."""
-    fewest = FEWEST_TO_MERGE[sync.merge]
-    if not engine.elastic and engine.workers < fewest and sync.merge != "mean":
-        raise ConfigError(
-            f"sync.merge = {sync.merge} with {engine.workers} workers: among fewer than {fewest} no contribution can "
-            "be told from the others; leave it out"
-        )
-
-
-def growing_rounds(sync: SyncConfig, rates: LearningRateCurve | None) -> GrowingRounds | None:
-    """The growth of the rounds; `rates` are those of the inner optimizer."""
-    if sync.growth is None:
-        if rates is not None:
-            raise ConfigError("learning_rates has no effect without sync.growth: leave it out, or give that too")
-        return None
-    if rates is None:
-        raise ConfigError(
-            f"sync.growth = {sync.growth} makes rounds longer as the inner learning rate falls, which all workers must "
-            "know in advance: give DiLoCo learning_rates=diloco.LearningRateCurve(peak=..., total_steps=...)"
-        )
-    return GrowingRounds(sync.growth, rates)
-
-
-def chosen_faults(faults: FaultsConfig | None, sync: SyncConfig) -> FaultsConfig | None:
-    """Faults on purpose; None if there are none."""
-    if faults is None or not faults.drop:
-        return None
-    refuse_combinations(sync, faults)
-    return faults
 
 
 def chosen_outer(outer: object) -> OuterOptimizer:
@@ -142,31 +110,111 @@ def chosen_outer(outer: object) -> OuterOptimizer:
     own = ", ".join(f"diloco.{kind.__name__}" for kind in OUTER_OPTIMIZERS.values())
     why = " (it would step the model's parameters, not the anchor)" if isinstance(outer, torch.optim.Optimizer) else ""
     raise ConfigError(
-        f"outer is {_described(outer)}{why}, and must be one of diloco's outer optimizers ({own}), such as "
+        f"outer is {described(outer)}{why}, and must be one of diloco's outer optimizers ({own}), such as "
         f"diloco.SGD(lr=1.0), or a name: {', '.join(OUTER_OPTIMIZERS)}"
     )
 
 
-def asynchronous_parts(
-    engine: Connection, outer: OuterOptimizer, sync: SyncConfig
-) -> tuple[AsynchronousEngine, DelayedNesterov]:
-    """The engine and the outer optimizer of asynchronous workers, from those that were given."""
-    if not isinstance(engine, Fixed):
-        raise ConfigError(
-            "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
-            "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "
-            "waited for longer than patience allows: leave it out there"
-        )
-    if not isinstance(outer, Nesterov) or outer.course is not None:
-        raise ConfigError(
-            f"sync.asynchronous = true needs the outer optimizer 'nesterov' with constant numbers, whose momentum is "
-            f"delayed, and outer is {_described(outer)}: leave outer out, or give diloco.Nesterov(lr=..., momentum=...)"
-        )
-    delayed = DelayedNesterov(outer.lr, outer.momentum, sync.momentum_arrivals or engine.workers)
-    return AsynchronousEngine(engine, engine.anchor_link(sync.timeout_seconds)), delayed
+@dataclass(frozen=True)
+class Given:
+    """What DiLoCo was given, as far as one part of it must fit another."""
+
+    sync: SyncConfig
+    engine: Connection
+    outer: OuterOptimizer
+    has_learning_rates: bool = False
+    restoring: bool = False
+    faults: FaultsConfig = NO_FAULTS
+
+    @property
+    def outer_words(self) -> str:
+        return described(self.outer)
+
+    @property
+    def fewest_to_merge(self) -> int:
+        return FEWEST_TO_MERGE[self.sync.merge]
 
 
-def _described(value: object) -> str:
+@dataclass(frozen=True)
+class RefusedArguments:
+    """Arguments that are each valid and do not fit each other; what of them is in SyncConfig alone is in its table."""
+
+    names: tuple[str, str]
+    applies: Callable[[Given], bool]
+    message: str
+    """Why, and what to do; {given.sync.growth} is replaced by that value."""
+
+
+REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
+    RefusedArguments(
+        ("sync.merge", "engine"),
+        lambda given: (
+            not given.engine.elastic and given.sync.merge != "mean" and given.engine.workers < given.fewest_to_merge
+        ),
+        "sync.merge = {given.sync.merge} with {given.engine.workers} workers: among fewer than {given.fewest_to_merge} "
+        "no contribution can be told from the others; leave it out",
+    ),
+    RefusedArguments(
+        ("sync.asynchronous", "engine"),
+        lambda given: given.sync.asynchronous and not isinstance(given.engine, Fixed),
+        "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
+        "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "
+        "waited for longer than patience allows: leave it out there",
+    ),
+    RefusedArguments(
+        ("sync.asynchronous", "outer"),
+        lambda given: (
+            given.sync.asynchronous and (not isinstance(given.outer, Nesterov) or given.outer.course is not None)
+        ),
+        "sync.asynchronous = true needs the outer optimizer 'nesterov' with constant numbers, whose momentum is "
+        "delayed, and outer is {given.outer_words}: leave outer out, or give diloco.Nesterov(lr=..., momentum=...)",
+    ),
+    RefusedArguments(
+        ("sync.growth", "learning_rates"),
+        lambda given: given.sync.growth is not None and not given.has_learning_rates,
+        "sync.growth = {given.sync.growth} makes rounds longer as the inner learning rate falls, which all workers "
+        "must know in advance: give DiLoCo learning_rates=diloco.LearningRateCurve(peak=..., total_steps=...)",
+    ),
+    RefusedArguments(
+        ("learning_rates", "sync.growth"),
+        lambda given: given.sync.growth is None and given.has_learning_rates,
+        "learning_rates has no effect without sync.growth: leave it out, or give that too",
+    ),
+    RefusedArguments(
+        ("sync.second_moment_every", "engine"),
+        lambda given: given.sync.second_moment_every is not None and set(given.engine.sizes) != {1},
+        "sync.second_moment_every = {given.sync.second_moment_every} is for workers of one rank: leave it out",
+    ),
+    RefusedArguments(
+        ("sync.warm_start", "engine"),
+        lambda given: given.sync.warm_start > 0 and set(given.engine.sizes) != {1},
+        "sync.warm_start = {given.sync.warm_start} is for workers of one rank, and these have several: train these "
+        "steps with --ranks 1, and begin the run with the model that they give",
+    ),
+    RefusedArguments(
+        ("ranks", "engine"),
+        lambda given: given.engine.elastic and given.engine.ranks.count > 1,
+        "a worker of {given.engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use ranks = 1",
+    ),
+    RefusedArguments(
+        ("restoring", "engine"),
+        lambda given: given.engine.elastic and given.restoring,
+        "restoring = True has no effect in a swarm, where a worker always asks the others for their state: leave it "
+        "out",
+    ),
+)
+"""All arguments that are refused together, in the order in which they are looked for."""
+
+
+def refuse_arguments(given: Given) -> None:
+    """Raises ConfigError for the first row of REFUSED_ARGUMENTS or REFUSED_COMBINATIONS that these arguments match."""
+    for refused in REFUSED_ARGUMENTS:
+        if refused.applies(given):
+            raise ConfigError(refused.message.format(given=given))
+    refuse_combinations(given.sync, given.faults)
+
+
+def described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     if callable(value) and hasattr(value, "__qualname__"):

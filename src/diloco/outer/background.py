@@ -26,25 +26,18 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training
-from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
-from diloco.outer.replica import Replica
-from diloco.outer.rounds import Outcome, PendingOutcome
-from diloco.outer.tensors.model_tensors import ModelTensors
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.outer.replica import OneRankReplica
+from diloco.outer.rounds import WorkerRound
+from diloco.outer.sending import FragmentSending
 
 _LONGEST_SECONDS = 600.0  # for some copies and arithmetic in memory
 _TRY_SECONDS = 1.0
 _MERGE_SECONDS = 0.02  # that a post leaves the cores to a merge which is likely to come in the same step
 _END_SECONDS = 5.0  # for a job at the end; one that waits for a lost peer is left behind
-
-
-def kind_of_replica(sync: SyncConfig, tensors: ModelTensors) -> type[Replica]:
-    """For a worker of one rank."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.averaged.values())
-    return BackgroundReplica if sync.overlap_steps and on_cpu else Replica
 
 
 @dataclass(frozen=True)
@@ -60,15 +53,18 @@ class _Prepared:
     """Of the mean."""
 
 
-class BackgroundReplica(Replica):
-    """As Replica, with the arithmetic of rounds in threads of its own."""
+class BackgroundReplica(OneRankReplica):
+    """As OneRankReplica, with the arithmetic of rounds in threads of its own."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.merge_lock = plain = threading.Lock()
+        plain = threading.Lock()
+        self.merge_lock = plain
         self._anchors = plain
-        self.lock = self._idle = _IdleLock(plain)
-        self._posting, self._waiting = _Jobs("diloco-posting"), _Jobs("diloco-waiting")
+        self._idle = _IdleLock(plain)
+        self.lock = self._idle
+        self._posting = _Jobs("diloco-posting")
+        self._waiting = _Jobs("diloco-waiting")
         self._merged = threading.Event()
         """Not set while a mean is there that the trainer has not merged since the latest post."""
         self._merged.set()
@@ -89,8 +85,9 @@ class BackgroundReplica(Replica):
             fragment.copy_to(block)
         return 0.0 if dropped else math.nan, report
 
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
-        round_, block = _BackgroundRound(), self._copied.pop(key.fragment, None)
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+        round_ = _BackgroundRound()
+        block = self._copied.pop(key.fragment, None)
         self._forget(key.fragment)  # a mean that was not merged
         if self._prepared:
             self._merged.clear()
@@ -209,9 +206,12 @@ class BackgroundReplica(Replica):
             self._anchors.release()
 
     def _next(self, index: int, fragment: Fragment, mean: EncodedVector, turn: int) -> _Prepared:
-        block, before = self._take_block(), (self.lane.digests[index], fragment.rounds)
-        digest, norm = self.lane.next_anchor(index, mean, block[: fragment.numel], turn)
-        return _Prepared(mean, *before, block, digest, norm)
+        sending = self.lane.sending[index]
+        assert isinstance(sending, FragmentSending)
+        block = self._take_block()
+        old_digest, old_rounds = self.lane.digests[index], fragment.rounds
+        digest, norm = sending.next_anchor(mean, turn, block[: fragment.numel])
+        return _Prepared(mean, old_digest, old_rounds, block, digest, norm)
 
 
 class _BackgroundRound:
@@ -222,9 +222,8 @@ class _BackgroundRound:
         self.future: Future[PendingRound] = Future()
         """The round at its engine, once its mean is there, or is known not to come."""
 
-    def wait(self) -> Outcome:
-        result = self.future.result().wait()
-        return Outcome(result, [result.mean])
+    def wait(self) -> RoundResult:
+        return self.future.result().wait()
 
 
 class _IdleLock:

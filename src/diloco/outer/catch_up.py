@@ -17,9 +17,8 @@ from torch import Tensor
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import Excluded, RoundFailed
-from diloco.outer.methods.eager_starts import moving_starts
-from diloco.outer.ranks.replica import RankedReplica
-from diloco.outer.replica import Lane, Replica
+from diloco.outer.lane import Lane
+from diloco.outer.replica import Replica
 from diloco.outer.rounds import Posted
 from diloco.outer.state import OuterState
 
@@ -27,7 +26,7 @@ from diloco.outer.state import OuterState
 class CatchUp:
     """Puts a state that has arrived in place of this worker's."""
 
-    def __init__(self, state: OuterState, replica: "Replica | RankedReplica", schedule: Schedule) -> None:
+    def __init__(self, state: OuterState, replica: Replica, schedule: Schedule) -> None:
         self._state, self._replica, self._schedule = state, replica, schedule
         self._failed: dict[int, int] = {}
         """Fragment -> its first round since the last merge that failed here, and may have ended for the others."""
@@ -53,7 +52,7 @@ class CatchUp:
         self._check(states, start=start)
         shares = {} if start else self._absences(theirs.numbers["sequence"], following)
         moving = [] if start else [index for index in range(state.num_fragments) if index not in following]
-        with state.lock, moving_starts(lanes, moving):
+        with state.lock, state.moving_anchors(moving):
             self._add_anchors(shares, -1.0)
             if theirs.tensors:
                 for lane, one in zip(lanes, states, strict=True):

@@ -1,4 +1,4 @@
-"""The policy of a swarm: workers come and go while the others train, and the others do not wait for ever.
+"""The outer loop of a swarm: workers come and go while the others train, and the others do not wait for ever.
 
 The m-th round is the same fragment on every worker, whenever it joined (`Schedule.fragment_of`). A round that the
 others call for is posted at once, with the work there is, and this worker's *position* jumps to where that round
@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from diloco.engines.rounds import GlobalState, RoundResult
-from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.errors import EngineError, RoundFailed
 from diloco.outer.catch_up import CatchUp
+from diloco.outer.lane import Lane
 from diloco.outer.loop import OuterLoop
-from diloco.outer.policy import Policy
-from diloco.outer.replica import Lane
-from diloco.outer.rounds import Outcome, Posted, settled_result
+from diloco.outer.rounds import Posted, end_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,38 +32,36 @@ class Missed:
     reason: str
     diverged: set[int] = field(default_factory=set)
     """Fragments whose parameters came from an anchor that is not the others'."""
-    later: list[tuple[Posted, Outcome]] = field(default_factory=list)
+    later: list[tuple[Posted, RoundResult]] = field(default_factory=list)
     """Rounds after the missed one that ended well, and are not merged."""
 
 
-class ElasticMembership(Policy):
-    """For an engine that is elastic."""
+class ElasticLoop(OuterLoop):
+    """The outer loop over an elastic engine."""
 
     serves_copies = True
 
-    def __init__(self, loop: OuterLoop) -> None:
-        if loop.engine.ranks.count > 1:
-            raise ConfigError(
-                f"a worker of {loop.engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use "
-                "ranks = 1"
-            )
-        if loop.restoring:
-            raise ConfigError(
-                "restoring = True has no effect in a swarm, where a worker always asks the others for their state: "
-                "leave it out"
-            )
-        self.loop, self.state, self.replica, self.schedule = loop, loop.state, loop.replica, loop.schedule
-        self.missed: Missed | None = None
-        self._joined = False  # this worker has the run's state
-        self._leaving = False
-        self._agreed_last: int | None = None  # in a run without an agreed end: all are done, and end after this round
-        self._catch_up = CatchUp(loop.state, loop.replica, loop.schedule)
-        self._last_step: float | None = None  # when its end was told
-        self._step_seconds = 0.0
+    on_resync: Callable[[str, int], None] | None = None
+    """Called after this worker took over the others' state, with the reason and the next round."""
+    tells_progress = True
+    """Tell the engine after each step how far this worker is; False: the caller does that, and more."""
+    arrived_note = b""
+    """The note that came with the latest state that this worker took over."""
+    missed: Missed | None = None
+    _joined = False
+    """This worker has the run's state."""
+    _leaving = False
+    _agreed_last: int | None = None
+    """Set in a run without an agreed end: all are done, and end after this round."""
+    _last_step: float | None = None
+    """When its end was told."""
+    _step_seconds = 0.0
+    _catch_up: CatchUp
 
     # The start
 
-    def join(self) -> None:
+    def take_part(self) -> None:
+        self._catch_up = CatchUp(self.state, self.replica, self.schedule)
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))
             lane.engine.most_state_bytes = lane.state_bytes()
@@ -72,7 +69,7 @@ class ElasticMembership(Policy):
             states = self.replica.fetch_states()
             if states is not None:
                 self._catch_up.take_over(states, start=True)
-                self.loop.arrived_note = states[0].note
+                self.arrived_note = states[0].note
                 self.state.start_from_anchor()
         except RoundFailed as failure:
             raise EngineError(f"no worker gave its state to start from: {failure.reason}") from failure
@@ -86,7 +83,7 @@ class ElasticMembership(Policy):
                 raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
             if self.state.inner_steps < self.schedule.warm_start:  # joiners ask again until it is over
                 raise RoundFailed("the warm start is not over", withheld=True)
-            return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.loop.note())
+            return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.note())
 
     # What is due
 
@@ -96,10 +93,9 @@ class ElasticMembership(Policy):
         Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
         """
         posted: set[int] = set()
-        if self.loop.tells_progress:
+        if self.tells_progress:
             self._tell_progress()
-        if self.loop.pace is not None:
-            self.loop.pace.advance(self.loop.ends_at)
+        self.reached_positions()
         while self._must_act():
             if self.missed is not None:  # a post from an old anchor would be refused
                 if not self._resync():
@@ -108,13 +104,13 @@ class ElasticMembership(Policy):
             index = self.schedule.fragment_of(self.state.sequence)
             if index in posted:
                 return
-            if any(one.key.fragment == index for one in self.loop.in_flight):
-                self.loop.merge_next()  # the earlier round of this fragment comes first
+            if self.is_in_flight(index):
+                self.merge_next()  # the earlier round of this fragment comes first
                 continue
             self._jump_to_next_post()
             posted.add(index)
             if self._is_last_turn():
-                self.loop.report = replace(self.loop.report, done=True)
+                self.report = replace(self.report, done=True)
             yield index
 
     def _tell_progress(self) -> None:
@@ -124,8 +120,8 @@ class ElasticMembership(Policy):
             share = 0.1 if self._step_seconds else 1.0
             self._step_seconds += share * (now - self._last_step - self._step_seconds)
         self._last_step = now
-        report = self.loop.report
-        self.loop.engine.progress(
+        report = self.report
+        self.engine.progress(
             inner_steps=self.state.inner_steps,
             tokens=report.tokens,
             loss=report.loss,
@@ -134,30 +130,28 @@ class ElasticMembership(Policy):
 
     def _is_last_turn(self) -> bool:
         """The next round comes after the last one of the schedule: the others are in `finish`."""
-        end = self.loop.ends_at
+        end = self.ends_at
         return end is not None and self.state.sequence >= self.schedule.posts_until(end)
 
     def _must_act(self) -> bool:
         """Whether something must be done before the next inner step."""
-        sequence, loop = self.state.sequence, self.loop
-        wanted = loop.engine.wanted(sequence)
+        sequence = self.state.sequence
+        wanted = self.engine.wanted(sequence)
         if not wanted and self.schedule.post_step(sequence) > self.state.inner_steps:
             return False
-        if loop.ends_at is not None and sequence > self._last_round():
+        if self.ends_at is not None and sequence > self._last_round():
             return False
         if self.missed is not None:  # the others' state is not asked for after every step
             return bool(wanted or self.schedule.posts_at(self.state.inner_steps))
         return True
 
     def _jump_to_next_post(self) -> None:
-        step, end = self.schedule.post_step(self.state.sequence), self.loop.ends_at
+        step, end = self.schedule.post_step(self.state.sequence), self.ends_at
         self.state.jump_to(step if end is None else min(step, end))
 
     # What rounds do
 
     def heard(self, posted: Posted, result: RoundResult) -> None:
-        if self.loop.pace is not None:
-            self.loop.pace.hear(result.members)
         done = {member.worker for member in result.members if member.report.done}
         if self._agreed_last is None and done == {member.worker for member in result.members} | set(result.roster):
             self._agreed_last = posted.key.sequence + self.state.num_fragments - 1
@@ -176,26 +170,24 @@ class ElasticMembership(Policy):
         self.missed = self.missed or Missed(reason)
         return self.missed
 
-    def merge(self, posted: Posted, outcome: Outcome) -> float | None:
+    def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
         """The outer step, unless an earlier round was missed: the anchor then comes with the others' state."""
         if self.missed is not None:
-            self.missed.later.append((posted, outcome))
+            self.missed.later.append((posted, result))
             return None
-        if not self.replica.are_finite(
-            posted.key.fragment, outcome.means
-        ):  # the same bytes: the same answer everywhere
+        if not self.replica.are_finite(posted.key.fragment, result.means):  # the same bytes: the same answer everywhere
             logger.warning("round %d: its mean is not finite and is not merged", posted.key.sequence)
-            self.loop.rounds_failed += 1
+            self.rounds_failed += 1
             return None
         self._catch_up.record_merged(posted.key)
-        return self.loop.outer_step(posted, outcome)
+        return self.outer_step(posted, result)
 
     def after_round(self, posted: Posted) -> None:
         if self.missed is None:
             self.state.unmerged = posted.key.sequence + 1
         elif not self._leaving:
-            while self.loop.in_flight:  # this worker's work is already in these means and must not be counted twice
-                self.loop.end_round(self.loop.in_flight.pop(0))
+            while self.in_flight:  # this worker's work is already in these means and must not be counted twice
+                self.end_round(self.in_flight.pop(0))
             self._resync()
 
     def _resync(self) -> bool:
@@ -204,28 +196,28 @@ class ElasticMembership(Policy):
         Rounds after the missed one are in the others' state; if this worker has the state itself, it merges them.
         """
         assert self.missed is not None
-        started, missed, loop = time.monotonic(), self.missed, self.loop
-        taken = self._take_over_state(missed)
-        if taken is not None:
-            self.missed = None
-            for posted, outcome in missed.later:
-                if not taken:
-                    self.merge(posted, outcome)
-                elif posted.key.sequence < self.state.sequence and not posted.dropped:
-                    self._catch_up.follow(posted, loop.mixing)
-            self.state.unmerged = self.state.sequence
-        loop.sync_seconds += time.monotonic() - started
+        missed = self.missed
+        with self.count_seconds():
+            taken = self._take_over_state(missed)
+            if taken is not None:
+                self.missed = None
+                for posted, result in missed.later:
+                    if not taken:
+                        self.merge_mean(posted, result)
+                    elif posted.key.sequence < self.state.sequence and not posted.dropped:
+                        self._catch_up.follow(posted, self.mixing)
+                self.state.unmerged = self.state.sequence
         if taken:
-            if loop.ends_at is not None:
-                loop.end_at(loop.ends_at)
-            loop.resyncs += 1
-            if loop.on_resync is not None:
-                loop.on_resync(missed.reason, self.state.sequence)
+            if self.ends_at is not None:
+                self.end_at(self.ends_at)
+            self.resyncs += 1
+            if self.on_resync is not None:
+                self.on_resync(missed.reason, self.state.sequence)
         return taken is not None
 
     def _take_over_state(self, missed: Missed) -> bool | None:
         """True if the others' state was taken over, False if this worker has it, None if it cannot be had now."""
-        worker = self.loop.engine.worker
+        worker = self.engine.worker
         try:
             states = self.replica.fetch_states()
             if states is None:
@@ -235,7 +227,7 @@ class ElasticMembership(Policy):
         except RoundFailed as failure:
             logger.warning("worker %d trains on without the others' state for now: %s", worker, failure.reason)
             return None
-        self.loop.arrived_note = states[0].note
+        self.arrived_note = states[0].note
         self._catch_up.leave(missed.diverged)
         self.replica.changed()
         logger.info("worker %d has the others' state again; it goes on with round %d", worker, self.state.sequence)
@@ -250,49 +242,51 @@ class ElasticMembership(Policy):
 
     def _last_round(self) -> int:
         """The last round of a run that ends here: one turn through all fragments after the last scheduled one."""
-        end = self.state.inner_steps if self.loop.ends_at is None else self.loop.ends_at
+        end = self.state.inner_steps if self.ends_at is None else self.ends_at
         return self.schedule.posts_until(end) + self.state.num_fragments - 1
 
-    def finish(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
+    def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
         """Early: what is in flight is merged, and no more. Else a last turn with the work that is left.
 
         The confirmation follows if the others end too; if they train on, this worker leaves without it.
         """
         self._leaving = early
-        self.loop.merge_pending()
+        self.merge_pending()
         if not early:
-            self.loop.report = replace(self.loop.report, done=True)
+            self.report = replace(self.report, done=True)
             self._last_turn()
         self.state.adopt_anchors()
         before_confirming()
-        if not early and (self.loop.ends_at is not None or self._agreed_last is not None):
+        if not early and (self.ends_at is not None or self._agreed_last is not None):
             self._confirm()
-        self._leaving, self._agreed_last = False, None
+        self._leaving = False
+        self._agreed_last = None
 
     def _last_turn(self) -> None:
         own = self._last_round()
         while self.state.sequence <= self._last_of_all(own) and (self.missed is None or self._resync()):
-            self.loop.post_fragment(self.schedule.fragment_of(self.state.sequence))
-            self.loop.merge_pending()
+            self.post_fragment(self.schedule.fragment_of(self.state.sequence))
+            self.merge_pending()
 
     def _last_of_all(self, own: int) -> int:
         """The round after which this worker ends: its own last one, or that of all once all are done (ADR 25)."""
-        return own if self.loop.ends_at is not None or self._agreed_last is None else self._agreed_last
+        return own if self.ends_at is not None or self._agreed_last is None else self._agreed_last
 
     def _confirm(self) -> None:
         try:
-            self.loop.confirm()
+            self.confirm()
         except RoundFailed as failure:
-            self.loop.rounds_failed += 1
+            self.rounds_failed += 1
             logger.warning("no other worker has confirmed the last parameters: %s", failure.reason)
         self.state.unmerged = self.state.sequence
 
     # Saving
 
     def unsavable(self) -> str | None:
-        if self.missed is not None or any(settled_result(posted).resync for posted in self.loop.in_flight):
+        if self.missed is not None or any(end_of(posted).resync for posted in self.in_flight):
             return "this worker's anchors may not be the others'"
         return None
 
     def loaded(self) -> None:
-        self.missed, self._joined = None, True
+        self.missed = None
+        self._joined = True

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from diloco.errors import ConfigError
-from diloco.outer.ranks.replica import RankedReplica
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
 
@@ -16,7 +15,7 @@ from diloco.outer.state import OuterState
 class Evaluation:
     """Of one worker; `active` while the anchors are in the model."""
 
-    def __init__(self, state: OuterState, replica: "Replica | RankedReplica", *, serves_copies: bool) -> None:
+    def __init__(self, state: OuterState, replica: Replica, *, serves_copies: bool) -> None:
         """`serves_copies`: other workers get copies of the anchors, from wherever they are, and need not wait."""
         self._state, self._replica, self._serves_copies = state, replica, serves_copies
         self.active = False

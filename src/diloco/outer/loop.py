@@ -3,10 +3,11 @@
     post    Δ_i = anchor − θ_i of a fragment that is due, encoded and given to the engine        (core/outer_step.py)
     merge   the mean of a fragment whose time has come, through OuterOpt, back into θ_i          (core/outer_step.py)
 
-The loop is the same for every kind of run. A `Policy` says what differs: what is due, what a round does to the anchor,
-what a missed round means, and which workers stop together. fixed.py is the policy of workers that are there from the
-first step to the last, elastic.py that of workers that come and go, methods/asynchronous.py that of workers without
-rounds.
+`OuterLoop` is what all kinds of runs have in common. Its subclasses say what is due, what a round does to the anchor,
+what a missed round means, and which workers stop together: `FixedLoop` (fixed.py) of workers that are there from the
+first step to the last, `ElasticLoop` (elastic.py) of workers that come and go, `AsynchronousLoop`
+(methods/asynchronous.py) of workers without rounds. What else goes beyond the plain algorithm enters through the hooks
+of method.py.
 
 A failed round changes nothing but a counter: the worker trains on from its own parameters, and its next outer gradient
 carries that work, taken from the others' anchor if they went on. No wait is longer than `sync.timeout_seconds`.
@@ -15,32 +16,32 @@ carries that work, taken from the others' anchor if they went on. No wait is lon
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from typing import ClassVar, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.schedule import RoundLengths
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Contribution, Member, Report, RoundKey
+from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.background import kind_of_replica
+from diloco.outer.background import BackgroundReplica
 from diloco.outer.evaluation import Evaluation
-from diloco.outer.methods.dropped import Drops
-from diloco.outer.methods.eager_starts import take_back
-from diloco.outer.methods.pace import Pace
-from diloco.outer.methods.second_moments import second_moments
-from diloco.outer.policy import Policy
-from diloco.outer.ranks.replica import RankedReplica
-from diloco.outer.replica import Replica
-from diloco.outer.rounds import Outcome, Posted, RoundEvent, RoundTimes, has_another_anchor, settle
+from diloco.outer.method import Method, Worker
+from diloco.outer.ranked_replica import RankedReplica
+from diloco.outer.replica import OneRankReplica, Replica
+from diloco.outer.rounds import Posted, RoundEvent, RoundTimes, has_another_anchor, settle
 from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensors.groups import lay_groups
@@ -53,9 +54,48 @@ _COUNTERS = ("rounds_failed", "rounds_dropped", "resyncs", "contributions_refuse
 _LEAST_WORK = 1e-18  # the rate of the last steps may be next to 0
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
 
+SomeMethod = TypeVar("SomeMethod", bound=Method)
 
-class OuterLoop:
+
+class OuterLoop(ABC):
     """Owns the fragments. `inner_steps` is counted by the caller that takes them; then `post`, then `merge`."""
+
+    serves_copies: ClassVar[bool] = False
+    """Other workers get this worker's state as copies, at any moment and in another thread."""
+
+    # Set by the caller
+
+    on_post: Callable[[RoundKey], None] | None = None
+    on_round: Callable[[RoundEvent], None] | None = None
+    on_cut: Callable[[], None] | None = None
+    """Called before merging a round in which a worker stops: the last moment to save."""
+    note: Callable[[], bytes] = bytes
+    """What else elastic workers are told with every post, and joiners with the state, in another thread."""
+    rates: LearningRateCurve | None = None
+    """The learning rates of the inner steps, if they are known: steps at a low rate are less work."""
+    ends_at: int | None = None
+    """The position at which the run ends for all workers, if `end_at` has told it."""
+
+    # Counted here, and saved
+
+    rounds_failed: int = 0
+    rounds_dropped: int = 0
+    resyncs: int = 0
+    contributions_refused: int = 0
+    bytes_sent: int = 0
+    sync_seconds: float = 0.0
+    """Spent on rounds instead of training: encoding, waiting, merging."""
+
+    # What rounds have told
+
+    confirmed: tuple[Member, ...] = ()
+    """The workers that have confirmed the last parameters, this one included; none before the end."""
+    others_done: bool = False
+    """Another worker has taken all its steps, and this one has not called `finish` since."""
+    compared: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    """The contributors to the latest mean of several workers, and their inner products."""
+    joined_at: int = 0
+    """The position at which this worker began."""
 
     def __init__(
         self,
@@ -63,72 +103,47 @@ class OuterLoop:
         engine: Connection,
         sync: SyncConfig,
         outer: OuterOptimizer,
-        policy: "Callable[[OuterLoop], Policy]",
         *,
-        weight: float,
-        identity: str,
         inner: Optimizer,
+        weight: float,
+        common: tuple[object, ...] = (),
+        growth: RoundLengths | None = None,
+        methods: Sequence[Method] = (),
         restoring: bool = False,
-        growth: GrowingRounds | None = None,
-        faults: FaultsConfig | None = None,
     ) -> None:
-        """`inner`: the inner optimizer, which must not get other parameters later.
+        """`join` comes next. `inner`: the inner optimizer, which must not get other parameters later.
 
+        `common`: what else must be the same on all workers. `growth`: of the rounds, if their length is not constant.
         `restoring`: a saved state is loaded next, so only the layouts are compared, and no tensor is sent.
-        `growth`: of the rounds, if `sync.growth` is given. `faults`: on purpose, for experiments.
         """
-        self.engine, self.sync, self.weight = engine, sync, weight
-        self.on_post: Callable[[RoundKey], None] | None = None
-        self.on_round: Callable[[RoundEvent], None] | None = None
-        self.on_cut: Callable[[], None] | None = None
-        """Called before merging a round in which a worker stops: the last moment to save."""
-        self.on_resync: Callable[[str, int], None] | None = None
-        """Called after an elastic worker took over the others' state, with the reason and the next round."""
-        self.tells_progress = True
-        """An elastic worker tells its engine after each step how far it is; False: the caller does that, and more."""
-        self.note: Callable[[], bytes] = bytes
-        """What else elastic workers are told with every post, and joiners with the state, in another thread."""
-        self.arrived_note = b""
-        """The note that came with the latest state that this worker took over."""
-        self.confirmed: tuple[Member, ...] = ()
-        """The workers that have confirmed the last parameters, this one included; none before the end."""
-        self.rates: LearningRateCurve | None = None
-        """Of the inner steps, if it is known: steps at a low rate are less work."""
-        self.ends_at: int | None = None
+        self.engine = engine
+        self.sync = sync
+        self.weight = weight
+        self.methods = tuple(methods)
+        self.restoring = restoring
         self.report = Report()
-        self.patience_seconds = 0.0
-        """How much longer than `sync.timeout_seconds` this worker, which has no steps left, waits for the others."""
-        self.others_done = False
-        """Another worker has taken all its steps, and this one has not called `finish` since."""
-        self.compared: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
-        """The contributors to the latest mean of several workers, and their inner products."""
-        self.rounds_failed = self.rounds_dropped = self.resyncs = self.contributions_refused = self.bytes_sent = 0
-        self.sync_seconds = 0.0
         self.in_flight: list[Posted] = []
-        self.restoring, self._inner = restoring, inner
-        self._has_feedback = sync.feedback_decay is not None
-        late = sync.outer_overlap != "none"
-        self._merge_after, self.mixing = (math.inf, 1.0) if late else (float(sync.overlap_steps), sync.mixing)
-        """Inner steps until a merge (inf: until the next post), and the share of its own parameters that it keeps."""
-        self._drops = None if faults is None else Drops(faults, engine.worker)
-        self._lay_out(tensors, outer, (identity, *([faults] if faults else [])), growth)
-        self.policy = policy(self)
-        self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.policy.serves_copies)
-        self.pace = Pace(self) if sync.dynamic_steps else None
-        self.policy.join()
-        self.joined_at = self.inner_steps
-        """The position at which this worker began."""
+        self._inner = inner
+        self._travels_a_turn = any(method.travels_a_turn for method in self.methods)
+        more = [group for method in self.methods for group in method.groups()]
+        groups, self.schedule = lay_groups(tensors, sync, outer, growth, more)
+        common = (self.schedule, common_values(sync), *common)
+        self.replica: Replica = kind_of_replica(sync, engine, tensors)(
+            tensors, engine, groups, sync, self.methods, common
+        )
+        self.state = OuterState(self.replica, self.methods)
+        self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.serves_copies)
+        for method in self.methods:
+            method.begin(Worker(engine, self.schedule, self.state, self._training_seconds))
 
-    def _lay_out(
-        self, tensors: ModelTensors, outer: OuterOptimizer, more: tuple[object, ...], growth: GrowingRounds | None
-    ) -> None:
-        """Fragments, their schedule, and the memory that travels. `more`: what else is the same on all workers."""
-        moments = second_moments(self.sync, self.engine, self._inner, tensors.averaged)
-        groups, self.schedule = lay_groups(tensors, self.sync, outer.held_by(self.engine.worker), growth, moments)
-        common = (self.schedule, outer, common_values(self.sync), *more)
-        build = kind_of_replica(self.sync, tensors) if set(self.engine.sizes) == {1} else RankedReplica
-        self.replica: Replica | RankedReplica = build(tensors, self.engine, groups, self.sync, common)
-        self.state = OuterState(self.replica)
+    def join(self) -> None:
+        """Collective, before the first inner step: serve this worker's state, and take over the others'."""
+        self.take_part()
+        self.joined_at = self.inner_steps
+
+    def method(self, kind: type[SomeMethod]) -> SomeMethod | None:
+        """The method of that class, if this run has it."""
+        return next((method for method in self.methods if isinstance(method, kind)), None)
 
     @property
     def inner_steps(self) -> int:
@@ -159,27 +174,83 @@ class OuterLoop:
         return self.replica.groups[key.fragment].auxiliary
 
     @property
-    def stopping(self) -> bool:
-        """A worker has asked for the end (`report.stopping`): leave the loop and call `finish`."""
-        return self.policy.stopping
+    def mixing(self) -> float:
+        """The share of its own parameters that this worker keeps at a merge."""
+        return 1.0 if self._travels_a_turn else self.sync.mixing
 
     def end_at(self, position: int) -> None:
         """The run ends there for all workers: no jump leads past it."""
         self.ends_at = position
         self.state.jump_back_to(position)
 
+    # What a kind of run decides
+
+    @property
+    @abstractmethod
+    def stopping(self) -> bool:
+        """A worker has asked for the end (`report.stopping`): leave the training loop and call `finish`."""
+
+    @property
+    def patience_seconds(self) -> float:
+        """How much longer than `sync.timeout_seconds` this worker, which has no steps left, waits for the others."""
+        return 0.0
+
+    @abstractmethod
+    def take_part(self) -> None:
+        """Serve this worker's state, and take over the others'."""
+
+    @abstractmethod
+    def due(self) -> Iterable[int]:
+        """The fragments to post after the inner steps taken so far, in order."""
+
+    @abstractmethod
+    def heard(self, posted: Posted, result: RoundResult) -> None:
+        """A round has a result; its mean is not merged yet."""
+
+    @abstractmethod
+    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+        """A round gave no result."""
+
+    @abstractmethod
+    def refused_for_its_anchor(self, posted: Posted) -> None:
+        """The others refused this worker's contribution, because its anchor is not theirs."""
+
+    def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
+        """What a round's mean does: the outer step, or something else. The mean's norm if it moved the anchor."""
+        return self.outer_step(posted, result)
+
+    def after_round(self, posted: Posted) -> None:  # noqa: B027 - only where workers come and go
+        """A round is over, with or without a mean."""
+
+    @abstractmethod
+    def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
+        """See DiLoCo.finish."""
+
+    def settle_own(self) -> None:  # noqa: B027 - most kinds have nothing of their own to save
+        """Before the state is saved."""
+
+    @abstractmethod
+    def unsavable(self) -> str | None:
+        """Why the state of this moment is not one to go on from, if it is not; call `settle` first."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """A saved state was loaded: nothing is missed any more."""
+
     # Posting and merging by the schedule
 
     def post(self) -> None:
         """Give the engine the outer gradients that are due after the inner steps taken so far."""
         self.refuse_while_evaluating()
-        for index in self.policy.due():
+        for index in self.due():
             self.post_fragment(index)
 
     def merge(self) -> None:
         """Take back the rounds whose time has come; waits for them if the network is behind."""
         self.refuse_while_evaluating()
-        while self.in_flight and self.in_flight[0].at_step <= self.inner_steps - self._merge_after:
+        if self._travels_a_turn:
+            return  # `due` merges a round before its fragment is posted again
+        while self.in_flight and self.in_flight[0].at_step <= self.inner_steps - self.sync.overlap_steps:
             self.merge_next()
 
     def merge_pending(self) -> None:
@@ -191,42 +262,54 @@ class OuterLoop:
     def merge_next(self) -> None:
         posted = self.in_flight.pop(0)
         self.end_round(posted)
-        self.policy.after_round(posted)
+        self.after_round(posted)
 
     def finish(self, *, early: bool, before_confirming: Callable[[], None] | None) -> None:
         """See DiLoCo.finish."""
-        self.policy.finish(early=early, before_confirming=before_confirming or (lambda: None))
+        self.end_together(early=early, before_confirming=before_confirming or (lambda: None))
         self.report = replace(self.report, stopping=False, done=False)
         self.others_done = False
+
+    def reached_positions(self) -> range:
+        """The positions of the schedule that the last inner step has reached: one, or more of a slow worker."""
+        reached = range(self.inner_steps, self.inner_steps + 1)
+        for method in self.methods:
+            reached = method.positions(reached, self.ends_at)
+        return reached
+
+    def is_in_flight(self, index: int) -> bool:
+        """A round of this fragment is posted and not yet merged."""
+        return any(posted.key.fragment == index for posted in self.in_flight)
 
     # One round
 
     def post_fragment(self, index: int) -> None:
         """Take a fragment's outer gradient and give it to the engine."""
-        report = self.report if self.pace is None else self.pace.report(self.report)
-        started, turn = time.monotonic(), self.sequence // self.state.num_fragments
-        self.replica.check_unchanged([parameter for group in self._inner.param_groups for parameter in group["params"]])
-        moments, done = self.replica.groups[index].moments, self.report.done
-        resting = moments is not None and (done or not moments.due(turn))  # only a header travels
-        dropped = self._drops is not None and not done and not resting and self._drops.hit(self.sequence)
-        norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
-        steps = 0 if dropped or resting else self.inner_steps - self.state.jumped - self.state.merged_at[index]
-        vectors, encoded = [lane.sending[index].vector for lane in self.replica.lanes], time.monotonic()
-        self._start(index, vectors, steps, norm, self.replica.digests[index])
-        self.in_flight[-1].encode_seconds, self.in_flight[-1].dropped = encoded - started, dropped
-        self.rounds_dropped += dropped
-        if self.on_post is not None:
-            self.on_post(self.in_flight[-1].key)
-        self.sync_seconds += time.monotonic() - started
+        report = self.report
+        for method in self.methods:
+            report = method.report(report)
+        started = time.monotonic()
+        with self.count_seconds():
+            self.replica.check_unchanged([p for group in self._inner.param_groups for p in group["params"]])
+            turn, done = self.schedule.turn_of(self.sequence), self.report.done
+            rests = self.replica.lanes[0].sending[index].rests(turn, done)
+            dropped = not done and not rests and any(method.drops(self.sequence) for method in self.methods)
+            norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
+            steps = 0 if dropped or rests else self.inner_steps - self.state.jumped - self.state.merged_at[index]
+            vectors = [lane.sending[index].vector for lane in self.replica.lanes]
+            encoded = time.monotonic()
+            posted = self._start(index, vectors, steps, norm, self.replica.digests[index])
+            posted.encode_seconds = encoded - started
+            posted.dropped = dropped
+            self.rounds_dropped += dropped
+            if self.on_post is not None:
+                self.on_post(posted.key)
 
-    def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> None:
-        """`steps`: the inner steps behind the contribution."""
-        turn = self.sequence // self.state.num_fragments
-        H = self.schedule.num_inner_steps if self.schedule.growth is None else self.schedule.turn_steps(turn)
-        report = replace(
-            self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
-        )
+    def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> Posted:
+        """Post a round. `steps`: the inner steps behind the contribution."""
+        H = self.schedule.turn_steps(self.schedule.turn_of(self.sequence))
         group = None if index == _CONFIRMATION else self.replica.groups[index]
+        report = self.report_now()
         contributions = [
             Contribution(
                 vector,
@@ -247,8 +330,16 @@ class OuterLoop:
         ]
         key = RoundKey(self.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        self.in_flight.append(Posted(key, self.inner_steps, steps + self.state.merged_at[index], pending))
+        posted = Posted(key, self.inner_steps, steps + self.state.merged_at[index], pending)
+        self.in_flight.append(posted)
         self.state.sequence += 1
+        return posted
+
+    def report_now(self) -> Report:
+        """What the header of a round tells of this worker."""
+        return replace(
+            self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
+        )
 
     def _work(self, steps: int, H: int) -> float:
         """The latest `steps` inner steps as a share of H steps at the peak rate, by which norms are compared."""
@@ -258,59 +349,80 @@ class OuterLoop:
         return min(1.0, max(work / H, _LEAST_WORK))
 
     def end_round(self, posted: Posted) -> None:
-        """Wait for a round, let the policy merge its mean, and tell of it."""
-        started = time.monotonic()
+        """Wait for a round, merge its mean if it has one, and tell of it."""
         result, failure, mean_norm = None, None, None
-        try:
-            outcome = posted.pending.wait()
-        except RoundFailed as error:
-            failure, waited = error.reason, time.monotonic() - started
-            self.rounds_failed += 1
-            self.policy.failed(posted, error)
-            if self._has_feedback:
-                self.state.end_feedback(posted.key.fragment, None)
-            turn = posted.key.sequence // self.state.num_fragments
-            if not posted.dropped and not take_back(self.replica.lanes, posted.key.fragment, turn):
-                self.state.merged_at[posted.key.fragment] = posted.work
-            logger.warning("%s; training goes on from this worker's parameters", failure)
-        else:
-            result, waited = outcome.result, time.monotonic() - started
-            mean_norm = self._take_in(posted, outcome)
-        taken = time.monotonic() - started
-        self.sync_seconds += taken
-        several = result is not None and mean_norm is not None and len(result.contributors) > 1
-        if result is not None and several and not self.is_auxiliary(posted.key):
-            self.compared = (result.contributors, result.comparison.products)
+        started = time.monotonic()
+        with self.count_seconds():
+            try:
+                result = posted.pending.wait()
+            except RoundFailed as error:
+                waited = time.monotonic() - started
+                failure = error.reason
+                self._take_back(posted, error)
+            else:
+                waited = time.monotonic() - started
+                mean_norm = self._take_in(posted, result)
+            taken = time.monotonic() - started
         if self.on_round is not None:
             lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
             merging = None if mean_norm is None else taken - waited
             times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
-            seen = (posted.key, self.inner_steps, posted.pending.norm, mean_norm, lost, result, failure, times)
-            self.on_round(RoundEvent(*seen, posted.dropped))
+            self.on_round(
+                RoundEvent(
+                    posted.key,
+                    self.inner_steps,
+                    posted.norm,
+                    mean_norm,
+                    lost,
+                    result,
+                    failure,
+                    times,
+                    dropped=posted.dropped,
+                )
+            )
 
-    def _take_in(self, posted: Posted, outcome: Outcome) -> float | None:
+    def _take_back(self, posted: Posted, failure: RoundFailed) -> None:
+        """A round has failed: its work is in this worker's parameters, and in its next outer gradient."""
+        index, turn = posted.key.fragment, self.schedule.turn_of(posted.key.sequence)
+        self.rounds_failed += 1
+        self.failed(posted, failure)
+        for method in self.methods:
+            method.ended(index, None)
+        if not posted.dropped:
+            taken_back = [method.take_back(index, turn) for method in self.methods]
+            if not all(taken_back):
+                self.state.merged_at[index] = posted.work
+        logger.warning("%s; training goes on from this worker's parameters", failure.reason)
+
+    def _take_in(self, posted: Posted, result: RoundResult) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
-        result, key = outcome.result, posted.key
-        self.others_done |= any(one.report.done for one in result.members if one.worker != self.engine.worker)
-        self.policy.heard(posted, result)
-        if self._has_feedback:
-            self.state.end_feedback(key.fragment, outcome.means_with(self.engine.worker))
+        key, own = posted.key, self.engine.worker
+        self.others_done |= any(member.report.done for member in result.members if member.worker != own)
+        for method in self.methods:
+            method.heard(result.members)
+        self.heard(posted, result)
+        for method in self.methods:
+            method.ended(key.fragment, result.means_with(own))
         self.bytes_sent += result.bytes_sent
         self.contributions_refused += len(result.refused)
         for worker, reason in (*result.refused.items(), *result.clipped.items()):
             what = "was refused" if worker in result.refused else "counts less"
             logger.warning("round %d: the contribution of worker %d %s: %s", key.sequence, worker, what, reason)
-        if self.engine.worker in result.refused and has_another_anchor(result, self.engine.worker):
+        if own in result.refused and has_another_anchor(result, own):
             self.rounds_failed += 1
-            self.policy.refused_for_its_anchor(posted)
+            self.refused_for_its_anchor(posted)
             return None
-        return self.policy.merge(posted, outcome) if result.total_weight else None
+        mean_norm = self.merge_mean(posted, result) if result.total_weight else None
+        if mean_norm is not None and len(result.contributors) > 1 and not self.is_auxiliary(key):
+            self.compared = (result.contributors, result.comparison.products)
+        return mean_norm
 
-    def outer_step(self, posted: Posted, outcome: Outcome) -> float:
+    def outer_step(self, posted: Posted, result: RoundResult) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
+        turn = self.schedule.turn_of(posted.key.sequence)
+        mixing = 1.0 if posted.dropped else self.mixing
         with self.replica.merge_lock:
-            mixing, turn = 1.0 if posted.dropped else self.mixing, posted.key.sequence // self.state.num_fragments
-            norm = self.replica.merge(posted.key.fragment, outcome.means, mixing, turn, plain=outcome.result.plain)
+            norm = self.replica.merge(posted.key.fragment, result.means, mixing, turn, plain=result.plain)
             self.state.merged(posted.key, posted.work)
         return norm
 
@@ -318,9 +430,28 @@ class OuterLoop:
         """A last round without payload: every worker learns every other's final digest and report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
         self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
-        result = self.in_flight.pop().pending.wait().result
+        result = self.in_flight.pop().pending.wait()
         self.bytes_sent += result.bytes_sent
         self.confirmed = result.members
+
+    # The clock
+
+    @contextmanager
+    def count_seconds(self) -> Iterator[None]:
+        """The time inside is spent on rounds."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.sync_seconds += time.monotonic() - started
+
+    def _training_seconds(self) -> float:
+        for device in {fragment.device for fragment in self.state.fragments}:
+            if device.type == "cuda":  # steps that were only launched are not over
+                torch.cuda.synchronize(device)
+        return time.monotonic() - self.sync_seconds - self.evaluation.seconds
+
+    # Evaluating
 
     def refuse_while_evaluating(self) -> None:
         if self.evaluation.active:
@@ -332,16 +463,19 @@ class OuterLoop:
 
     # Saving
 
+    def start_from_anchor(self) -> None:
+        """Go on from a state that was another worker's: its work and what it has counted are not this worker's."""
+        self.state.start_from_anchor()
+        self.bytes_sent = 0
+        self.sync_seconds = 0.0
+        for method in self.methods:
+            method.begin_anew()
+
     def settle(self) -> None:
         """Wait for the rounds in flight, without merging them: their time has not come."""
-        started = time.monotonic()
-        self.in_flight = [settle(posted) for posted in self.in_flight]
-        self.policy.settle()
-        self.sync_seconds += time.monotonic() - started
-
-    def unsavable(self) -> str | None:
-        """Why the state of this moment is not one to go on from, if it is not; call `settle` first."""
-        return self.policy.unsavable()
+        with self.count_seconds():
+            self.in_flight = [settle(posted) for posted in self.in_flight]
+            self.settle_own()
 
     def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Everything but the model and the inner optimizer; call `settle` first."""
@@ -350,7 +484,8 @@ class OuterLoop:
         taken = means_taken(self.in_flight, self.engine.worker)
         counters = {name: getattr(self, name) for name in _COUNTERS}
         numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
-        numbers |= {"pace": self.pace.saved()} if self.pace else {}
+        for method in self.methods:
+            numbers |= method.saved_numbers()
         return self.state.saved_tensors(taken) | means, numbers
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
@@ -365,10 +500,20 @@ class OuterLoop:
                 setattr(self, name, numbers.get(name, 0))  # an earlier version saved fewer
             self.report = Report(**numbers["report"] | {"stopping": False, "done": False})
             self.others_done = False
-            if self.pace is not None and "pace" in numbers:
-                self.pace.loaded(numbers["pace"])
+            for method in self.methods:
+                method.loaded(numbers)
             self.in_flight = rounds()
             self.state.unmerged = self.in_flight[0].key.sequence if self.in_flight else self.sequence
-            self.policy.loaded()
+            self.loaded()
 
         return self.state.saved_tensors() | means, loaded
+
+
+def kind_of_replica(
+    sync: SyncConfig, engine: Connection, tensors: ModelTensors
+) -> type[OneRankReplica] | type[RankedReplica]:
+    """Rounds that overlap with training are computed beside it on a CPU; a GPU needs no threads for that."""
+    if set(engine.sizes) != {1}:
+        return RankedReplica
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.averaged.values())
+    return BackgroundReplica if sync.overlap_steps and on_cpu else OneRankReplica

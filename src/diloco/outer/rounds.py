@@ -9,33 +9,20 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
 
-from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import cosines, diverged
 from diloco.engines.rounds import RoundKey, RoundResult
 from diloco.errors import RoundFailed
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`result` is the whole worker's; `means` has one encoded mean for each lane of this rank."""
-
-    result: RoundResult
-    means: list[EncodedVector]
-
-    def means_with(self, worker: int) -> list[EncodedVector] | None:
-        """The means, if that worker's contribution is in them."""
-        return self.means if worker in self.result.contributors else None
-
-
-class PendingOutcome(Protocol):
-    """A worker's round on its way."""
+class WorkerRound(Protocol):
+    """One worker's round on its way, in all lanes of this rank."""
 
     @property
     def norm(self) -> float:
-        """Of this worker's outer gradient; ask for it once `wait` has ended."""
+        """The norm of this worker's outer gradient; ask for it once `wait` has ended."""
 
-    def wait(self) -> Outcome:
-        """The outcome; raises RoundFailed if this round gave none, EngineError if no later one can."""
+    def wait(self) -> RoundResult:
+        """The whole worker's result; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
 
 @dataclass
@@ -47,51 +34,47 @@ class Posted:
     """The position in the schedule at which it was posted."""
     work: int
     """The inner steps that this worker had taken by then."""
-    pending: PendingOutcome
+    pending: WorkerRound
     posted_at: float = field(default_factory=time.monotonic)
     """On time.monotonic()'s clock; for a round that was saved, when it was loaded."""
     encode_seconds: float | None = None
     dropped: bool = False
-    """On purpose (methods/dropped.py): there is no work in it, and the worker keeps its parameters."""
+    """On purpose (methods/dropped_rounds.py): there is no work in it, and the worker keeps its parameters."""
 
     @property
     def norm(self) -> float:
-        """Of this worker's outer gradient, once the round has ended."""
+        """The norm of this worker's outer gradient, once the round has ended."""
         return self.pending.norm
 
 
+@dataclass(frozen=True)
 class Settled:
-    """A round whose outcome is known."""
+    """A round that has ended, with a result or without."""
 
-    def __init__(self, outcome: Outcome | RoundFailed, norm: float) -> None:
-        self.outcome, self.norm = outcome, norm
+    ended: RoundResult | RoundFailed
+    norm: float
 
-    def wait(self) -> Outcome:
-        if isinstance(self.outcome, RoundFailed):
-            raise self.outcome
-        return self.outcome
+    def wait(self) -> RoundResult:
+        if isinstance(self.ended, RoundFailed):
+            raise self.ended
+        return self.ended
 
 
 def settle(posted: Posted) -> Posted:
-    """Wait for the round's outcome without merging it."""
+    """Wait for the round's end without merging its mean."""
     if isinstance(posted.pending, Settled):
         return posted
     try:
-        ended: Outcome | RoundFailed = posted.pending.wait()
+        ended: RoundResult | RoundFailed = posted.pending.wait()
     except RoundFailed as failure:
         ended = failure
     return replace(posted, pending=Settled(ended, posted.norm))
 
 
-def settled_outcome(posted: Posted) -> Outcome | RoundFailed:
+def end_of(posted: Posted) -> RoundResult | RoundFailed:
+    """How a settled round has ended."""
     assert isinstance(posted.pending, Settled)
-    return posted.pending.outcome
-
-
-def settled_result(posted: Posted) -> RoundResult | RoundFailed:
-    """The whole worker's result of a settled round."""
-    outcome = settled_outcome(posted)
-    return outcome if isinstance(outcome, RoundFailed) else outcome.result
+    return posted.pending.ended
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Comparison, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.rounds import Outcome, Posted, Settled, settled_outcome, settled_result
+from diloco.outer.rounds import Posted, Settled, end_of
 from diloco.outer.state import OuterState
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
@@ -31,10 +31,10 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
     return tensors, numbers
 
 
-def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, list[EncodedVector] | None]:
+def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, Sequence[EncodedVector] | None]:
     """By fragment: the means in flight that have this worker's contribution in them; None where there is none."""
-    ended = [(posted.key.fragment, settled_outcome(posted)) for posted in rounds]
-    return {index: one.means_with(worker) for index, one in ended if isinstance(one, Outcome)}
+    ended = [(posted.key.fragment, end_of(posted)) for posted in rounds]
+    return {index: end.means_with(worker) for index, end in ended if isinstance(end, RoundResult)}
 
 
 def restored_rounds(
@@ -80,7 +80,7 @@ def _to_numbers(posted: Posted) -> Numbers:
     """All of a settled round but its mean."""
     numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm", "dropped")}
     numbers["key"] = asdict(posted.key)
-    ended = settled_result(posted)
+    ended = end_of(posted)
     if isinstance(ended, RoundFailed):
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
     result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
@@ -98,10 +98,9 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
     """The round again, settled; `loaded` is what its means decoded to. A worker that stopped then does not stop now."""
     key = RoundKey(**numbers["key"])
     if numbers["result"] is None:
-        ended: Outcome | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
+        ended: RoundResult | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
     else:
-        means = _encoded_means(state, key.fragment, loaded)
-        ended = Outcome(_result(numbers["result"], means[0]), means)
+        ended = _result(numbers["result"], _encoded_means(state, key.fragment, loaded))
     dropped = numbers.get("dropped", False)  # an earlier version saved none
     return Posted(key, numbers["at_step"], numbers["work"], Settled(ended, numbers["norm"]), dropped=dropped)
 
@@ -120,13 +119,14 @@ def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> l
     return means
 
 
-def _result(saved: Mapping[str, Any], mean: EncodedVector) -> RoundResult:
+def _result(saved: Mapping[str, Any], means: Sequence[EncodedVector]) -> RoundResult:
     members = [
         member | {"report": Report(**member["report"] | {"stopping": False, "done": False})}
         for member in saved["members"]
     ]
     return RoundResult(
-        mean=mean,
+        mean=means[0],
+        lane_means=tuple(means),
         contributors=tuple(saved["contributors"]),
         refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),

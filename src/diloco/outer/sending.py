@@ -1,50 +1,179 @@
-"""How one fragment's outer gradients are sent: in which bytes, and what is done to them before."""
+"""How a lane sends a fragment: an outer gradient into bytes, and the outer step with a mean that came back as bytes.
 
-from dataclasses import dataclass
+Both go through a fragment span by span: one span is subtracted, encoded and forgotten before the next, and a mean is
+decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has kernels for it
+(codecs/gradient_kernels.py). The bits are the same.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.error_feedback import ErrorFeedback
-from diloco.codecs.registry import codec
-from diloco.core.config import SyncConfig
-from diloco.core.fragments import Fragment, PartLayout
-from diloco.core.methods.eager import Eager
-from diloco.outer.methods.second_moments import SecondMoments
-from diloco.outer.tensors.groups import Group
+from diloco.core.digest import Digest
+from diloco.core.fragments import Fragment, Span
+from diloco.core.one_pass import outer_gradient, outer_step
+from diloco.core.outer_optimizers import SGD
 
-_FEW_BITS = ("int4", "e3m0", "2bit", "topk")
+if TYPE_CHECKING:
+    from diloco.core.kernels import Kernels
+
+NO_DIGEST = "0" * 16  # of what has no anchor in a lane
+_ERROR_EVERY = 16  # what a codec loses is measured on every so many-th span
+_ERROR_ELEMENTS = 1 << 22  # and on at most so many elements of it
 
 
-@dataclass(frozen=True)
-class Sending:
-    """How one fragment's outer gradients are sent."""
+class Sending(ABC):
+    """What one lane sends of one group in its rounds, and what the mean does there."""
 
     vector: EncodedVector
-    feedback: ErrorFeedback | None = None
-    prune: float | None = None
-    eager: Eager | None = None
-    moments: SecondMoments | None = None
+    """What travels."""
 
-    @property
-    def as_it_is(self) -> bool:
-        """Nothing is done to an outer gradient before it is encoded."""
-        return self.feedback is None and self.prune is None and self.eager is None and self.moments is None
+    def rests(self, turn: int, done: bool) -> bool:  # noqa: ARG002
+        """Only a header travels in this turn; `done`: this worker has taken all its steps."""
+        return False
 
-    @classmethod
-    def of(cls, fragment: Fragment | None, group: Group, sync: SyncConfig, *, alone: bool) -> "Sending":
-        """A worker alone needs no vector if nothing is changed on the way: its mean is its own outer gradient."""
-        if group.moments is not None:
-            return cls(group.moments.vector(sync.codec), moments=group.moments)
-        how = codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
-        prune = None if group.buffers else sync.prune
-        if fragment is None or (
-            how.lossless and alone and sync.merges_at_once and prune is None and not sync.asynchronous
-        ):
-            return cls(EncodedVector(how, PartLayout(0)))
-        eager = None if sync.outer_overlap == "none" else Eager(fragment, delayed=sync.outer_overlap == "delayed")
-        device = torch.device("cpu") if sync.offload else fragment.device
-        vector = EncodedVector(how, fragment.layout, device, pinned=sync.offload)
-        if group.buffers or sync.feedback_decay is None:
-            return cls(vector, None, prune, eager)
-        return cls(vector, ErrorFeedback(fragment.numel, sync.feedback_decay, device), prune, eager)
+    @abstractmethod
+    def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
+        """Fill the vector: the norm of what is sent, and the codec's relative error ‖sent − Δ‖ / ‖Δ‖ if it has one.
+
+        `theta_i`: a flat copy of the fragment's parameters, in place of the parameters.
+        """
+
+    @abstractmethod
+    def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
+        """Take a round's mean: the digest of the new anchor, and the norm of the mean; None: it is this worker's own.
+
+        `mixing`: the share of its own parameters that the worker keeps. `plain`: as RoundResult.plain.
+        """
+
+
+class NothingToSend(Sending):
+    """A lane that holds nothing of a group takes part in its rounds with a header alone."""
+
+    def __init__(self, vector: EncodedVector) -> None:
+        self.vector = vector
+
+    def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
+        del turn, theta_i
+        return 0.0, None
+
+    def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
+        del mean, mixing, turn, plain
+        return NO_DIGEST, 0.0
+
+
+class FragmentSending(Sending):
+    """The outer gradients of a fragment of the model."""
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        vector: EncodedVector,
+        gradient: Callable[[int, Tensor | None], Iterator[tuple[Span, Tensor]]] | None = None,
+        encoder: Callable[[EncodedVector, Span, Tensor], Tensor] | None = None,
+    ) -> None:
+        """`gradient` and `encoder` are a method's (outer/method.py); None: anchor − θ_i, and the codec alone."""
+        self.vector = vector
+        self._fragment = fragment
+        self._gradient = gradient
+        self._encoder = encoder
+
+    def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
+        """The norm is that of what is sent. The error is measured on some spans; None: the codec is lossless."""
+        fragment, vector = self._fragment, self.vector
+        if self._gradient is None and self._encoder is None:
+            kernels = kernels_in_one_pass(fragment, vector)
+            if kernels is not None:
+                from diloco.codecs.gradient_kernels import encode_gradient
+
+                squares = encode_gradient(kernels, fragment, vector)
+                return _total([squares[1].sqrt()]), _relative([squares])
+        norms = []
+        squared_errors = []
+        spans = outer_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
+        for number, (span, delta) in enumerate(spans):
+            if self._encoder is not None:
+                norms.append(self._encoder(vector, span, delta))
+            else:
+                norms.append(torch.linalg.vector_norm(delta))
+                if vector.num_bytes:
+                    vector.encode(span.first_part, delta)
+            if number % _ERROR_EVERY == 0 and vector.num_bytes and not vector.codec.lossless:
+                part = fragment.layout.part_elements
+                parts = min(span.num_parts, max(1, _ERROR_ELEMENTS // part))
+                squared_errors.append(vector.squared_error(span.first_part, parts, delta[: parts * part]))
+            del delta  # before the next one is made
+        return _total(norms), _relative(squared_errors)
+
+    @torch.no_grad()
+    def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
+        """The outer step. A mean without bytes is that of a worker alone, whose outer gradient is its own.
+
+        `plain`: θ ← θ − Δ, and the outer optimizer's state stays as it is. At the end of a run, where Δ is what some
+        workers have left and others have nothing, momentum would add a whole step without work.
+        """
+        fragment = self._fragment
+        outer_opt = SGD(lr=1.0) if plain else fragment.outer_opt.at(turn)
+        taken = Digest(fragment.device)
+        if not mean.num_bytes:
+            outer_step(fragment, outer_opt, None, mixing, taken)
+            return taken.hexdigest(), None
+        kernels = kernels_in_one_pass(fragment, mean)
+        if kernels is not None and kernels.know(outer_opt):
+            from diloco.codecs.gradient_kernels import step_with_mean
+
+            fragment.rounds += 1
+            norm = step_with_mean(kernels, fragment, mean, outer_opt, mixing, taken).sqrt()
+            return taken.hexdigest(), _total([norm])
+        decoded = _DecodedMean(mean, fragment.device)
+        outer_step(fragment, outer_opt, decoded, mixing, taken)
+        return taken.hexdigest(), decoded.norm()
+
+    def next_anchor(self, mean: EncodedVector, turn: int, out: Tensor) -> tuple[str, float]:
+        """What `merge` will make of the anchor, into `out`: its digest, and the norm of the mean."""
+        taken = Digest(self._fragment.device)
+        decoded = _DecodedMean(mean, self._fragment.device)
+        self._fragment.next_anchor(self._fragment.outer_opt.at(turn), decoded, out, taken)
+        return taken.hexdigest(), decoded.norm()
+
+
+class _DecodedMean:
+    """An encoded mean as a function of the span, which also gathers its norm."""
+
+    def __init__(self, encoded: EncodedVector, device: torch.device) -> None:
+        self._encoded = encoded
+        self._device = device
+        self._norms: list[Tensor] = []
+
+    def __call__(self, span: Span) -> Tensor:
+        delta = self._encoded.decode(span.first_part, span.num_parts, self._device)
+        self._norms.append(torch.linalg.vector_norm(delta))
+        return delta
+
+    def norm(self) -> float:
+        return _total(self._norms)
+
+
+def kernels_in_one_pass(fragment: Fragment, vector: EncodedVector) -> "Kernels | None":
+    """The kernels that take a round of this fragment and vector in one pass; None on a CPU (gradient_kernels.py)."""
+    if fragment.device.type != "cuda" or fragment.kernels is None or not vector.num_bytes:
+        return None
+    from diloco.codecs.gradient_kernels import kernels_for
+
+    return kernels_for(fragment, vector)
+
+
+def _relative(squares: Sequence[Tensor]) -> float | None:
+    """The error of some values, from (squared error, squared norm) of each."""
+    error, whole = torch.stack(list(squares)).double().sum(0).tolist() if squares else (0.0, 0.0)
+    return math.sqrt(error / whole) if whole > 0 and math.isfinite(error / whole) else None
+
+
+def _total(norms: Sequence[Tensor]) -> float:
+    """Asked for once: on a GPU every question waits for all that was begun before it."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0

@@ -6,31 +6,30 @@ alone. Tensors are in the replica's lanes; numbers and digests are the whole wor
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import Tensor
 
-from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError
-from diloco.outer.methods.eager_starts import eagers, moving_starts
-from diloco.outer.ranks.replica import RankedReplica
-from diloco.outer.replica import Lane, Replica
+from diloco.outer.lane import Lane
+from diloco.outer.method import Means, Method
+from diloco.outer.replica import Replica
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
-
-Means = Sequence[EncodedVector] | None
-"""One encoded mean for each lane; None: none that has this worker's contribution in it."""
 
 
 class OuterState:
     """Counters, and the anchors and outer momentum that go with them."""
 
-    def __init__(self, replica: "Replica | RankedReplica") -> None:
+    def __init__(self, replica: Replica, methods: Sequence[Method] = ()) -> None:
         self._replica = replica
+        self._methods = methods
         self.num_fragments = len(replica.groups)
+        self.num_tensor_groups = sum(group.sending is None for group in replica.groups)
+        """The first of the fragments: they are of the model's tensors, any others of what a method averages."""
         self.inner_steps = 0
         """The position in the schedule, and in that of the learning rate."""
         self.jumped = 0
@@ -70,6 +69,11 @@ class OuterState:
         """The inner steps of this worker itself."""
         return self.inner_steps - self.jumped
 
+    @property
+    def steps_since_round(self) -> int:
+        """The inner steps since the last round of the fragment that was averaged longest ago: no mean has them all."""
+        return self.inner_steps - self.jumped - min(self.merged_at[: self.num_tensor_groups])
+
     def jump_to(self, position: int) -> None:
         """Forward only; the steps between count as no work of this worker's."""
         ahead = max(0, position - self.inner_steps)
@@ -108,12 +112,19 @@ class OuterState:
 
     def take_over_fragment(self, index: int, states: Sequence[GlobalState]) -> None:
         """The others' anchor and momentum of one fragment; the parameters stay this worker's own."""
-        with self.lock, moving_starts(self.lanes, [index]):
+        with self.lock, self.moving_anchors([index]):
             for lane, state in zip(self._replica.lanes, states, strict=True):
                 mine = {name: tensor for name, tensor in lane.outer_tensors().items() if name.startswith(f"{index}.")}
                 lane.copy(state.tensors, mine)
         self.set_rounds(index, states[0].numbers[f"{index}.rounds"])
         self._replica.update_digests()
+
+    def moving_anchors(self, indices: Iterable[int]) -> ExitStack:
+        """Inside, the others' anchors of these fragments come in place of this worker's."""
+        inside = ExitStack()
+        for method in self._methods:
+            inside.enter_context(method.moving_anchors(indices))
+        return inside
 
     def set_position(self, numbers: Mapping[str, int]) -> None:
         self.inner_steps, self.jumped = numbers["inner_steps"], numbers["jumped"]
@@ -133,9 +144,23 @@ class OuterState:
         for index in range(self.num_fragments):
             for _, fragment in self.fragments_of(index):
                 fragment.adopt_anchor()
-            for eager in eagers(self.lanes, index):
-                eager.reset()
+            self._at_anchor(index)
         self._replica.changed()
+
+    def _at_anchor(self, index: int) -> None:
+        for method in self._methods:
+            method.at_anchor(index)
+
+    def take_anchors(self) -> None:
+        """anchor ← θ_i of all parameters, whose work is then in the anchor; averaged buffers stay as they are."""
+        buffers = self._replica.tensors.averaged_buffers.keys()
+        with self.lock:
+            for index, group in enumerate(self._replica.groups):
+                if not buffers & set(group.names):
+                    for _, fragment in self.fragments_of(index):
+                        fragment.take_anchor()
+                    self._at_anchor(index)
+                    self.merged_at[index] = self.steps_taken
 
     def start_from_anchor(self) -> None:
         """The parameters are the anchors, and carry no work of this worker's."""
@@ -144,32 +169,18 @@ class OuterState:
         self._replica.changed()
 
     def drop_work(self, index: int) -> None:
-        """θ_i ← anchor of one fragment: nothing of this worker's work is in it, or in the error that it would send."""
+        """θ_i ← anchor of one fragment: nothing of this worker's work is in it, or will be sent later."""
         for _, fragment in self.fragments_of(index):
             fragment.adopt_anchor()
-        for feedback, _ in self._feedbacks(index):
-            feedback.clear()
-        for eager in eagers(self.lanes, index):
-            eager.reset()
+        self._at_anchor(index)
+        for method in self._methods:
+            method.work_dropped(index)
         self.merged_at[index] = self.steps_taken
-
-    # Error feedback
-
-    def _feedbacks(self, index: int, means: Means = None) -> list[tuple[ErrorFeedback, EncodedVector | None]]:
-        """What this rank has of one fragment, by lane, and each lane's mean; nothing without error feedback."""
-        by_lane: Sequence[EncodedVector | None] = means or [None] * len(self._replica.lanes)
-        found = [(lane.sending[index].feedback, mean) for lane, mean in zip(self.lanes, by_lane, strict=True)]
-        return [(feedback, mean) for feedback, mean in found if feedback is not None]
-
-    def end_feedback(self, index: int, means: Means) -> None:
-        """A round of this fragment is over; `means` have this worker's contribution in them, None: none has."""
-        for feedback, mean in self._feedbacks(index, means):
-            feedback.end_round(mean)
 
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
     def saved_tensors(self, taken: Mapping[int, Means] | None = None) -> dict[str, TensorPieces]:
-        """Views of anchors, outer momentum and errors; after writing into them call `loaded`.
+        """Views of anchors, outer momentum and what methods keep; after writing into them call `loaded`.
 
         `taken`: the means in flight that have this worker's contribution in them, by fragment.
         """
@@ -180,12 +191,9 @@ class OuterState:
             for kind in group.outer.state_names:
                 saved |= self.tensor_pieces(index, f"outer.{kind}", [fragment.state[kind] for fragment in mine])
             means = (taken or {}).get(index)
-            if late := eagers(self.lanes, index):
-                saved |= self.tensor_pieces(index, "outer.start", [eager.start for eager in late])
-                for kind in late[0].state:
-                    saved |= self.tensor_pieces(index, f"outer.own_{kind}", [eager.state[kind] for eager in late])
-            if errors := [feedback.error_after(mean) for feedback, mean in self._feedbacks(index, means)]:
-                saved |= self.tensor_pieces(index, "outer.error", errors)
+            for method in self._methods:
+                for name, flats in method.saved_tensors(index, means).items():
+                    saved |= self.tensor_pieces(index, name, flats)
         return saved
 
     def tensor_pieces(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, TensorPieces]:
@@ -212,5 +220,6 @@ class OuterState:
             for lane in self._replica.lanes:
                 lane.take_digests()
         for index in range(self.num_fragments):
-            self.end_feedback(index, None)
+            for method in self._methods:
+                method.ended(index, None)
         self.set_position(numbers)

@@ -21,7 +21,7 @@ from diloco.core.options import common_values
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import EngineError, RoundFailed
-from diloco.outer.methods.gradient_mean import GradientMean
+from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.tensors.model_tensors import model_tensors
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 

@@ -22,6 +22,7 @@ from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, 
 from diloco.history.log import EventLog
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
+from diloco.outer.elastic import ElasticLoop
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.batches import ShardReader, Texts
@@ -194,7 +195,7 @@ class Training:
         if not self.engine.elastic:
             return FixedPeers(self.config, self.engine)
         outer = self.mode.averager
-        assert isinstance(outer, OuterLoop) and isinstance(self.validation, SwarmValidation)
+        assert isinstance(outer, ElasticLoop) and isinstance(self.validation, SwarmValidation)
         return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
 
     def _weight(self) -> float:

@@ -149,7 +149,8 @@ class DiLoCoMode(Mode):
         precision.step(self.optimizer)
 
     def leave_gradients_out(self) -> bool:
-        return self.optimizer.warm_start.active and self.optimizer.warm_start.average(skip=True)
+        warm_start = self.optimizer.warm_start
+        return warm_start is not None and warm_start.active and warm_start.average(skip=True)
 
     def post_and_merge(self) -> None:
         self.optimizer.post()
@@ -165,7 +166,8 @@ class DiLoCoMode(Mode):
 
     def request_stop(self) -> None:
         self._stop_requested = True
-        if self.optimizer.warm_start.active:
+        warm_start = self.optimizer.warm_start
+        if warm_start is not None and warm_start.active:
             self.averager.report = replace(self.averager.report, stopping=True)
 
     @property
@@ -174,8 +176,9 @@ class DiLoCoMode(Mode):
 
         Within the warm start only once all workers know: the next step's averaging tells them, and all end after it.
         """
-        if self.optimizer.warm_start.active or self.optimizer.warm_start.stopping:
-            return self.optimizer.warm_start.stopping
+        warm_start = self.optimizer.warm_start
+        if warm_start is not None and (warm_start.active or warm_start.stopping):
+            return warm_start.stopping
         return self._stop_requested or self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:
@@ -188,10 +191,8 @@ class DiLoCoMode(Mode):
         return self.optimizer.anchor_digest()
 
     def start_from_anchor(self) -> None:
-        self.averager.state.start_from_anchor()
-        self.averager.bytes_sent, self.averager.sync_seconds, self.optimizer.skipped_steps = 0, 0.0, 0
-        if self.averager.pace is not None:
-            self.averager.pace.restart()
+        self.averager.start_from_anchor()
+        self.optimizer.skipped_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": self.optimizer.skipped_steps}

@@ -29,6 +29,7 @@ from diloco.errors import DiLoCoError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
+from diloco.outer.elastic import ElasticLoop
 from diloco.outer.rounds import RoundEvent
 
 H = 10
@@ -216,6 +217,7 @@ def _train(engine: SwarmEngine, pipe: Connection, task: Task, story: Story) -> N
         return here | state | {"sequence": outer.sequence}
 
     outer.on_round = lambda event: story.tell("round", **place() | _told(event, losses))
+    assert isinstance(outer, ElasticLoop)
     outer.on_resync = lambda reason, _: story.tell("resync", reason=reason, **place())
     story.tell("start", **place())
     pipe.send((True, engine.worker))

@@ -1,13 +1,13 @@
-"""Eager updates are the published ones, written so that the anchor stays the same on all workers."""
+"""EagerFragment updates are the published ones, written so that the anchor stays the same on all workers."""
 
 import pytest
 import torch
 
 from diloco.core.fragments import Fragment
-from diloco.core.methods.eager import Eager
 from diloco.core.one_pass import outer_step
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, SGDMomentum
 from diloco.errors import ConfigError
+from diloco.methods.eager import EagerFragment
 
 K, ROUNDS, SIZE = 3, 6, 40
 
@@ -36,7 +36,7 @@ class Worker:
     def __init__(self, outer: OuterOptimizer, *, delayed: bool = False) -> None:
         self.tensor = torch.nn.Parameter(torch.ones(SIZE))
         self.fragment = Fragment(("w",), (self.tensor,), outer)
-        self.eager = Eager(self.fragment, delayed=delayed)
+        self.eager = EagerFragment(self.fragment, delayed=delayed)
 
     def post(self, worker: int, number: int) -> torch.Tensor:
         with torch.no_grad():

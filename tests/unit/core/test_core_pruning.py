@@ -10,8 +10,8 @@ from diloco.core import fragments
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.core.lanes import Piece
-from diloco.core.methods.pruning import prune_, pruned_gradient
 from diloco.core.outer_optimizers import SGD
+from diloco.methods.pruning import prune_, pruned_gradient
 from support.in_turn import InTurn
 from support.problem import anchors
 

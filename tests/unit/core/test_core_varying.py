@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.config import FaultsConfig, OuterConfig, SyncConfig
-from diloco.core.methods.course import Course
-from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
+from diloco.core.course import Course
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, outer_optimizer
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
+from diloco.methods.growing_rounds import GrowingRounds
 
 RATES = LearningRateCurve(0.01, 100, warmup_steps=10, final_ratio=0.1)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.core.outer_optimizers import Nesterov
 from diloco.errors import ConfigError
+from diloco.methods.asynchronous import DelayedNesterov
 
 
 def states(numel: int = 5) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diloco.core.methods.dynamic_steps import MOST_TIMES_FASTER, num_steps, speed_share
+from diloco.methods.dynamic_steps import MOST_TIMES_FASTER, num_steps, speed_share
 
 
 def test_a_worker_three_times_slower_takes_a_third_of_the_steps() -> None:

@@ -21,7 +21,7 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.history.log import read_events
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
-from diloco.outer.methods.gradient_mean import GradientMean
+from diloco.outer.gradient_mean import GradientMean
 from diloco.training.config.run import TrainingConfig
 from diloco.training.evaluation import evaluate
 from diloco.training.micro_batches import MicroBatch, micro_batches

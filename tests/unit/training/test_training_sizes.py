@@ -12,6 +12,7 @@ from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.data.corpus import Corpus
 from diloco.engines.asynchronous.engine import AsynchronousEngine
 from diloco.errors import ConfigError
+from diloco.methods.error_feedback import Feedback
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
@@ -147,7 +148,8 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
     spare = outer.replica._spare if isinstance(outer.replica, BackgroundReplica) else []
     assert memory.get("parameters and anchor of the round in flight", 0) >= sum(block.nbytes for block in spare)
     assert bool(spare) == ("parameters and anchor of the round in flight" in memory)
-    errors = sum(one.feedback.error.nbytes for one in sending if one.feedback is not None)
+    feedback = outer.method(Feedback)
+    errors = sum(error.error.nbytes for index in range(len(sending)) for error in feedback.of(index)) if feedback else 0
     assert memory.get("error feedback", 0) == errors
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.fragments import Fragment
-from diloco.core.methods.delayed_nesterov import DelayedNesterov
 from diloco.engines.header import Header, unpack
 from diloco.errors import EngineError
 
 Kind = Literal["arrive", "done", "confirm"]
+SERVED_ANCHOR = "global"
+"""Where worker 0's outer state keeps the anchor when it is saved; its own anchor is where it began its steps."""
 _RECENT_NORMS = 9
 _POLL_SECONDS = 0.5
 
@@ -52,11 +53,12 @@ class AnchorServer:
     """Thread-safe. The memory is its own: the fragment of worker 0 goes on training from older parameters."""
 
     def __init__(self, workers: int, fragment: Fragment, vector: EncodedVector, max_norm_ratio: float | None) -> None:
-        assert isinstance(fragment.outer_opt, DelayedNesterov)
-        self._fragment, self._outer, self._ratio = fragment, fragment.outer_opt, max_norm_ratio
+        self._fragment = fragment
+        self._outer = fragment.outer_opt
+        self._ratio = max_norm_ratio
         self._vector = EncodedVector(vector.codec, vector.layout)
         self._anchor = fragment.anchor.to("cpu", copy=True)
-        self._state = {name: torch.zeros(fragment.numel) for name in ("momentum", "gathered")}
+        self._state = {name: torch.zeros(fragment.numel) for name in self._outer.state_names if name != SERVED_ANCHOR}
         self.num_bytes = self._vector.num_bytes
         self.arrivals = 0
         self._headers: dict[int, bytes] = {}
@@ -151,12 +153,12 @@ class AnchorServer:
     def save(self) -> int:
         """Into the outer state of worker 0's fragment; the arrivals so far."""
         with self._changed:
-            for name, buffer in (*self._state.items(), ("global", self._anchor)):
+            for name, buffer in (*self._state.items(), (SERVED_ANCHOR, self._anchor)):
                 self._fragment.state[name].copy_(buffer)
             return self.arrivals
 
     def load(self, arrivals: int) -> None:
         with self._changed:
             self.arrivals = arrivals
-            for name, buffer in (*self._state.items(), ("global", self._anchor)):
+            for name, buffer in (*self._state.items(), (SERVED_ANCHOR, self._anchor)):
                 buffer.copy_(self._fragment.state[name])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import FaultsConfig
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.merging import cosines
-from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
@@ -18,6 +18,7 @@ from diloco.lab.simulation.checkpoint import State
 from diloco.lab.simulation.clock import Clock, round_bytes
 from diloco.lab.simulation.presence import presence, working
 from diloco.lab.simulation.replicas import Replicas
+from diloco.methods.growing_rounds import GrowingRounds
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
@@ -142,7 +143,7 @@ class Workers:
     def _post(self, there: list[bool]) -> None:
         first = self.optimizers[0].loop
         for worker, optimizer in enumerate(self.optimizers):
-            if worker in self.arm.hostile and optimizer.loop.policy.due():
+            if worker in self.arm.hostile and optimizer.loop.due():
                 _turn_around(optimizer)
             self._weigh(worker, optimizer)
             optimizer.post()
@@ -165,8 +166,8 @@ class Workers:
         """The bytes of a round, among the workers that are there; second moments that are not due are a header."""
         loop = self.optimizers[0].loop
         sending = loop.replica.lanes[0].sending[fragment]
-        resting = sending.moments is not None and not sending.moments.due(sequence // loop.state.num_fragments)
-        each = round_bytes(None if resting else sending.vector, sum(there))
+        rests = sending.rests(loop.schedule.turn_of(sequence), done=False)
+        each = round_bytes(None if rests else sending.vector, sum(there))
         self.bytes_sent += sum(each)
         self.clock.post(sequence, max(each), there)
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from diloco.core.config import Merge, SyncConfig
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import Fragment, build_fragments
-from diloco.core.methods.round_lengths import GrowingRounds
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
-from diloco.core.schedule import Schedule
-from diloco.outer.methods.second_moments import SecondMoments
+from diloco.core.schedule import RoundLengths, Schedule
+from diloco.outer.sending import Sending
 from diloco.outer.tensors.model_tensors import ModelTensors
 
 
@@ -24,36 +23,34 @@ class Group:
     max_norm_ratio: float | None
     """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
     merge: Merge = "mean"
-    """As in SyncConfig; buffers and second moments are always averaged plainly."""
+    """As in SyncConfig; all but parameters is averaged plainly."""
     buffers: bool = False
     """Counted buffers, which are few: they travel whole, with 16 bits at least."""
-    moments: SecondMoments | None = None
-    """Second moments of the inner optimizer instead of tensors of the model; there is no fragment then."""
+    sending: Sending | None = None
+    """What travels instead of tensors of the model (methods/second_moments.py); there is no fragment then."""
 
     @property
     def auxiliary(self) -> bool:
         """Averaged beside the parameters: its rounds are no outer steps, and no rounds to the user."""
-        return self.buffers or self.moments is not None
+        return self.buffers or self.sending is not None
 
 
 def lay_groups(
     tensors: ModelTensors,
     sync: SyncConfig,
     outer: OuterOptimizer,
-    growth: GrowingRounds | None,
-    moments: SecondMoments | None,
+    growth: RoundLengths | None,
+    more: Sequence[Group],
 ) -> tuple[list[Group], Schedule]:
-    """What each fragment holds, and when it is posted."""
+    """What each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
     groups = [
         Group(tuple(names), outer, sync.max_norm_ratio, sync.merge) for names in assign(list(tensors.averaged), sync)
     ]
     offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
     if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
         groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
-        offsets = (*offsets, offsets[-1])
-    if moments is not None:
-        groups.append(Group((), SGD(lr=1.0), None, moments=moments))
-        offsets = (*offsets, offsets[-1])
+    groups += more
+    offsets += offsets[-1:] * (len(groups) - len(offsets))
     return groups, Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start, growth)
 
 

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig, refuse_combinations
-from diloco.core.methods.round_lengths import GrowingRounds, LearningRateCurve
+from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.core.schedule import Schedule
 from diloco.data.config import DataConfig
 from diloco.engines.swarm.config import SwarmConfig
 from diloco.errors import ConfigError
+from diloco.methods.growing_rounds import GrowingRounds
 from diloco.models.choice import ModelChoice
 from diloco.models.lora import LoraConfig
 from diloco.models.pretrained import uses_transformers

@@ -12,10 +12,10 @@ from diloco.core.fragments import PartLayout
 from diloco.core.lanes import Shape, shard_bounds
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.engines.reduction import WAVES_AHEAD, waves
+from diloco.methods.second_moments import moments_codec
 from diloco.models.base import LanguageModel
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
-from diloco.outer.methods.second_moments import moments_codec
 from diloco.training.compute import WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix

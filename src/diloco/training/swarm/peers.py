@@ -20,7 +20,7 @@ from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import RoundResult
 from diloco.errors import EngineError, Excluded
 from diloco.history.log import EventLog
-from diloco.outer.loop import OuterLoop
+from diloco.outer.elastic import ElasticLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.own_command import command
 from diloco.training.batches import ShardReader, Texts, as_json
@@ -120,7 +120,7 @@ class SwarmPeers(Peers):
         engine: Connection,
         reader: ShardReader,
         validation: SwarmValidation,
-        outer: OuterLoop,
+        outer: ElasticLoop,
         events: EventLog,
     ) -> None:
         self._config, self._engine, self._events = config, engine, events

@@ -1,4 +1,4 @@
-"""Table 6 of the DiLoCo paper: outer gradients pruned per neuron (core/methods/pruning.py says in which reading)."""
+"""Table 6 of the DiLoCo paper: outer gradients pruned per neuron (methods/pruning.py says in which reading)."""
 
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep

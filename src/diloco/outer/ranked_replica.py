@@ -3,13 +3,16 @@
 Whatever the outer loop writes into parameters goes through here to the worker's other ranks (`changed`): copies that
 all of them have are shared, and what FSDP2 has gathered from old shards is dropped. Every method is collective among
 the worker's ranks.
+
+A round is the same round in every lane. All lanes decide on the same claims (the whole worker's norm, weight and
+digest) and so come to the same decision; the ranks of a worker make sure of it: the round is good if it is good in all
+lanes of all ranks; if a lane fails, no lane is merged, and if a rank cannot go on, none of its worker does. So a worker
+is never in two rounds at once.
 """
 
 import hashlib
 import math
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,20 +21,30 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import layout_digest
 from diloco.core.lanes import LaneLayout, Piece, lay_lanes
-from diloco.engines.base import Connection, Engine
-from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey
-from diloco.errors import EngineError
-from diloco.outer.ranks.worker_round import WorkerRound
-from diloco.outer.replica import NO_DIGEST, Lane, refuse_new_parameters
-from diloco.outer.rounds import PendingOutcome
-from diloco.outer.sending import Sending
+from diloco.engines.base import Connection, Engine, PendingRound
+from diloco.engines.rounds import (
+    Comparison,
+    Contribution,
+    GlobalState,
+    Report,
+    RoundKey,
+    RoundPhases,
+    RoundResult,
+)
+from diloco.engines.worker_ranks import WorkerRanks
+from diloco.errors import EngineError, RoundFailed
+from diloco.outer.lane import Lane, lay_sending
+from diloco.outer.method import Method
+from diloco.outer.replica import Replica, refuse_new_parameters
+from diloco.outer.rounds import WorkerRound
+from diloco.outer.sending import NO_DIGEST
 from diloco.outer.tensors.groups import Group, cut_fragments
 from diloco.outer.tensors.local_tensors import local_tensors, share, take_first
 from diloco.outer.tensors.model_tensors import ModelTensors
 
 
-class RankedReplica:
-    """What outer/replica.py's Replica is to a worker of one rank; `lanes` are those that this rank is in."""
+class RankedReplica(Replica):
+    """The replica of a worker with several ranks; `lanes` are those that this rank is in."""
 
     def __init__(
         self,
@@ -39,19 +52,22 @@ class RankedReplica:
         engine: Connection,
         groups: Sequence[Group],
         sync: SyncConfig,
+        methods: Sequence[Method],
         common: tuple[object, ...],
     ) -> None:
         """Collective: all ranks of all workers. `common`: what else must be the same on all workers."""
-        self.tensors, self.engine, self.groups, self._sync, self._common = tensors, engine, groups, sync, common
+        super().__init__(tensors, engine, groups)
+        self._sync = sync
+        self._methods = methods
+        self._common = common
         self._local = local_tensors(tensors.all, engine.ranks)
         take_first(self._local.values(), engine.ranks)
         layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
         engines = engine.lanes([layout.owners for layout in layouts])
-        mine = [(n, layout, e) for n, (layout, e) in enumerate(zip(layouts, engines, strict=True)) if e is not None]
-        self.lanes = [self._lane(*lane) for lane in mine]
+        for number, (layout, lane_engine) in enumerate(zip(layouts, engines, strict=True)):
+            if lane_engine is not None:
+                self.lanes.append(self._lane(number, layout, lane_engine))
         self._num_lanes = len(layouts)
-        self.lock: AbstractContextManager[object] = threading.Lock()
-        self.merge_lock = self.lock
         self.digests = [NO_DIGEST] * len(groups)
         self.update_digests()
 
@@ -63,9 +79,7 @@ class RankedReplica:
         grouped = [[piece for name in group.names for piece in pieces.pop(name)] for group in self.groups]
         views = [[(str(piece), self._view(piece)) for piece in group] for group in grouped]
         fragments = cut_fragments(self.groups, views, self._sync)
-        alone = len(self.engine.sizes) == 1
-        cut_groups = zip(fragments, self.groups, strict=True)
-        sending = [Sending.of(fragment, group, self._sync, alone=alone) for fragment, group in cut_groups]
+        sending = lay_sending(len(self.lanes), self.groups, fragments, grouped, self._sync, self.engine, self._methods)
         start = {str(piece): self._view(piece) for rest in pieces.values() for piece in rest}
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         cut = (self.engine.sizes, [list(map(str, group)) for group in grouped])
@@ -76,7 +90,6 @@ class RankedReplica:
         return self._local[piece.name].view(piece, self.engine.ranks.rank)
 
     def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
-        """The model is as it was when DiLoCo was built: the same parameters, in the same memory."""
         refuse_new_parameters(self.tensors, inner_parameters)
         for one in self._local.values():
             one.check_in_place()
@@ -94,9 +107,8 @@ class RankedReplica:
             report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds))
         )
 
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingOutcome:
-        """One contribution for each lane; returns at once."""
-        return WorkerRound(self.lanes, self.engine.ranks, key, contributions, seconds)
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+        return RankedRound(self.lanes, self.engine.ranks, key, contributions, seconds)
 
     def merge(
         self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
@@ -107,14 +119,6 @@ class RankedReplica:
         self.update_digests()
         self.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
-
-    def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
-        """Whether all values of a fragment's mean are finite."""
-        del index
-        return all(mean.is_finite() for mean in means)
-
-    def finish_posts(self) -> None:
-        """A post ends when it returns."""
 
     def changed(self, index: int | None = None) -> None:
         """Parameters of one fragment, or of all, were written here: the worker's ranks must see the same."""
@@ -137,7 +141,6 @@ class RankedReplica:
             self.digests[index] = lanes[0] if self._num_lanes == 1 else joined
 
     def average_buffers(self, names: Iterable[str]) -> None:
-        """What each rank has counted by itself (batch-norm statistics) becomes the worker's mean."""
         for name in names:
             if name in self.tensors.averaged_buffers and self._local[name].copied:
                 self.engine.ranks.average(self._local[name].local)
@@ -153,3 +156,67 @@ class RankedReplica:
         self.engine.ranks.agree(problem)
         theirs = [state for state in states if state is not None]
         return theirs if len(theirs) == len(self.lanes) else None
+
+
+class RankedRound:
+    """A round in flight in all lanes of this rank."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        ranks: WorkerRanks,
+        key: RoundKey,
+        contributions: Sequence[Contribution],
+        seconds: float,
+    ) -> None:
+        self._key = key
+        self._ranks = ranks
+        self.norm = contributions[0].norm
+        self._error: EngineError | None = None  # raised where all ranks can hear of it
+        self._pending: list[PendingRound] = []
+        try:
+            for lane, contribution in zip(lanes, contributions, strict=True):
+                self._pending.append(lane.engine.start_round(key, contribution, seconds))
+        except EngineError as error:
+            self._error = error
+
+    def wait(self) -> RoundResult:
+        """Raises RoundFailed or EngineError on all ranks of the worker or on none."""
+        results: list[RoundResult] = []
+        failures: list[RoundFailed] = []
+        try:
+            for pending in self._pending:
+                try:
+                    results.append(pending.wait())
+                except RoundFailed as failure:
+                    failures.append(failure)
+        except EngineError as error:
+            self._error = self._error or error
+        self._ranks.agree(self._error)
+        self._agree_on(failures, results)
+        own = [
+            [float(result.bytes_sent), float(result.bytes_received), *result.comparison.numbers] for result in results
+        ]
+        sent, received, *numbers = self._ranks.sums(*(sum(column) for column in zip(*own, strict=True)))
+        return replace(
+            results[0],
+            bytes_sent=int(sent),
+            bytes_received=int(received),
+            seconds=max(result.seconds for result in results),
+            comparison=Comparison.of_numbers(numbers, len(results[0].contributors)),
+            phases=RoundPhases(),  # each lane has its own
+            lane_means=tuple(result.mean for result in results),
+        )
+
+    def _agree_on(self, failures: Sequence[RoundFailed], results: Sequence[RoundResult]) -> None:
+        rows = self._ranks.gather_numbers(
+            bool(failures),
+            bool(results),
+            any(failure.stopping for failure in failures),
+            any(failure.resync for failure in failures),
+        )
+        failed, succeeded, stopping, resync = (any(column) for column in zip(*rows, strict=True))
+        if failed:
+            reason = failures[0].reason if failures else f"round {self._key.sequence} failed on another rank"
+            # What failed here in part, others may have merged.
+            raise RoundFailed(reason, stopping=stopping, resync=resync or succeeded)

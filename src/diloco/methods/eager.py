@@ -12,7 +12,8 @@ anchor keeps equal bits on all workers, and joiners, digests and evaluation need
 Δ_i^(t) is measured from where the worker began the H steps, its *start*, which is no longer the anchor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,9 +21,65 @@ from torch import Tensor
 from diloco.core.fragments import Fragment, Span
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.errors import ConfigError
+from diloco.outer.method import GradientSource, LaneFragment, Means, Method, Options, Worker
 
 
-class Eager:
+class EagerUpdates(Method):
+    """`sync.outer_overlap`: the starts of this worker's fragments."""
+
+    travels_a_turn = True
+
+    @classmethod
+    def chosen(cls, options: Options) -> "EagerUpdates | None":
+        overlap = options.sync.outer_overlap
+        return None if overlap == "none" else cls(delayed=overlap == "delayed")
+
+    def __init__(self, *, delayed: bool) -> None:
+        """`delayed`: without the worker's own share, the naive form."""
+        self._delayed = delayed
+        self._fragments: dict[int, list[EagerFragment]] = {}  # by number, in the order of the lanes that have it
+        self._worker: Worker | None = None
+
+    def gradient(self, place: LaneFragment) -> GradientSource:
+        fragment = EagerFragment(place.fragment, delayed=self._delayed)
+        self._fragments.setdefault(place.index, []).append(fragment)
+        return lambda turn, _: fragment.outer_gradient(place.engine.workers, turn)
+
+    def begin(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def take_back(self, index: int, turn: int) -> bool:
+        assert self._worker is not None
+        workers = self._worker.engine.workers
+        taken_back = [fragment.take_back(workers, turn) for fragment in self._fragments.get(index, [])]
+        return all(taken_back)
+
+    def at_anchor(self, index: int) -> None:
+        for fragment in self._fragments.get(index, []):
+            fragment.reset()
+
+    @contextmanager
+    def moving_anchors(self, indices: Iterable[int]) -> Iterator[None]:
+        """The worker's starts move along with the anchors."""
+        moving = [fragment for index in indices for fragment in self._fragments.get(index, [])]
+        for fragment in moving:
+            fragment.add_anchor(-1.0)
+        yield
+        for fragment in moving:
+            fragment.add_anchor(1.0)
+
+    def saved_tensors(self, index: int, means: Means) -> dict[str, list[Tensor]]:
+        del means
+        fragments = self._fragments.get(index, [])
+        if not fragments:
+            return {}
+        saved = {"outer.start": [fragment.start for fragment in fragments]}
+        for kind in fragments[0].state:
+            saved[f"outer.own_{kind}"] = [fragment.state[kind] for fragment in fragments]
+        return saved
+
+
+class EagerFragment:
     """What one fragment remembers besides its anchor: the worker's start, and the momentum of its own shares."""
 
     def __init__(self, fragment: Fragment, *, delayed: bool) -> None:
@@ -33,7 +90,8 @@ class Eager:
                 f"sync.outer_overlap needs an outer optimizer that is linear in the outer gradient, and '{outer.name}' "
                 "is not (or hides a worker's own part): use nesterov or sgd"
             )
-        self._fragment, self._delayed = fragment, delayed
+        self._fragment = fragment
+        self._delayed = delayed
         self._workers: int | None = None  # in the round in flight, as far as was known
         self.start = fragment.anchor.clone()
         self.state = {} if delayed else {name: torch.zeros_like(fragment.anchor) for name in outer.state_names}
@@ -44,7 +102,8 @@ class Eager:
 
         `turn`: of the schedule, for an outer optimizer with a course.
         """
-        fragment, self._workers = self._fragment, workers
+        fragment = self._fragment
+        self._workers = workers
         outer = fragment.outer_opt.at(turn)
         fragment.check_memory()
         for span, anchor, _ in fragment.visit():

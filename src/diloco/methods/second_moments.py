@@ -5,11 +5,11 @@ now and then, it lets workers with few tokens each step as one with many. Bias-c
 so that workers that have taken different numbers of steps, a joiner say, average the same thing.
 
 The moments travel like a fragment of their own, without an anchor: their mean takes the place of each worker's v. In
-the rounds between, that fragment is a header. They travel in fp32, or in bf16 with any other codec: fewer bits would
-make small moments 0, and the next step a division by nothing.
+the rounds between, and once a worker has taken all its steps, that fragment is a header. They travel in fp32, or in
+bf16 with any other codec: fewer bits would make small moments 0, and the next step a division by nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,17 +19,40 @@ from torch.optim import Optimizer
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.engines.base import Connection
+from diloco.core.outer_optimizers import SGD
 from diloco.errors import ConfigError
+from diloco.outer.method import Method, Options
+from diloco.outer.sending import NO_DIGEST, Sending
+from diloco.outer.tensors.groups import Group
 
 
-class SecondMoments:
-    """Of the parameters that AdamW steps, as one flat vector in the model's order."""
+class SecondMoments(Method):
+    """`sync.second_moment_every`: one more group, of no fragment."""
 
-    def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], every: int) -> None:
-        self._inner, self._every = inner, every
+    @classmethod
+    def chosen(cls, options: Options) -> "SecondMoments | None":
+        """A worker that is always alone has the mean already; the inner optimizer is checked all the same."""
+        every, engine = options.sync.second_moment_every, options.engine
+        if every is None:
+            return None
+        method = cls(options.inner, options.parameters, every, options.sync.codec)
+        return method if engine.workers > 1 or engine.elastic else None
+
+    def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], every: int, codec_name: str) -> None:
+        """`codec_name`: of the outer gradients."""
+        self.moments = MomentsSending(inner, parameters, every, codec_name)
+
+    def groups(self) -> Sequence[Group]:
+        return [Group((), SGD(lr=1.0), None, sending=self.moments)]
+
+
+class MomentsSending(Sending):
+    """The moments of the parameters that AdamW steps, as one flat vector in the model's order."""
+
+    def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], every: int, codec_name: str) -> None:
+        self._inner = inner
+        self._every = every
         known = self._betas()
         self._parameters = [parameter for parameter in parameters.values() if parameter in known]
         if not self._parameters:
@@ -39,26 +62,35 @@ class SecondMoments:
             )
         self._ends = list(accumulate(parameter.numel() for parameter in self._parameters))
         self.layout = PartLayout(self._ends[-1])
-
-    def vector(self, codec_name: str) -> EncodedVector:
-        """What travels, if outer gradients travel with that codec."""
-        return EncodedVector(codec(moments_codec(codec_name)), self.layout, self._parameters[0].device)
+        self.vector = EncodedVector(codec(moments_codec(codec_name)), self.layout, self._parameters[0].device)
 
     def due(self, turn: int) -> bool:
         return (turn + 1) % self._every == 0
 
+    def rests(self, turn: int, done: bool) -> bool:
+        return done or not self.due(turn)
+
     @torch.no_grad()
-    def encode(self, vector: EncodedVector) -> float:
-        """This worker's moments into the vector; their norm. 0 where a parameter has not been stepped yet."""
+    def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
+        """The moments of a parameter that has not been stepped yet are 0."""
+        del theta_i
+        if not self.due(turn):
+            return 0.0, None
         flat = torch.zeros(self.layout.numel, device=self._parameters[0].device)
         for part, moment, correction in self._states(flat):
             part.copy_(moment.reshape(-1)).div_(correction)
-        vector.encode(0, flat)
-        return float(torch.linalg.vector_norm(flat))
+        self.vector.encode(0, flat)
+        return float(torch.linalg.vector_norm(flat)), None
 
     @torch.no_grad()
-    def take(self, mean: EncodedVector) -> None:
-        """The mean in place of this worker's moments."""
+    def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
+        """The mean takes the place of this worker's moments, unless it keeps what is its own."""
+        del turn, plain
+        if mixing < 1:
+            self._take(mean)
+        return NO_DIGEST, 0.0
+
+    def _take(self, mean: EncodedVector) -> None:
         flat = mean.decode(0, self.layout.num_parts, self._parameters[0].device).clone()
         for part, moment, correction in self._states(flat):
             moment.copy_(part.mul_(correction).view(moment.shape))
@@ -81,19 +113,6 @@ class SecondMoments:
             if "betas" in group
             for p in group["params"]
         }
-
-
-def second_moments(
-    sync: SyncConfig, engine: Connection, inner: Optimizer, parameters: Mapping[str, Tensor]
-) -> SecondMoments | None:
-    """What is to be averaged; None if nothing is. A worker that is always alone has the mean already."""
-    every = sync.second_moment_every
-    if every is None:
-        return None
-    if set(engine.sizes) != {1}:
-        raise ConfigError(f"sync.second_moment_every = {every} is for workers of one rank: leave it out")
-    found = SecondMoments(inner, parameters, every)
-    return found if engine.workers > 1 or engine.elastic else None
 
 
 def moments_codec(codec_name: str) -> str:

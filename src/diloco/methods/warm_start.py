@@ -1,7 +1,7 @@
 """The warm start: the first inner steps of a run are data-parallel, as the paper's pre-training phase is.
 
 In a swarm, where a step cannot wait for workers that come and go, the founder takes them alone: nothing is averaged,
-and joiners get no state before the last of them (`ElasticMembership`), so that they begin where the warm start ends.
+and joiners get no state before the last of them (`ElasticLoop`), so that they begin where the warm start ends.
 What follows is about a fixed set of workers.
 
 At each of these steps the workers average their gradients and then take the same inner step, so that parameters and
@@ -15,19 +15,14 @@ refused only if it is not finite: single batches differ in norm by large factors
 """
 
 import logging
-import time
-from dataclasses import replace
 
 from torch import Tensor
 
 from diloco.codecs.registry import codec
-from diloco.engines.rounds import Contribution, Report, RoundKey, RoundResult
+from diloco.engines.rounds import Contribution, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
-from diloco.outer.methods.eager_starts import eagers
-from diloco.outer.methods.gradient_mean import GradientMean
-from diloco.outer.methods.pace import Pace
-from diloco.outer.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +33,10 @@ class WarmStart:
     """The first `sync.warm_start` steps of an outer loop. Each of them: `average`, the inner step, `end_step`."""
 
     def __init__(self, loop: OuterLoop) -> None:
-        self._loop, self.steps = loop, loop.sync.warm_start
+        self._loop = loop
+        self.steps = loop.sync.warm_start
         self.averaged_steps = 0 if loop.engine.elastic else self.steps
         """Those of them that average gradients."""
-        if self.steps and not isinstance(loop.replica, Replica):
-            raise ConfigError(
-                f"sync.warm_start = {self.steps} is for workers of one rank, and these have several: train these "
-                "steps with --ranks 1, and begin the run with the model that they give"
-            )
         self._gradients: GradientMean | None = None
         self._averaged_at = -1  # the step whose gradients are the mean already
         self.stopping = False
@@ -79,65 +70,62 @@ class WarmStart:
         loop, step = self._loop, self._loop.inner_steps
         if self._averaged_at == step or loop.engine.workers == 1:
             return not skip
-        started, self._averaged_at = time.monotonic(), step
+        self._averaged_at = step
+        with loop.count_seconds():
+            return self._average(0.0 if skip else loop.weight if weight is None else weight)
+
+    def _average(self, weight: float) -> bool:
+        loop, step = self._loop, self._loop.inner_steps
         if self._gradients is None:
             how = codec(loop.sync.gradient_codec)
             self._gradients = GradientMean(loop.replica.tensors.averaged, how, max_norm_ratio=None)
-        weight = 0.0 if skip else loop.weight if weight is None else weight
+        self._measure_speed()
         layout = loop.replica.lanes[0].layout_digest
-        contribution = self._gradients.contribution(weight, layout, self._report())
+        contribution = self._gradients.contribution(weight, layout, loop.report_now())
         result = self._round(RoundKey(step - self.steps, _GRADIENTS), contribution)
         self.stopping = self.stopping or result.stopping
-        if loop.pace is not None:
-            loop.pace.hear(result.members)
+        for method in loop.methods:
+            method.heard(result.members)
         loop.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("step %d: the gradients of worker %d were refused: %s", step + 1, worker, reason)
         if result.total_weight:
             self._gradients.take(result)
-        loop.sync_seconds += time.monotonic() - started
         return result.total_weight > 0
 
     def end_step(self) -> None:
-        """After the inner step was taken and counted: the anchor is the parameters, which are the same on all workers.
+        """After an inner step was taken and counted: the anchor is the parameters, which are equal on all workers.
 
         Buffers stay behind: their statistics are a worker's own until the first round.
         """
-        loop, state = self._loop, self._loop.state
-        buffers = loop.replica.tensors.averaged_buffers.keys()
-        with state.lock:
-            for index, group in enumerate(loop.replica.groups):
-                if not buffers & set(group.names):
-                    for _, fragment in state.fragments_of(index):
-                        fragment.take_anchor()
-                    for eager in eagers(loop.replica.lanes, index):
-                        eager.reset()
-                    state.merged_at[index] = state.steps_taken
-        if loop.inner_steps >= self.steps:
+        if self._loop.inner_steps > self.steps:
+            return
+        self._loop.state.take_anchors()
+        if self._loop.inner_steps == self.steps:
             self._gradients = None
             self.take_digests()
 
+    def end(self) -> None:
+        """Training ends, perhaps within the warm start."""
+        if self._loop.inner_steps < self.steps:
+            self.take_digests()
+        self.stopping = False
+
     def take_digests(self) -> None:
-        """Of the anchors, which follow the parameters without them."""
+        """Take the digests of the anchors, which follow the parameters without them."""
         for lane in self._loop.replica.lanes:
             lane.take_digests()
 
-    def _report(self) -> Report:
-        loop = self._loop
-        if loop.pace is not None:
-            self._measure_speed(loop.pace)
-        return replace(
-            loop.report, inner_steps=loop.inner_steps, bytes_sent=loop.bytes_sent, sync_seconds=loop.sync_seconds
-        )
-
-    def _measure_speed(self, pace: Pace) -> None:
+    def _measure_speed(self) -> None:
         """Every H steps, and at the last step: speeds are then known when the rounds begin. The first step, which
         may wait for compilers and data, does not count."""
-        step, H = self._loop.inner_steps, self._loop.sync.num_inner_steps
+        loop, step, H = self._loop, self._loop.inner_steps, self._loop.sync.num_inner_steps
         if step == 1:
-            pace.restart()
+            for method in loop.methods:
+                method.begin_anew()
         elif step and (step % H == 0 or step == self.steps - 1):
-            self._loop.report = pace.report(self._loop.report)
+            for method in loop.methods:
+                loop.report = method.report(loop.report)
 
     def _round(self, key: RoundKey, contribution: Contribution) -> RoundResult:
         loop = self._loop

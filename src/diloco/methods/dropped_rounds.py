@@ -11,15 +11,22 @@ each worker decides for itself. A worker that has no steps left drops nothing: n
 import hashlib
 
 from diloco.core.config import FaultsConfig
+from diloco.outer.method import Method, Options
 
 
-class Drops:
-    """Says which contributions of one worker are dropped."""
+class DroppedRounds(Method):
+    """`faults.drop`: says which contributions of one worker are dropped."""
+
+    @classmethod
+    def chosen(cls, options: Options) -> "DroppedRounds | None":
+        return cls(options.faults, options.engine.worker) if options.faults.drop else None
 
     def __init__(self, faults: FaultsConfig, worker: int) -> None:
-        self._bound, self._seed, self._worker = round(faults.drop * 2**64), faults.seed or 0, worker
+        self._bound = round(faults.drop * 2**64)
+        self._seed = faults.seed or 0
+        self._worker = worker
 
-    def hit(self, sequence: int) -> bool:
+    def drops(self, sequence: int) -> bool:
         if not self._bound:
             return False
         drawn = hashlib.blake2b(f"{self._seed} {self._worker} {sequence}".encode(), digest_size=8).digest()

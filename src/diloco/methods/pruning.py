@@ -14,6 +14,23 @@ from torch import Tensor
 from diloco.core.fragments import Fragment, Span
 from diloco.core.lanes import Piece
 from diloco.core.one_pass import outer_gradient
+from diloco.outer.method import GradientSource, LaneFragment, Method, Options
+
+
+class Pruning(Method):
+    """`sync.prune`: all outer gradients of parameters are pruned; counted buffers travel whole."""
+
+    @classmethod
+    def chosen(cls, options: Options) -> "Pruning | None":
+        return None if options.sync.prune is None else cls(options.sync.prune)
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def gradient(self, place: LaneFragment) -> GradientSource | None:
+        if place.group.buffers:
+            return None
+        return lambda _, theta_i: pruned_gradient(place.fragment, place.pieces, self._fraction, theta_i)
 
 
 def prune_(rows: Tensor, fraction: float) -> None:
