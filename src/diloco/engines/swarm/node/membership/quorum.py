@@ -50,16 +50,29 @@ class Quorum:
             raise CallRefused("the plan does not have most of the members that count", "minority")
 
     def counted(self) -> set[str]:
-        """The members of the last round, less the dead; empty if any number is enough: fewer than three are left."""
+        """The members of the last round, less the dead; empty if any number is enough: fewer than three are left.
+
+        A leader that leaves live members out of its plan does not make the others fewer than they are: those that
+        counted before count on.
+        """
+        if self.last is None:
+            return set()
+        there = {peer.name for peer in self._members.with_state()}
+        return self._present(self._named() | (self._counted.get(self.last_ended, frozenset()) & there))
+
+    def _named(self) -> set[str]:
+        """The members that count by the plan of the last round, which is the same for all that have ended it."""
+        if self.last is None:
+            return set()
+        names = {entry.peer for entry in self.last.entries}
+        return names | {name for name, number in self._members.numbers.items() if number in self.last.counted}
+
+    def _present(self, names: set[str]) -> set[str]:
+        """Those of these members that are not known to be liars, dead or gone; empty if fewer than three are left."""
         members, last = self._members, self.last
         if last is None or self._settings.quorum == "any":
             return set()
-        names = {entry.peer for entry in last.entries}
-        names |= {name for name, number in members.numbers.items() if number in last.counted}
-        # A leader that leaves live members out of its plan does not make the others fewer than they are.
-        there = {peer.name for peer in members.with_state()}
-        names |= self._counted.get(last.key.sequence, frozenset()) & there
-        names -= last.liars
+        names = names - last.liars
         present = [
             peer for peer in members.peers.values() if self._has_proved_its_key(peer) and self._may_be_there(peer)
         ]
@@ -126,9 +139,16 @@ class Quorum:
         return self.is_majority(agreed.certificate.signatures)
 
     def is_majority(self, names: Collection[str]) -> bool:
-        """Of the members that count; any number is, where they are fewer than three."""
-        counted = self.counted()
-        return not counted or 2 * len(counted.intersection(names)) > len(counted)
+        """Of the members that count; any number is, where they are fewer than three.
+
+        Which ones count on though the last plan left them out, members on two sides of a split see differently. So it
+        must be a majority of those that the plan names too: two such majorities share a member, whatever each sees.
+        """
+        return self.may_be_majority(names) and _are_most(names, self.counted())
+
+    def may_be_majority(self, names: Collection[str]) -> bool:
+        """Whether these can be most members as another one sees them, that has ended the same round."""
+        return _are_most(names, self._present(self._named()))
 
     def can_end(self, sequence: int) -> bool:
         """Whether most can still be in this round, and have not given it up for a later one."""
@@ -138,6 +158,10 @@ class Quorum:
     def is_here(self) -> bool:
         """Whether a majority is live, as this node sees it."""
         return self.is_majority([self._members.me, *(peer.name for peer in self._members.live())])
+
+
+def _are_most(names: Collection[str], counted: Collection[str]) -> bool:
+    return not counted or 2 * len(set(names).intersection(counted)) > len(counted)
 
 
 def _has_been_in_rounds(peer: Peer) -> bool:

@@ -142,7 +142,7 @@ class LedRound:
         """Whether an earlier leader can have got a certificate from these workers, without the dead and the banned."""
         peers, banned = self._members.peers, self._members.permissions.bans()
         there = [peer for peer in voters if peer not in banned and (peer not in peers or not peers[peer].gone)]
-        return bool(self._quorum.counted()) and is_most(plan, there) and self._quorum.is_majority(there)
+        return bool(self._quorum.counted()) and is_most(plan, there) and self._quorum.may_be_majority(there)
 
     def _add(self, peer: str, answer: Posted) -> None:
         try:
