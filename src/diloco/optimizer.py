@@ -9,7 +9,10 @@
 The inner optimizer stays the user's: learning-rate schedulers, hooks, parameter groups and GradScaler work as before.
 """
 
+import logging
 import math
+import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,7 +48,8 @@ from diloco.outer.method import Options
 from diloco.outer.rounds import RoundEvent, mean_cosine
 from diloco.outer.tensors.model_tensors import model_tensors
 from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
-from diloco.outer.unfinished import UnfinishedSteps, warn_of_few_rounds
+
+logger = logging.getLogger(__name__)
 
 
 class OuterNumbers:
@@ -396,3 +400,47 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.inner.__setstate__(state)
+
+
+# At the end of a run, where no error says that it went wrong
+
+
+class UnfinishedSteps:
+    """Warns when an optimizer is dropped, or the program ends, with steps in it that no round has averaged.
+
+    Silent after an exception, which says enough. Refers to nothing of the optimizer, which would live for ever else.
+    """
+
+    def __init__(self, optimizer: object, worker: int) -> None:
+        self._worker = worker
+        self.steps = 0
+        """Taken since the last round (of the fragment that was averaged longest ago)."""
+        self._finalizer = weakref.finalize(optimizer, self._warn)
+
+    def silence(self) -> None:
+        """The caller sees to the end itself, or has no other worker."""
+        self._finalizer.detach()
+
+    def _warn(self) -> None:
+        if not self.steps or sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+            return
+        logger.warning(
+            "worker %d ended without optimizer.finish(), %d steps after its last round: these steps are in no mean, "
+            "and its parameters are not the other workers'. Call optimizer.finish() after the loop on every worker, or "
+            "give the Trainer its DiLoCoCallback",
+            self._worker,
+            self.steps,
+        )
+
+
+def warn_of_few_rounds(steps: int, loop: OuterLoop) -> None:
+    """After one round the outer optimizer has hardly moved: training without DiLoCo is better."""
+    if max(loop.state.merged_rounds) == 1:
+        logger.warning(
+            "the run ended after %d steps and a single round, since H = %d: the workers have averaged once only, "
+            "which is worse than training on one of them. Choose H for ten rounds or more (H = %d), and for a "
+            "handful of rounds plain averaging: outer=diloco.SGD(lr=1.0)",
+            steps,
+            loop.sync.num_inner_steps,
+            max(1, steps // 10),
+        )

@@ -20,8 +20,7 @@ from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.outer import background
 from diloco.outer import loop as outer_loop
 from diloco.outer.background import BackgroundReplica
-from diloco.outer.lane import Lane
-from diloco.outer.replica import OneRankReplica
+from diloco.outer.replica import Lane, OneRankReplica
 from support.in_turn import InTurn
 from support.problem import build
 from support.processes import in_processes

@@ -17,8 +17,7 @@ from torch import Tensor
 from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import Excluded, RoundFailed
-from diloco.outer.lane import Lane
-from diloco.outer.replica import Replica
+from diloco.outer.replica import Lane, Replica
 from diloco.outer.rounds import Posted
 from diloco.outer.state import OuterState
 

@@ -18,8 +18,8 @@ from functools import partial
 from diloco.engines.rounds import GlobalState, RoundResult
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.catch_up import CatchUp
-from diloco.outer.lane import Lane
 from diloco.outer.loop import OuterLoop
+from diloco.outer.replica import Lane
 from diloco.outer.rounds import Posted, end_of
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from itertools import cycle
 from diloco.engines.reduction import run_ends
 from diloco.engines.rounds import GlobalState, RoundResult
 from diloco.errors import EngineError, RoundFailed
-from diloco.outer.lane import Lane
 from diloco.outer.loop import OuterLoop
+from diloco.outer.replica import Lane
 from diloco.outer.rounds import Posted, end_of
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,8 @@ from diloco.engines.rounds import (
 )
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
-from diloco.outer.lane import Lane, lay_sending
 from diloco.outer.method import Method
-from diloco.outer.replica import Replica, refuse_new_parameters
+from diloco.outer.replica import Lane, Replica, lay_sending, refuse_new_parameters
 from diloco.outer.rounds import WorkerRound
 from diloco.outer.sending import NO_DIGEST
 from diloco.outer.tensors.groups import Group, cut_fragments

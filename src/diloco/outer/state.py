@@ -15,9 +15,8 @@ from torch import Tensor
 from diloco.core.fragments import Fragment
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError
-from diloco.outer.lane import Lane
 from diloco.outer.method import Means, Method
-from diloco.outer.replica import Replica
+from diloco.outer.replica import Lane, Replica
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 
