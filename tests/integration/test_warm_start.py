@@ -14,7 +14,7 @@ from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.errors import ConfigError, EngineError
 from diloco.optimizer import DiLoCo
 from diloco.training.data_parallel import DataParallel
-from diloco.training.swarm.warm_start import wait_for_warm_start
+from diloco.training.processes.swarm_worker import wait_for_warm_start
 from support.elastic import ElasticWorld
 from support.problem import build, flat, loss_of, net, train
 from support.threads import in_threads

@@ -1,19 +1,30 @@
 """Local workers as processes: starts them, passes a stop on to them, and never leaves one behind. Torch-free.
 
-A worker that dies ends the run (torch.distributed has a fixed membership), but not at once: the other workers have
-their bounded wait to notice, to save the last agreed parameters and to write how far they came.
+A policy says what becomes of the run when a process ends:
+
+EndTogether    for a fixed set of workers: the run ends with the first that fails (torch.distributed has a fixed
+               membership), but not at once: the others have their bounded wait to notice, to save the last agreed
+               parameters and to write how far they came.
+StartAgain     for workers of a swarm: a worker that was killed, or failed for a reason that may pass, is started again
+               under its own name while the others train on. It takes the swarm's state, or, if no member is left,
+               continues from the newest checkpoint of this machine. A worker that the swarm refuses (banned, another
+               model), whose configuration is refused, whose loss is not finite, or that failed before it had joined,
+               is not started again. The run has ended when all local workers have.
 """
 
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
 from diloco.history.log import EventReader
 from diloco.training.config.run import RunConfig
@@ -26,96 +37,199 @@ from diloco.training.processes.local_process import (
     RENDEZVOUS_FILE,
     STOP_SIGNALS,
     LocalRank,
+    SwarmSlot,
+    run_worker,
 )
-from diloco.training.processes.spawn import run_local_rank
 from diloco.training.records.run_folder import resume_command
 from diloco.training.sizes.disk import size_text
 from diloco.training.sizes.machine import free_disk
 
+MAX_RESTARTS = 5
+"""Each worker of a swarm is started again so often; the count begins at 0 again after RESTED_SECONDS of uptime."""
+RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
+_GRACE_BEFORE_START_SECONDS = 2.0
+"""The grace of workers that had not found each other yet."""
+_LONGEST_PAUSE_SECONDS = 30.0
+_FULL_SECONDS = 5.0
+"""Between two looks at a full disk."""
 _FULL_BYTES = 1 << 20
 """A disk with less room is full."""
+_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE, MODEL_CODE)
+
+
+@dataclass
+class LaunchedWorker:
+    """A local worker, or a rank of one, and the process that runs it now."""
+
+    local: LocalRank | SwarmSlot
+    process: BaseProcess | None = None
+    started: float = 0.0
+    restarts: int = 0
+    restart_at: float | None = None
+    """When it is started again."""
+    code: int | None = None
+    """The exit code with which it ended for good."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+
+class RestartPolicy(ABC):
+    """What becomes of a run when one of its processes ends."""
+
+    workers: Sequence[LaunchedWorker] = ()
+    """All processes of the run; the launcher sets it."""
+
+    @abstractmethod
+    def pause_before_restart(self, worker: LaunchedWorker, code: int, *, stopping: bool) -> float | None:
+        """Return the seconds until a process that ended with `code` starts again; None: it has ended for good."""
+
+    @abstractmethod
+    def failure(self, stop_requests: int) -> Exception | None:
+        """Return why the run has failed, after all processes have ended; None: it has not."""
+
+    def begin(self) -> None:  # noqa: B027 - a hook that may stay empty
+        """Called before the processes are started."""
+
+    def must_end(self) -> bool:
+        """Return whether the processes that still run are to be killed now; called several times a second."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 - a hook that may stay empty
+        """Called after all processes have ended."""
 
 
 class LocalWorkers:
-    """The processes of one run. `stop()` may be called from a signal handler."""
+    """The worker processes of one run on this machine. `stop()` may be called from a signal handler."""
 
-    def __init__(self, config: RunConfig, run_folder: Path, corpus_folder: Path, *, resume: bool = False) -> None:
-        """`resume`: continue from the checkpoints in the run folder."""
-        self.config, self.run_folder, self.corpus_folder = config, run_folder, corpus_folder
-        self._events = EventReader(run_folder)
-        self._started = False
-        self._ending = False  # since a worker's loss is not finite
+    def __init__(self, config: RunConfig, locals_: Sequence[LocalRank | SwarmSlot], policy: RestartPolicy) -> None:
+        self.config = config
+        self.workers = [LaunchedWorker(local) for local in locals_]
         self.stop_requests = 0
-        sizes = config.sizes()
-        self._ranks = [LocalRank(n, sizes, run_folder, corpus_folder, os.getpid(), resume) for n in range(sum(sizes))]
-        self._processes: list[BaseProcess] = []
-        self._failed: tuple[int, int] | None = None  # the first process that failed, and its exit code
-        self._silent: list[LocalRank] = []  # did not end by themselves after that
+        self._policy = policy
+        policy.workers = self.workers
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Start all workers and wait until they have ended; `poll` is called several times a second."""
-        (self.run_folder / "logs").mkdir(exist_ok=True)
-        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)  # a killed launcher leaves it
-        for local in self._ranks:
-            rotate_log(local.log)
-        self._events.skip()
+        """Start all workers and wait until they have ended; `poll` is called several times a second.
+
+        Raises the DiLoCoError that says why the run failed.
+        """
+        (self.workers[0].local.run_folder / "logs").mkdir(exist_ok=True)
+        for worker in self.workers:
+            rotate_log(worker.local.log)
+        self._policy.begin()
         try:
-            self._start()
-            self._supervise(poll)
+            self._start(self.workers)
+            while any(worker.code is None for worker in self.workers):
+                time.sleep(_POLL_SECONDS)
+                poll()
+                for worker in self.workers:
+                    self._look_at(worker)
+                if self._policy.must_end():
+                    break
+            poll()
         finally:
             self._kill_all()
-        if self._failed is not None:
-            raise self._failure(*self._failed)
+            self._policy.close()
+        failure = self._policy.failure(self.stop_requests)
+        if failure is not None:
+            raise failure
 
     def stop(self) -> None:
-        """First request: the workers end with a last round. Second: they are killed."""
+        """First request: the workers end, each in its own time. Second: they are killed."""
         self.stop_requests += 1
         self._pass_on()
 
     def _pass_on(self) -> None:
-        for process in self._alive():
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
+        for worker in self.workers:
+            worker.send_signal(signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
 
-    def _start(self) -> None:
+    def _start(self, workers: Sequence[LaunchedWorker]) -> None:
         context = multiprocessing.get_context("spawn")
         with stop_signals_blocked():
-            for local in self._ranks:
-                process = context.Process(
-                    target=run_local_rank, args=(self.config, local), name=f"diloco-worker-{local.process}", daemon=True
-                )
+            for worker in workers:
+                name = f"diloco-{worker.local.log.stem}"
+                process = context.Process(target=run_worker, args=(self.config, worker.local), name=name, daemon=True)
                 process.start()
-                self._processes.append(process)
+                worker.process = process
+                worker.started = time.monotonic()
+                worker.restart_at = None
         if self.stop_requests:  # before the processes had started
             self._pass_on()
 
-    def _supervise(self, poll: Callable[[], None]) -> None:
-        deadline: float | None = None
-        while self._alive():
-            time.sleep(_POLL_SECONDS)
-            poll()
-            self._read_events()
-            if self._failed is None and (failed := self._first_failure()) is not None:
-                self._failed = failed
-                deadline = time.monotonic() + self._grace_seconds(failed[1])
-            if deadline is not None and time.monotonic() > deadline:
-                started = zip(self._ranks, self._processes, strict=True)
-                self._silent = [local for local, process in started if process.is_alive()]
+    def _look_at(self, worker: LaunchedWorker) -> None:
+        """Note that a process has ended, and start it again when its time has come."""
+        if worker.code is not None:
+            return
+        if worker.restart_at is not None:
+            self._restart_if_due(worker, worker.restart_at)
+            return
+        code = None if worker.process is None else worker.process.exitcode
+        if code is None:
+            return
+        pause = self._policy.pause_before_restart(worker, code, stopping=self.stop_requests > 0)
+        if pause is None:
+            worker.code = code
+        else:
+            worker.restart_at = time.monotonic() + pause
+
+    def _restart_if_due(self, worker: LaunchedWorker, restart_at: float) -> None:
+        if self.stop_requests:
+            worker.code = 0  # it has left already
+        elif time.monotonic() >= restart_at:
+            if disk_is_full(worker.local.run_folder):
+                worker.restart_at = time.monotonic() + _FULL_SECONDS
                 return
-        self._failed = self._failed or self._first_failure()
-        poll()
+            rotate_log(worker.local.log)
+            self._start([worker])
 
-    def _grace_seconds(self, code: int) -> float:
-        """How long the other workers may take to notice: 2 s if they had not found each other yet.
+    def _kill_all(self) -> None:
+        processes = [worker.process for worker in self.workers if worker.process is not None]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for process in processes:
+            process.join(_GRACE_SECONDS)
 
-        A worker that failed without being killed has waited for the round's timeout itself, and so have the others.
-        """
+
+class EndTogether(RestartPolicy):
+    """A fixed set of workers ends with the first that fails."""
+
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        self._config = config
+        self._rendezvous = run_folder / RENDEZVOUS_FILE
+        self._events = EventReader(run_folder)
+        self._started = False
+        self._ending = False  # since a worker's loss is not finite
+        self._failed: LaunchedWorker | None = None  # the first one
+        self._deadline = 0.0  # of the others, once one has failed
+        self._silent: list[LaunchedWorker] = []  # did not end by themselves after that
+
+    def begin(self) -> None:
+        self._rendezvous.unlink(missing_ok=True)  # a killed launcher leaves it
+        self._events.skip()
+
+    def pause_before_restart(self, worker: LaunchedWorker, code: int, *, stopping: bool) -> float | None:  # noqa: ARG002
+        return None
+
+    def must_end(self) -> bool:
         self._read_events()
-        if not self._started:
-            return 2.0
-        return _GRACE_SECONDS + (self.config.sync.timeout_seconds if code < 0 else 0.0)
+        if self._failed is None:
+            self._failed = self._first_failure()
+            if self._failed is not None:
+                self._deadline = time.monotonic() + self._grace_seconds(self._failed.code or 0)
+            return False
+        if time.monotonic() <= self._deadline:
+            return False
+        self._silent = [worker for worker in self.workers if worker.is_alive]
+        return True
 
     def _read_events(self) -> None:
         """Note that the workers have begun; ask all to end if one has a loss that is not finite."""
@@ -123,48 +237,87 @@ class LocalWorkers:
             self._started |= event["type"] == "worker_started"
             if event["type"] == "loss_not_finite" and not self._ending:
                 self._ending = True
-                for process in self._alive():
-                    if process.pid is not None:
-                        os.kill(process.pid, signal.SIGINT)
+                for worker in self.workers:
+                    worker.send_signal(signal.SIGINT)
 
-    def _alive(self) -> list[BaseProcess]:
-        return [process for process in self._processes if process.is_alive()]
+    def _first_failure(self) -> LaunchedWorker | None:
+        """Return a worker that has failed, a killed one first: the others failed because of it."""
+        failed = [worker for worker in self.workers if worker.code]
+        return min(failed, key=lambda worker: (worker.code or 0) > 0, default=None)
 
-    def _first_failure(self) -> tuple[int, int] | None:
-        """A killed worker comes first: the others failed because of it."""
-        codes = [(number, process.exitcode) for number, process in enumerate(self._processes)]
-        failed = [(number, code) for number, code in codes if code not in (None, 0)]
-        return min(failed, key=lambda item: (item[1] > 0, item[0])) if failed else None
+    def _grace_seconds(self, code: int) -> float:
+        """Return how long the other workers may take to notice.
 
-    def _kill_all(self) -> None:
-        for process in self._alive():
-            process.kill()
-        for process in self._processes:
-            process.join(_GRACE_SECONDS)
-        (self.run_folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
+        A worker that failed without being killed has waited for the round's timeout itself, and so have the others.
+        """
+        if not self._started:
+            return _GRACE_BEFORE_START_SECONDS
+        return _GRACE_SECONDS + (self._config.sync.timeout_seconds if code < 0 else 0.0)
 
-    def _failure(self, process: int, code: int) -> Exception:
-        if self.stop_requests > 1:
+    def close(self) -> None:
+        self._rendezvous.unlink(missing_ok=True)
+
+    def failure(self, stop_requests: int) -> Exception | None:
+        failed = self._failed or self._first_failure()
+        if failed is None:
+            return None
+        if stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
-        local = self._ranks[process]
-        silent = "".join(f"; {one} did not end and was killed" for one in self._silent)
-        return failure(f"{local} of {self.config.workers}", local.log, code, silent)
+        silent = "".join(f"; {worker.local} did not end and was killed" for worker in self._silent)
+        return failure(f"{failed.local} of {self._config.workers}", failed.local.log, failed.code or 0, silent)
+
+
+class StartAgain(RestartPolicy):
+    """A worker of a swarm is started again, unless it would only end the same way."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell`: shows a message to the user."""
+        self._tell = tell
+
+    def pause_before_restart(self, worker: LaunchedWorker, code: int, *, stopping: bool) -> float | None:
+        local = worker.local
+        if time.monotonic() - worker.started > RESTED_SECONDS:
+            worker.restarts = 0
+        if code == 0 or code in _FOR_GOOD or stopping or worker.restarts >= MAX_RESTARTS or self._in_vain(worker, code):
+            if code and len(self.workers) > 1:
+                self._tell(f"{local} has ended for good ({failure(str(local), local.log, code)}); the others train on")
+            return None
+        if disk_is_full(local.run_folder):
+            self._tell(
+                f"{local} ended: the disk of {local.run_folder} is full ({size_text(free_disk(local.run_folder))} "
+                "free). Make room: it is started again when there is some; the others train on meanwhile"
+            )
+            return _FULL_SECONDS
+        worker.restarts += 1
+        self._tell(
+            f"{local} ended ({failure(str(local), local.log, code)}): it is started again ({worker.restarts} of at "
+            f"most {MAX_RESTARTS} times)"
+        )
+        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (worker.restarts - 1))
+
+    def _in_vain(self, worker: LaunchedWorker, code: int) -> bool:
+        """Return whether it failed before it had joined, or no state to join may be left."""
+        joined = worker.local.run_folder / SWARM_FOLDER / f"{worker.local.log.stem}.json"
+        never_joined = code > 0 and not joined.exists()
+        return never_joined or any(other.code == LOSS_CODE for other in self.workers)
+
+    def failure(self, stop_requests: int) -> Exception | None:
+        """The run has succeeded if one worker has; otherwise the first worker's failure is the run's."""
+        if stop_requests > 1:
+            return WorkerFailed("killed at the second request to stop: the others notice within seconds")
+        if any(worker.code == 0 for worker in self.workers):
+            return None
+        first = self.workers[0]
+        return failure(str(first.local), first.local.log, first.code or 0)
 
 
 def disk_is_full(folder: Path) -> bool:
-    """Whether a process that writes there has ended for that reason; it may have left no word of it."""
+    """Return whether a process that writes there has ended for that reason; it may have left no word of it."""
     return free_disk(folder) < _FULL_BYTES
 
 
-def full_disk(run: Path) -> str:
-    return (
-        f"the disk of {run} is full ({size_text(free_disk(run))} free): make room, then continue with "
-        f"{resume_command(run)}"
-    )
-
-
 def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
-    """The error that the user sees after a worker process has ended with this exit code."""
+    """Return the error that the user sees after a worker process has ended with this exit code."""
     output = log.read_text(errors="replace") if log.exists() else ""
     reason = _last_line(output)
     if code < 0:
@@ -178,10 +331,27 @@ def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
     elif code == MODEL_CODE and "ModelNotWritten" not in output:  # the log may be on the full disk too
         return WorkerFailed(f"{worker} has taken all its steps, but could not write the model")
     elif code not in (LOSS_CODE, MODEL_CODE) and disk_is_full(log.parent):
-        return WorkerFailed(f"{worker} has ended: {full_disk(log.parent.parent)}")
-    elif code in (EXCLUDED_CODE, LOSS_CODE, MODEL_CODE) or reason_is_enough(output):
+        run = log.parent.parent
+        return WorkerFailed(
+            f"{worker} has ended: the disk of {run} is full ({size_text(free_disk(run))} free): make room, then "
+            f"continue with {resume_command(run)}"
+        )
+    elif code in (EXCLUDED_CODE, LOSS_CODE, MODEL_CODE) or _reason_is_enough(output):
         return WorkerFailed(f"{worker} has ended: {reason}")
     return WorkerFailed(f"{worker} failed: {reason}{more}", output)
+
+
+def _reason_is_enough(output: str) -> bool:
+    """Return whether the message alone explains the failure, so that the traceback would not help: no worker answered,
+    or the answer was no."""
+    return any(line.startswith("diloco.errors.RendezvousError: ") for line in output.splitlines()[-1:])
+
+
+def _last_line(output: str) -> str:
+    """Return the message of the last traceback, without the exception's module."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it wrote nothing"
+    return last.split(": ", 1)[1] if last.startswith("diloco.errors.") and ": " in last else last
 
 
 @contextmanager
@@ -202,16 +372,3 @@ def rotate_log(log: Path) -> None:
         while (older := log.with_suffix(f".{number}.log")).exists():
             number += 1
         log.rename(older)
-
-
-def reason_is_enough(output: str) -> bool:
-    """Whether the message alone explains the failure, so that the traceback would not help: no worker answered, or the
-    answer was no."""
-    return any(line.startswith("diloco.errors.RendezvousError: ") for line in output.splitlines()[-1:])
-
-
-def _last_line(output: str) -> str:
-    """The message of the last traceback, without the exception's module."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it wrote nothing"
-    return last.split(": ", 1)[1] if last.startswith("diloco.errors.") and ": " in last else last

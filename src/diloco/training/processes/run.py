@@ -4,6 +4,7 @@ swarm_run.py and join.py are the same for workers of a swarm, torchrun.py for on
 the user sees meanwhile comes from an `Observer`.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.launcher import LocalWorkers, disk_is_full
-from diloco.training.processes.local_process import heard_signals
+from diloco.training.processes.launcher import EndTogether, LocalWorkers, disk_is_full
+from diloco.training.processes.local_process import LocalRank, heard_signals
 from diloco.training.processes.run_setup import (
     check_data,
     check_device,
@@ -59,16 +60,6 @@ class Observer(Protocol):
 Observe = Callable[[RunConfig], AbstractContextManager[Observer]]
 
 
-class Workers(Protocol):
-    """The local processes of a run."""
-
-    def run(self, poll: Poll) -> None:
-        """Start them and wait for their end; raises DiLoCoError."""
-
-    def stop(self) -> None:
-        """Ask them to end; called a second time, kill them."""
-
-
 @dataclass(frozen=True)
 class EndedRun:
     folder: Path
@@ -99,11 +90,15 @@ def train_locally(config: RunConfig, resume: Path | None, observe: Observe) -> E
             folder = resume
             check_resumable(folder, range(config.workers), config, corpus.digest)
             reopen_run_folder(folder, config)
-        workers = LocalWorkers(config, folder, corpus.folder, resume=resume is not None)
+        sizes, resumed = config.sizes(), resume is not None
+        ranks = [LocalRank(n, sizes, folder, corpus.folder, os.getpid(), resumed) for n in range(sum(sizes))]
+        workers = LocalWorkers(config, ranks, EndTogether(config, folder))
         return run_to_end(config, folder, workers, observer, resumed=resume is not None)
 
 
-def run_to_end(config: RunConfig, folder: Path, workers: Workers, observer: Observer, *, resumed: bool) -> EndedRun:
+def run_to_end(
+    config: RunConfig, folder: Path, workers: LocalWorkers, observer: Observer, *, resumed: bool
+) -> EndedRun:
     """Run the local workers and summarise what came of it."""
     with observer.follow(folder, resumed=resumed) as poll:
         watch = _DiskWatch(folder, observer.note)

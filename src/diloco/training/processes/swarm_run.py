@@ -22,6 +22,7 @@ from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
+from diloco.training.processes.launcher import LocalWorkers, StartAgain
 from diloco.training.processes.local_process import SwarmSlot, worker_name
 from diloco.training.processes.run import EndedRun, Observe, Observer, run_to_end
 from diloco.training.processes.run_setup import (
@@ -32,7 +33,6 @@ from diloco.training.processes.run_setup import (
     create_run_folder,
     reopen_run_folder,
 )
-from diloco.training.processes.swarm_launcher import SwarmWorkers
 from diloco.training.records.run_description import RUN_JSON, RunDescription
 from diloco.training.swarm.shard_claims import shards_of
 
@@ -90,7 +90,8 @@ def run_swarm_workers(
         SwarmSlot(index, config.workers, folder, text.shared.folder, own, os.getpid(), founder and index == 0)
         for index in range(config.workers)
     ]
-    return run_to_end(config, folder, SwarmWorkers(config, slots, observer.note), observer, resumed=resumed)
+    workers = LocalWorkers(config, slots, StartAgain(observer.note))
+    return run_to_end(config, folder, workers, observer, resumed=resumed)
 
 
 def check_network(config: RunConfig) -> None:

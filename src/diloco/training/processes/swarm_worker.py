@@ -3,9 +3,8 @@
 import logging
 import os
 import platform
-import signal
 import threading
-import traceback
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.engines.swarm.engine import SwarmEngine
 from diloco.engines.swarm.network.listen_port import choose_port
-from diloco.engines.swarm.node.status import MemberStatus
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.engines.swarm.settings import Settings
 from diloco.history.log import EventLog
@@ -24,34 +23,27 @@ from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.cores import SharedCores, registry
-from diloco.training.processes.exit import exit_now
-from diloco.training.processes.local_process import STOP_SIGNALS, SwarmSlot, exit_code, heard_signals
-from diloco.training.processes.worker import device_of
+from diloco.training.processes.local_process import SwarmSlot
+from diloco.training.processes.worker import device_of, on_stop_signals, run_training
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.sizes.told import emit_sizes, sharing
-from diloco.training.swarm.warm_start import wait_for_warm_start
 
 logger = logging.getLogger(__name__)
+
+_WARM_START_POLL_SECONDS = 0.2
+_WARM_START_TELL_SECONDS = 60.0
 
 
 class _Stopped(BaseException):
     """A stop request before the first inner step: there is nothing to save."""
 
 
-def swarm_worker(config: RunConfig, slot: SwarmSlot) -> None:
-    """Join, train, leave; ends the process."""
-    code = 1
+def train_swarm_worker(config: RunConfig, slot: SwarmSlot) -> None:
+    """Join the swarm or found it, train, and leave."""
     try:
         _train(config, slot)
-        code = 0
     except _Stopped:
         logger.info("stopped before the first step")
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
-        code = exit_code(error)
-    finally:
-        exit_now(code)
 
 
 def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
@@ -111,18 +103,12 @@ class SwarmEvents:
             logger.error("the event '%s' was not written: %s", type_, error)
 
 
-def _on_stop(stop: Callable[[], None]) -> None:
-    for number in heard_signals():
-        signal.signal(number, lambda *_: stop())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
-
-
 def _give_up() -> None:
     raise _Stopped
 
 
 def _train(config: RunConfig, slot: SwarmSlot) -> None:
-    _on_stop(_give_up)  # finding the swarm may take a minute, and fetching its state too
+    on_stop_signals(_give_up)  # finding the swarm may take a minute, and fetching its state too
     device = device_of(config, slot.index)
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
     texts = Texts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
@@ -175,12 +161,8 @@ def _train_with(
         training.request_stop()
         engine.leave_soon()
 
-    _on_stop(stop)
-    try:
-        training.run()
-    except Exception as error:
-        training.fail(error)
-        raise
+    on_stop_signals(stop)
+    run_training(training)
 
 
 def _chosen_threads(config: RunConfig) -> int | None:
@@ -193,3 +175,20 @@ def _chosen_threads(config: RunConfig) -> int | None:
 def _me(engine: SwarmEngine) -> MemberStatus:
     """The status of this worker, as its node reports it."""
     return next(one for one in engine.status().members if one.number == engine.worker)
+
+
+def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Callable[..., None]) -> None:
+    """Wait until a live member with the state is past the warm start's `steps`, or none is left that has it.
+
+    The wait for the state itself is the engine's, which asks for it until there is one and gives up if no member is
+    left that could have it. This comes first: it follows how far the member is that trains the warm start.
+    """
+    told = time.monotonic() - _WARM_START_TELL_SECONDS
+    while True:
+        positions = [member.position for member in status().members if member.live and member.has_state]
+        if not positions or max(positions) >= steps:
+            return
+        if time.monotonic() - told >= _WARM_START_TELL_SECONDS:
+            told = time.monotonic()
+            emit("warm_start", step=max(positions), steps=steps)
+        time.sleep(_WARM_START_POLL_SECONDS)

@@ -1,16 +1,16 @@
-"""A worker process of a fixed set: finds the other workers, builds its training, runs it, and ends with an exit code.
+"""A worker process of a fixed set: finds the other workers, builds its training and runs it.
 
-`diloco train` starts local workers (launcher.py), which begin at `local_worker`; under torchrun every process is a rank
-and calls `train_here`.
+`diloco train` starts local workers (launcher.py), which begin at `train_local_rank`; under torchrun every process is a
+rank and calls `train_here`. A worker of a swarm (swarm_worker.py) shares `device_of`, `on_stop_signals` and
+`run_training`.
 """
 
-import logging
 import os
 import platform
 import signal
 import sys
-import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,33 +24,22 @@ from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.history.log import EventLog, NoEvents
-from diloco.training.checkpoints.resume import agree_on_start
+from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
-from diloco.training.processes.exit import exit_now
-from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, exit_code, heard_signals
+from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, heard_signals
 from diloco.training.processes.run_setup import NO_CUDA
 from diloco.training.sizes.told import emit_sizes, sharing
 
 START_SECONDS = 120.0
-logger = logging.getLogger(__name__)
 
 
-def local_worker(config: RunConfig, local: LocalRank) -> None:
-    """A process started by the launcher, from the rendezvous on; ends the process."""
-    code = 1
-    try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        _meet_locally(config, local)
-        corpus = Corpus.open(local.corpus_folder)
-        code = train_here(
-            config, corpus, local.run_folder, local.sizes, local_processes=local.processes, resume=local.resume
-        )
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
-        code = exit_code(error)
-    finally:
-        exit_now(code)
+def train_local_rank(config: RunConfig, local: LocalRank) -> None:
+    """Train in a process that the launcher has started, from the rendezvous on."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    _meet_locally(config, local)
+    corpus = Corpus.open(local.corpus_folder)
+    train_here(config, corpus, local.run_folder, local.sizes, local_processes=local.processes, resume=local.resume)
 
 
 def train_here(
@@ -61,8 +50,8 @@ def train_here(
     *,
     local_processes: int,
     resume: bool = False,
-) -> int:
-    """Run this process's rank in an initialised torch.distributed world; returns the exit code.
+) -> None:
+    """Run this process's rank in an initialised torch.distributed world.
 
     `sizes`: the ranks of each worker; only its first rank writes events. `resume`: continue from the run folder's
     checkpoints.
@@ -76,7 +65,6 @@ def train_here(
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
     if local_rank == 0 and engine.ranks.rank == 0:
         emit_sizes(config, corpus.vocab_size, engine, device, local_processes, events.emit, run_folder)
-    restoring = start is not None and start.checkpoint is not None
     training = Training(
         config,
         corpus,
@@ -85,12 +73,17 @@ def train_here(
         device,
         run_folder,
         leader=local_rank == 0,
-        restoring=restoring,
+        restoring=start is not None and start.checkpoint is not None,
         sharing=sharing(local_processes),
     )
-    for number in heard_signals():
-        signal.signal(number, lambda *_: training.request_stop())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has blocked them until here
+    on_stop_signals(training.request_stop)
+    run_training(training, start)
+    engine.close()
+    events.close()
+
+
+def run_training(training: Training, start: Start | None = None) -> None:
+    """Train to the end, from `start` if it is given; after an error write how far this worker came."""
     try:
         if start is not None:
             training.resume(start)
@@ -98,9 +91,13 @@ def train_here(
     except Exception as error:
         training.fail(error)
         raise
-    engine.close()
-    events.close()
-    return 0
+
+
+def on_stop_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` at a stop signal. The launcher has blocked these signals until here."""
+    for number in heard_signals():
+        signal.signal(number, lambda *_: stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine | RankedEngine:
@@ -111,6 +108,7 @@ def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine
 
 
 def device_of(config: RunConfig, local_rank: int) -> torch.device:
+    """Return where this process computes; of several CUDA devices each local rank takes the next one."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(NO_CUDA)
     if config.device == "cpu" or not torch.cuda.is_available():

@@ -1,16 +1,17 @@
-"""Local workers of a swarm: which ones start again, which do not, how the run is judged. The processes are made up."""
+"""Local workers: which ones start again, which do not, how the run is judged. The processes are made up."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from diloco.errors import ConfigError, WorkerFailed
+from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
-from diloco.training.processes import launcher, swarm_launcher
-from diloco.training.processes.local_process import CHECKPOINT_CODE, EXCLUDED_CODE, SwarmSlot
-from diloco.training.processes.swarm_launcher import MAX_RESTARTS, SwarmWorkers
+from diloco.training.processes import launcher
+from diloco.training.processes.launcher import MAX_RESTARTS, EndTogether, LaunchedWorker, LocalWorkers, StartAgain
+from diloco.training.processes.local_process import CHECKPOINT_CODE, EXCLUDED_CODE, LocalRank, SwarmSlot
 
 
 class Process:
@@ -40,15 +41,17 @@ class Machine:
         slots = [SwarmSlot(i, len(codes), folder, folder, None, 0, i == 0) for i in range(len(codes))]
         for slot in slots:
             (folder / "swarm" / f"{slot.name}.json").write_text("{}")  # it has been in the swarm
-        self.workers = SwarmWorkers(RunConfig(engine="swarm", workers=len(codes)), slots, self.said.append)
-        monkeypatch.setattr(swarm_launcher, "_POLL_SECONDS", 0.0)
+        self.workers = LocalWorkers(RunConfig(engine="swarm", workers=len(codes)), slots, StartAgain(self.said.append))
+        monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.0)
         now = iter(range(10**9))
-        monkeypatch.setattr(swarm_launcher.time, "monotonic", lambda: float(next(now)))
+        monkeypatch.setattr(launcher.time, "monotonic", lambda: float(next(now)))
 
-        def start(local: swarm_launcher._Local) -> None:
-            self.starts.append(local.slot.index)
-            local.process = Process(codes[local.slot.index].pop(0))  # type: ignore[assignment]
-            local.started, local.restart_at = 0.0, None
+        def start(workers: Sequence[LaunchedWorker]) -> None:
+            for worker in workers:
+                assert isinstance(worker.local, SwarmSlot)
+                self.starts.append(worker.local.index)
+                worker.process = Process(codes[worker.local.index].pop(0))  # type: ignore[assignment]
+                worker.started, worker.restart_at = 0.0, None
 
         monkeypatch.setattr(self.workers, "_start", start)
 
@@ -94,9 +97,7 @@ def test_a_bad_configuration_is_told_as_such(tmp_path: Path, monkeypatch: pytest
     machine = Machine(tmp_path, monkeypatch, [2])
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "worker-0.log"
-    monkeypatch.setattr(
-        swarm_launcher, "rotate_log", lambda _: log.write_text("diloco.errors.ConfigError: no such thing")
-    )
+    monkeypatch.setattr(launcher, "rotate_log", lambda _: log.write_text("diloco.errors.ConfigError: no such thing"))
     with pytest.raises(ConfigError, match="no such thing"):
         machine.run()
 
@@ -110,7 +111,7 @@ def test_what_the_others_answered_is_told_without_a_traceback(
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "worker-0.log"
     text = f"Traceback (most recent call last):\n  File ...\ndiloco.errors.{kind}: it is so"
-    monkeypatch.setattr(swarm_launcher, "rotate_log", lambda _: log.write_text(text))
+    monkeypatch.setattr(launcher, "rotate_log", lambda _: log.write_text(text))
     with pytest.raises(WorkerFailed, match=r"^local worker 0 has ended: it is so$") as caught:
         machine.run()
     assert not caught.value.output
@@ -132,7 +133,7 @@ def test_a_full_disk_is_told_once_and_the_worker_is_started_again_when_there_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = iter([True] * 40)
-    monkeypatch.setattr(swarm_launcher, "disk_is_full", lambda _: next(full, False))
+    monkeypatch.setattr(launcher, "disk_is_full", lambda _: next(full, False))
     machine = Machine(tmp_path, monkeypatch, [1, 0])
     machine.run()
     assert machine.starts == [0, 0] and len(machine.said) == 1
@@ -148,3 +149,89 @@ def test_a_worker_whose_disk_is_full_says_so_though_it_could_write_no_word(
     assert "it wrote nothing" in str(launcher.failure("worker 0", log, 1))
     monkeypatch.setattr(launcher, "free_disk", lambda _: 4096)
     assert "is full (4.1 kB free): make room, then continue with" in str(launcher.failure("worker 0", log, 1))
+
+
+# A fixed set of workers
+
+
+class FixedSet:
+    """Three made-up workers of a fixed set, of which each poll is `seconds` after the one before."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: int | None, seconds: float = 1.0) -> None:
+        self.polls = 0
+        config = RunConfig(workers=len(codes))
+        ranks = [LocalRank(n, config.sizes(), folder, folder, 0) for n in range(len(codes))]
+        self.workers = LocalWorkers(config, ranks, EndTogether(config, folder))
+        monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.0)
+        monkeypatch.setattr(launcher.time, "monotonic", lambda: seconds * self.polls)
+        self.processes = [Process(code) for code in codes]
+
+        def start(workers: Sequence[LaunchedWorker]) -> None:
+            for worker, process in zip(workers, self.processes, strict=True):
+                worker.process = process  # type: ignore[assignment]
+
+        monkeypatch.setattr(self.workers, "_start", start)
+
+    def run(self) -> None:
+        def poll() -> None:
+            self.polls += 1
+
+        self.workers.run(poll)
+
+
+def test_a_fixed_set_of_workers_that_all_end_well_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FixedSet(tmp_path, monkeypatch, 0, 0, 0).run()
+
+
+def test_of_a_fixed_set_the_killed_worker_is_told_for_the_others_failed_because_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkerFailed, match=r"^worker 1 of 3 failed: killed by SIGKILL$"):
+        FixedSet(tmp_path, monkeypatch, 1, -signal.SIGKILL, 1).run()
+
+
+def test_workers_that_had_not_found_each_other_are_killed_two_seconds_after_the_first_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = FixedSet(tmp_path, monkeypatch, 1, None, None)
+    with pytest.raises(WorkerFailed, match="worker 0 of 3 failed: it wrote nothing; worker 1 did not end and was kil"):
+        workers.run()
+    assert workers.polls == 1 + 3 + 1, "the failure is seen at the first poll, and the deadline passes at the fourth"
+    assert [process.exitcode for process in workers.processes] == [1, -9, -9]
+
+
+def test_a_worker_that_was_killed_in_training_leaves_the_others_time_to_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = FixedSet(tmp_path, monkeypatch, -signal.SIGKILL, None, seconds=10.0)
+    begin = EndTogether.begin
+
+    def begun(policy: EndTogether) -> None:
+        begin(policy)
+        EventLog(tmp_path, 0).emit("worker_started")
+
+    monkeypatch.setattr(EndTogether, "begin", begun)
+    with pytest.raises(WorkerFailed, match="worker 0 of 2 failed: killed by SIGKILL; worker 1 did not end and was"):
+        workers.run()
+    timeout = RunConfig().sync.timeout_seconds
+    assert 10.0 * (workers.polls - 3) <= 15.0 + timeout < 10.0 * (workers.polls - 2)
+
+
+def test_a_loss_that_is_not_finite_asks_all_workers_of_a_fixed_set_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = FixedSet(tmp_path, monkeypatch, None, None)
+    asked: list[tuple[str, int]] = []
+
+    def end(worker: LaunchedWorker, number: signal.Signals) -> None:
+        asked.append((str(worker.local), number))
+        worker.process.exitcode = 0  # type: ignore[union-attr]
+
+    monkeypatch.setattr(LaunchedWorker, "send_signal", end)
+    (tmp_path / "logs").mkdir()
+    log = EventLog(tmp_path, 1)
+    monkeypatch.setattr(EndTogether, "begin", lambda _: log.emit("loss_not_finite"))
+    workers.run()
+    assert asked == [("worker 0", signal.SIGINT), ("worker 1", signal.SIGINT)]
