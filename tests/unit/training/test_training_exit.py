@@ -12,7 +12,7 @@ from diloco.training.processes.run import _stop_on_signals
 
 PROGRAM = """
 import multiprocessing, sys, threading, time
-from diloco.training.processes.local_process import exit_now
+from diloco.training.processes.worker_process import exit_now
 
 def worker():
     lock = multiprocessing.RLock()  # as tqdm makes one: in a spawned process it has a name in the system

@@ -38,8 +38,8 @@ from diloco.training.processes.local_process import (
     STOP_SIGNALS,
     LocalRank,
     SwarmSlot,
-    run_worker,
 )
+from diloco.training.processes.worker_process import run_worker
 from diloco.training.records.run_folder import resume_command
 from diloco.training.sizes.disk import size_text
 from diloco.training.sizes.machine import free_disk

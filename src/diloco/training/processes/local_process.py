@@ -1,25 +1,9 @@
-"""A worker process of this machine: what a launcher hands to it, how it begins and ends, what its exit code means.
+"""What a launcher hands to a worker process, and what the process's exit code means. Torch-free."""
 
-The launcher imports this file, so it is torch-free: a process writes to its log and watches its launcher before it
-imports torch, which is slow.
-"""
-
-import logging
-import os
 import signal
-import sys
-import threading
-import time
-import traceback
 from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing import util
 from pathlib import Path
-from typing import NoReturn
-
-from diloco.errors import CheckpointError, ConfigError, DiLoCoError, Excluded, LossNotFinite, ModelNotWritten
-from diloco.run_lock import hold_as_worker
-from diloco.training.config.run import RunConfig
 
 RENDEZVOUS_FILE = ".rendezvous"
 CONFIG_CODE = 2
@@ -32,13 +16,6 @@ LOSS_CODE = 5
 """Exit code: the loss is not finite, and would be so again."""
 MODEL_CODE = 6
 """Exit code: training has ended, and the model could not be written."""
-_CODES: dict[type[DiLoCoError], int] = {
-    ConfigError: CONFIG_CODE,
-    CheckpointError: CHECKPOINT_CODE,
-    Excluded: EXCLUDED_CODE,
-    LossNotFinite: LOSS_CODE,
-    ModelNotWritten: MODEL_CODE,
-}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,11 +24,6 @@ def heard_signals() -> list[signal.Signals]:
     return [
         number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of a worker process that ends with this error."""
-    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 
 @dataclass(frozen=True)
@@ -124,58 +96,3 @@ class SwarmSlot:
     @property
     def log(self) -> Path:
         return self.run_folder / "logs" / f"{self.name}.log"
-
-
-def run_worker(config: RunConfig, local: LocalRank | SwarmSlot) -> NoReturn:
-    """Train in this process, which a launcher has just started, and end it; errors are in its log."""
-    _write_to_log(local.log)
-    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
-    _end_with(local.parent)
-    hold_as_worker(local.run_folder)
-    code = 1
-    try:
-        if isinstance(local, LocalRank):
-            from diloco.training.processes.worker import train_local_rank
-
-            train_local_rank(config, local)
-        else:
-            from diloco.training.processes.swarm_worker import train_swarm_worker
-
-            train_swarm_worker(config, local)
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
-        code = exit_code(error)
-    finally:
-        exit_now(code)
-
-
-def _write_to_log(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-
-
-def _end_with(parent: int) -> None:
-    """End this process once its launcher is gone, even if that was killed."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="diloco-parent-watch", daemon=True).start()
-
-
-def exit_now(code: int) -> NoReturn:
-    """End this process without waiting for a thread: one may still be in a collective that a lost peer never ends.
-
-    Named semaphores of multiprocessing are given back first (tqdm makes one, for example): the launcher would otherwise
-    report them as leaked.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a launcher without them has none to hand on
-            stream.flush()
-    util._run_finalizers(0)  # type: ignore[attr-defined]
-    os._exit(code)
