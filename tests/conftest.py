@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("diloco")
 
 def pytest_unconfigure() -> None:
     """Optimizers that tests have left unfinished go with the process: of no interest."""
-    logging.getLogger("diloco.outer.unfinished").disabled = True
+    logging.getLogger("diloco.optimizer").disabled = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

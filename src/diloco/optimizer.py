@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class OuterNumbers:
-    """What a training loop may read of the outer loop, at any time."""
+    """The numbers of the outer loop that a training loop may read at any time."""
 
     loop: OuterLoop
     warm_start: WarmStart | None
@@ -77,7 +77,7 @@ class OuterNumbers:
 
     @property
     def bytes_sent(self) -> int:
-        """By this worker, in all rounds."""
+        """The bytes that this worker has sent in all rounds."""
         return self.loop.bytes_sent
 
     @property
@@ -108,7 +108,8 @@ class OuterNumbers:
 
     @on_round.setter
     def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
-        self._on_round, is_auxiliary = function, self.loop.is_auxiliary
+        self._on_round = function
+        is_auxiliary = self.loop.is_auxiliary
         if function is None:
             self.loop.on_round = None
         else:
@@ -202,7 +203,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
             self.unfinished.silence()
 
     def tell(self, *, loss: float | None = None, tokens: int | None = None) -> None:
-        """What the others, and `diloco status`, are to know of this worker besides its position; call it at any time.
+        """Tell the others, and `diloco status`, of this worker besides its position; call it at any time.
 
         `loss`: of the latest step. `tokens`: that this worker has trained on in all.
         """
@@ -383,8 +384,9 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.skipped_steps = saved["numbers"]["skipped"]
 
     def _refuse_work_of_another(self, numbers: dict[str, Any]) -> None:
-        """In the middle of a round a state has the work of one worker, which would be in the mean twice."""
-        theirs, own = numbers.get("worker"), self.loop.engine.worker
+        """Refuse a state from the middle of another worker's round, whose work would be in the mean twice."""
+        theirs = numbers.get("worker")
+        own = self.loop.engine.worker
         merged_at = [numbers[f"{index}.merged_at"] for index in range(self.loop.state.num_tensor_groups)]
         steps = numbers["inner_steps"] - numbers.get("jumped", 0) - min(merged_at)
         if theirs in (None, own) or self.loop.engine.elastic or not (steps or numbers["in_flight"]):
@@ -434,7 +436,7 @@ class UnfinishedSteps:
 
 
 def warn_of_few_rounds(steps: int, loop: OuterLoop) -> None:
-    """After one round the outer optimizer has hardly moved: training without DiLoCo is better."""
+    """Warn after a single round: the outer optimizer has hardly moved, and training without DiLoCo is better."""
     if max(loop.state.merged_rounds) == 1:
         logger.warning(
             "the run ended after %d steps and a single round, since H = %d: the workers have averaged once only, "

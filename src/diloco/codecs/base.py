@@ -47,7 +47,7 @@ class Codec(ABC):
 
     @abstractmethod
     def error_bound(self, values: Tensor) -> Tensor:
-        """For finite `values` [rows, elements]: an upper bound of |decode(encode(x)) − x|, element by element."""
+        """An upper bound of |decode(encode(x)) − x| for finite `values` [rows, elements], element by element."""
 
     def error_norm(self, values: Tensor) -> Tensor:
         """The norm of each row of `error_bound`, or little more; a codec may have a faster way to it."""

@@ -66,7 +66,8 @@ class E3M0(Codec):
         half = out.shape[1] // 2
         for rows in batches(out):
             into, packed = out[rows], data[rows, :half]
-            codes, bits = whole_numbers("codes", packed, torch.int16), whole_numbers("bits", into, torch.int16)
+            codes = whole_numbers("codes", packed, torch.int16)
+            bits = whole_numbers("bits", into, torch.int16)
             codes.copy_(packed)
             # The code becomes fp16's sign and exponent field: ± 2^(code − 15), and 0 for 0.
             for here, left in ((bits[:, :half], 12), (bits[:, half:], 8)):

@@ -27,7 +27,8 @@ class EncodedVector:
         """`pinned`: page-locked CPU memory, for copies from and to a GPU."""
         self.codec = codec
         self.layout = layout
-        self.device, self._pinned = torch.device(device), pinned
+        self.device = torch.device(device)
+        self._pinned = pinned
         self.shape = (layout.num_parts, codec.part_bytes(layout.part_elements))
         self.num_bytes = self.shape[0] * self.shape[1]
         self._data: Tensor | None = None
@@ -92,7 +93,7 @@ class EncodedVector:
         return out.view(-1) if padded else out.view(-1)[: self.layout.numel - first_part * part]
 
     def squared_error(self, first_part: int, num_parts: int, values: Tensor) -> Tensor:
-        """Of these parts against the flat fp32 `values` that were encoded, and the squared norm of those."""
+        """The squared error of these parts against the flat fp32 `values` that were encoded, and their squared norm."""
         error = self.decode(first_part, num_parts, values.device).sub_(values)
         return torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(values)]).square()
 

@@ -45,13 +45,15 @@ class ErrorFeedback:
         a.copy_(self.error[span.slice]).mul_(self._decay).add_(delta)
         vector.encode(span.first_part, a)
         sent = vector.decode(span.first_part, span.num_parts, delta.device, padded=True)
-        whole, norm = torch.linalg.vector_norm(a), torch.linalg.vector_norm(sent)
+        whole = torch.linalg.vector_norm(a)
+        norm = torch.linalg.vector_norm(sent)
         self._next_error[span.slice].copy_(a.sub_(sent[: a.numel()]))
         return torch.where(torch.isfinite(whole), norm, whole)
 
     def end_round(self, mean: EncodedVector | None) -> None:
         """The round in flight is over, with this worker's contribution in its `mean`; None: it is in none."""
-        self.error, self._next_error = self.error_after(mean), None
+        self.error = self.error_after(mean)
+        self._next_error = None
 
     @torch.no_grad()
     def error_after(self, mean: EncodedVector | None) -> Tensor:

@@ -77,7 +77,8 @@ class Float16(Codec):
             encode_scaled_fp16(values, out, FP16_TOP)
             return
         # Not aminmax and not an infinity norm: along a dimension both are ten times slower on the CPU.
-        most, least = values.amax(dim=1).tolist(), values.amin(dim=1).tolist()
+        most = values.amax(dim=1).tolist()
+        least = values.amin(dim=1).tolist()
         largest = [max(high, -low) for high, low in zip(most, least, strict=True)]
         # |x| < 2^frexp(x)[1]; 2^15 is within fp16's range, and 2^±126 within fp32's
         shifts = [min(max(15 - math.frexp(one)[1], -126), 126) for one in largest]

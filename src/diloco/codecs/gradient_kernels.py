@@ -77,7 +77,8 @@ def _encode_kernel(
     CODE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program has a block of a part; with 4 bits also the one that is half a part further."""
-    part, here = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = tl.program_id(0).to(tl.int64)
+    here = tl.program_id(1)
     block = part * (elements // BLOCK) + here
     scale_at = tl.arange(0, BLOCK // SIZE)
     at = scale_at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -85,7 +86,8 @@ def _encode_kernel(
     x = _delta(table, firsts, block, at, anchor, numel, BLOCK, ALIGNED)
     if CODE == 0:
         shift = fp16_shift(tl.load(largest + part).to(tl.float32, bitcast=True))
-        code, back = fp16_code(x, shift, top), power_of_two(-shift)
+        code = fp16_code(x, shift, top)
+        back = power_of_two(-shift)
         tl.store(base.to(tl.pointer_type(tl.float16)) + here * BLOCK + at, code)
         tl.store((base + 2 * elements).to(tl.pointer_type(tl.float32)), back, here == 0)
         error, square = _squares(x, code.to(tl.float32) * back)
@@ -121,7 +123,9 @@ def _encode_kernel(
 def encode_gradient(kernels: Kernels, fragment: Fragment, vector: EncodedVector) -> Tensor:
     """Encode anchor − θ_i into `vector`; the squared error of that and the squared norm of the outer gradient."""
     fragment.check_memory()
-    part, out, name = fragment.layout.part_elements, vector.data, vector.codec.name
+    part = fragment.layout.part_elements
+    out = vector.data
+    name = vector.codec.name
     largest = torch.zeros(len(out), dtype=torch.int32, device=out.device)
     given = (kernels.table, kernels.firsts, fragment.anchor, fragment.numel, largest)
     if name == "fp16":
@@ -172,7 +176,8 @@ def _step_kernel(
     ROW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid and blocks as in _encode_kernel; `columns` and `rows` as in core/digest.py."""
-    part, here = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = tl.program_id(0).to(tl.int64)
+    here = tl.program_id(1)
     block = part * (elements // BLOCK) + here
     scale_at = tl.arange(0, BLOCK // SIZE)
     at = scale_at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -187,11 +192,14 @@ def _step_kernel(
         half = elements // 2
         packed = tl.load(base + here * BLOCK + at).to(tl.int32)
         scales = (base + half).to(tl.pointer_type(tl.float32)) + here * (BLOCK // SIZE) + scale_at
-        low_scale, high_scale = tl.load(scales), tl.load(scales + half // SIZE)
+        low_scale = tl.load(scales)
+        high_scale = tl.load(scales + half // SIZE)
         if CODE == 2:
-            d, high = int4_value((packed & 15) - 8, low_scale), int4_value((packed << 24) >> 28, high_scale)
+            d = int4_value((packed & 15) - 8, low_scale)
+            high = int4_value((packed << 24) >> 28, high_scale)
         else:
-            d, high = e3m0_value(packed & 15, low_scale), e3m0_value(packed >> 4, high_scale)
+            d = e3m0_value(packed & 15, low_scale)
+            high = e3m0_value(packed >> 4, high_scale)
     square, digest = _take_step(
         table, firsts, block, at, anchor, momentum, numel, columns, rows, d, lr, mu, weight,
         KIND, MIX, BLOCK, SIZE, ROW, ALIGNED,
@@ -211,7 +219,9 @@ def step_with_mean(
     kernels: Kernels, fragment: Fragment, encoded: EncodedVector, outer: OuterOptimizer, mixing: float, digest: Digest
 ) -> Tensor:
     """The outer step along an encoded mean, and θ_i after it; the squared norm of the mean. `digest`: a new one."""
-    name, anchor, data = encoded.codec.name, fragment.anchor, encoded.data
+    name = encoded.codec.name
+    anchor = fragment.anchor
+    data = encoded.data
     grid = _grid(fragment, name)
     norms = torch.empty(grid[0] * grid[1], device=anchor.device)
     digests = torch.empty(grid[0] * grid[1], dtype=torch.int64, device=anchor.device)

@@ -118,7 +118,8 @@ class Int4(Codec):
             return
         half = out.shape[1] // 2
         for rows in batches(out):
-            into, packed = out[rows], data[rows, :half].view(torch.int8)
+            into = out[rows]
+            packed = data[rows, :half].view(torch.int8)
             into[:, :half].copy_((packed & 15).sub_(8))
             into[:, half:].copy_(packed >> 4)
             into.view(len(into), -1, INT4_BLOCK).mul_(scales_of(data[rows], half).unsqueeze(2))

@@ -189,7 +189,8 @@ def _encode_4_bits(
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     here = at < half
     source = values + row * elements + at
-    low, high = tl.load(source, here, 0.0), tl.load(source + half, here, 0.0)
+    low = tl.load(source, here, 0.0)
+    high = tl.load(source + half, here, 0.0)
     if E3M0:
         low_code, low_scale = e3m0_code(low, least_scale)
         high_code, high_scale = e3m0_code(high, least_scale)

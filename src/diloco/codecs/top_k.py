@@ -47,7 +47,8 @@ class _Sparse(Codec):
             width = self._chunk_bytes(size)
             here = torch.unflatten(values[:, first : first + size * count], 1, (count, size))
             yield here, torch.unflatten(data[:, first_byte : first_byte + width * count], 1, (count, width))
-            first, first_byte = first + size * count, first_byte + width * count
+            first = first + size * count
+            first_byte = first_byte + width * count
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         for chunks, data in self._split(values, out):

@@ -31,7 +31,7 @@ _LEAST_SHARE = 0.1
 
 
 def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor, scales: Sequence[float]) -> Tensor:
-    """Of parts [rows, elements], one tensor for each contribution; `out`, which gets the mean, may be one of them.
+    """Merge parts [rows, elements], one tensor for each contribution; `out`, which gets the mean, may be one of them.
 
     Returns in how many of the parts each contribution counted as the mean of the others.
     """
@@ -54,7 +54,7 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], out: Tensor
 
 
 def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> Tensor:
-    """By the mean of the others, part by part; also those that are next to nothing. Returns of each in how many."""
+    """Put the mean of the others in place of each opposed or tiny part; returns for each contribution in how many."""
     cosines = _agreement(stacked)  # [contributions, rows]
     first = cosines.argsort(stable=True, dim=0)[: (len(stacked) - 1) // 3]
     opposed = torch.zeros_like(cosines, dtype=torch.bool).scatter_(0, first, True)
@@ -62,7 +62,8 @@ def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> Tensor:
     counts = opposed.sum(1)
     if not bool(counts.any()):
         return counts
-    mean, total = torch.zeros_like(stacked[0]), torch.zeros_like(cosines[0])
+    mean = torch.zeros_like(stacked[0])
+    total = torch.zeros_like(cosines[0])
     for row, left_out, portion in zip(stacked, opposed, portions, strict=True):
         share = torch.where(left_out, 0.0, portion)
         mean.add_(row * share[:, None])

@@ -86,7 +86,7 @@ class OuterConfig:
     final_momentum: float | None = None
     """Outer momentum of the last round, reached along a cosine (default: momentum)."""
     plain_rounds: int = 0
-    """So many rounds at the end are plain means of the workers' parameters."""
+    """The number of rounds at the end that are plain means of the workers' parameters."""
 
     def __post_init__(self) -> None:
         useful = OUTER_NUMBERS[self.optimizer]
@@ -105,7 +105,7 @@ class OuterConfig:
         return {name: value for name, value in asdict(self).items() if name in names and value is not None}
 
     def course(self) -> dict[str, Any]:
-        """What was given of the course of these numbers over the run."""
+        """The options that were given of the course of these numbers over the run."""
         numbers = {name: getattr(self, name) for name in ("start_lr", "start_momentum", "final_lr", "final_momentum")}
         counts = {name: getattr(self, name) for name in ("warmup_rounds", "plain_rounds") if getattr(self, name)}
         return {name: value for name, value in numbers.items() if value is not None} | counts
@@ -178,7 +178,7 @@ class SyncConfig:
     asynchronous: bool = option(False, unused_with=_DATA_PARALLEL)
     """No round waits: each outer gradient moves the anchor when it arrives, and its worker goes on from there."""
     momentum_arrivals: int | None = option(None, unused_with=_DATA_PARALLEL)
-    """With asynchronous: the outer momentum moves with every so many arrivals (delayed Nesterov; default: workers)."""
+    """How many arrivals move the outer momentum once, with asynchronous (delayed Nesterov; default: workers)."""
 
     def __post_init__(self) -> None:
         if self.num_inner_steps < 1:
@@ -221,7 +221,7 @@ class SyncConfig:
 
     @property
     def gradient_codec(self) -> str:
-        """Of the gradients of a warm start: a codec that needs error feedback leaves too much out of one gradient."""
+        """The codec of a warm start's gradients: one that needs error feedback leaves too much out of one gradient."""
         return "int4" if self.codec in COARSE_CODECS else self.codec
 
     @property

@@ -20,12 +20,12 @@ class Course:
     start_lr: float | None = None
     start_momentum: float | None = None
     final_lr: float | None = None
-    """After the warm-up a cosine leads from the optimizer's own number to this one at the last round."""
+    """A cosine leads from the optimizer's own number, after the warm-up, to this one at the last round."""
     final_momentum: float | None = None
     plain_rounds: int = 0
     """The last rounds are plain means: SGD with a learning rate of 1."""
     rounds: int | None = None
-    """Of the whole run, of each fragment; needed for whatever belongs to its end."""
+    """The rounds of each fragment in the whole run; needed for whatever belongs to its end."""
 
     def __post_init__(self) -> None:
         ends = self.final_lr is not None or self.final_momentum is not None or self.plain_rounds > 0
@@ -37,7 +37,8 @@ class Course:
 
     def number(self, name: str, own: float, turn: int) -> float:
         """`name` is lr or momentum, `own` the optimizer's number; turns are counted from 0."""
-        start, final = getattr(self, f"start_{name}"), getattr(self, f"final_{name}")
+        start = getattr(self, f"start_{name}")
+        final = getattr(self, f"final_{name}")
         if turn < self.warmup_rounds:
             return own if start is None else start + (own - start) * turn / self.warmup_rounds
         if final is None or self.rounds is None:

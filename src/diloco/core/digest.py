@@ -47,7 +47,7 @@ def _row_multipliers(first: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def factors(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each element of a row and of each row: a digest is the sum of an element's bits times both."""
+    """The factors of each element of a row and of each row: a digest is the sum of an element's bits times both."""
     both = torch.stack([_column_multipliers(device), _column_multipliers(device) << 32], dim=1)
     return both.view(ROW), _row_multipliers(0, -(-numel // ROW), device)
 

@@ -186,7 +186,8 @@ class Fragment:
             tensor, start = self.tensors[index], self._starts[index]
             if start >= span.stop:
                 return
-            first, last = max(span.start, start), min(span.stop, start + tensor.numel())
+            first = max(span.start, start)
+            last = min(span.stop, start + tensor.numel())
             yield tensor, slice(first - start, last - start), slice(first - span.start, last - span.start)
 
     def visit(
@@ -263,7 +264,8 @@ class Fragment:
     @torch.no_grad()
     def follow_flat(self, flat: Tensor, mixing: float) -> None:
         """`follow`, with the whole of an anchor."""
-        own, anchor = list(self.tensors), list(self.views(flat).values())
+        own = list(self.tensors)
+        anchor = list(self.views(flat).values())
         if not mixing:
             torch._foreach_copy_(own, anchor)
         elif all(tensor.dtype == torch.float32 for tensor in own):
@@ -332,7 +334,8 @@ def build_fragments(
 ) -> list[Fragment]:
     """One fragment for each group of names; every parameter must be in exactly one group."""
     named = [name for group in groups for name in group]
-    missing, unknown = parameters.keys() - set(named), set(named) - parameters.keys()
+    missing = parameters.keys() - set(named)
+    unknown = set(named) - parameters.keys()
     doubled = {name for name in named if named.count(name) > 1} if len(set(named)) < len(named) else set()
     if missing or unknown or doubled:
         raise ConfigError(

@@ -32,9 +32,12 @@ _KINDS: dict[type[OuterOptimizer], int] = {SGD: 0, SGDMomentum: 1, Nesterov: 2}
 def entry(table, number, ALIGNED: tl.constexpr):
     row = table + number * 3
     theta = tl.load(row).to(tl.pointer_type(tl.float32))
-    start, count = tl.load(row + 1), tl.load(row + 2)
+    start = tl.load(row + 1)
+    count = tl.load(row + 2)
     if ALIGNED:  # lets the compiler load four elements at a time
-        theta, start, count = tl.multiple_of(theta, 16), tl.multiple_of(start, 4), tl.multiple_of(count, 4)
+        theta = tl.multiple_of(theta, 16)
+        start = tl.multiple_of(start, 4)
+        count = tl.multiple_of(count, 4)
     return theta, start, count
 
 
@@ -115,7 +118,7 @@ def numbers_of(outer: OuterOptimizer) -> tuple[float, float]:
 
 
 def kind_of(outer: OuterOptimizer) -> int:
-    """What the kernels call it."""
+    """The number by which the kernels know an outer optimizer."""
     return _KINDS[type(outer)]
 
 
@@ -124,7 +127,8 @@ class Kernels:
 
     def __init__(self, tensors: Sequence[Tensor], part_elements: int) -> None:
         """No entry crosses a multiple of the block, of which a part is a multiple: so a span is whole entries."""
-        self._tensors, self._part_elements = tensors, part_elements
+        self._tensors = tensors
+        self._part_elements = part_elements
         self._block = _BLOCK if part_elements % _BLOCK == 0 else 1024
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         rows: list[tuple[int, int, int]] = []

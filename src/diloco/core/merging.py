@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MAX_WEIGHT_ROUNDS = 5
-"""In a swarm a contribution weighs at most as much as this many full rounds of an average worker."""
+"""A contribution in a swarm weighs at most as much as this many full rounds of an average worker."""
 _MOST_UNEQUAL = 1000.0
 """A worker's full round cannot weigh more than so many of the median worker: no batches differ by so much."""
 _FEWEST = 3
@@ -29,7 +29,7 @@ FEWEST_FOR_NORMS = 4
 _ABSURD = 10.0
 """Times the bound on a norm: no honest worker reaches it for each round of work that it counts as."""
 LEAST_NORM = 0.1
-"""Of the usual norm: a shorter contribution has next to no work in it, and would only make the mean shorter."""
+"""A contribution with less than this share of the usual norm has next to no work in it: it would shorten the mean."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Claim:
 
 
 def admit(claims: Sequence[Claim]) -> list[str | None]:
-    """For each claim: None if the contribution is in the mean, else the reason why it is not.
+    """Decide for each claim: None if the contribution is in the mean, else the reason why it is not.
 
     A weight of 0 is no offence (the worker took no step since the last round): it is let in and adds nothing.
     """
@@ -63,7 +63,7 @@ def admit(claims: Sequence[Claim]) -> list[str | None]:
 
 
 def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None, late: Collection[int] = ()) -> list[float]:
-    """For each admitted claim with work: the norm with which it counts at most. A longer contribution is scaled down.
+    """The norm with which each admitted claim with work counts at most. A longer contribution is scaled down.
 
     The bound is `max_norm_ratio` times the round's (lower) median; None: there is none. A worker with more work than
     the median, up to one full round, is measured against the median norm per work times its own work: a fast worker
@@ -219,7 +219,7 @@ def num_products(contributors: int) -> int:
 
 
 def inner_products(values: Sequence[Tensor]) -> Tensor:
-    """Of the same parts of all contributions, in the order of `combinations_with_replacement`."""
+    """The inner products of the same parts of all contributions, in the order of `combinations_with_replacement`."""
     pairs = combinations_with_replacement([value.view(-1) for value in values], 2)
     if values[0].is_cuda:  # not `dot`: cuBLAS keeps 32 MiB for each stream that it is used in
         return torch.stack([torch.sum(a * b) for a, b in pairs])
@@ -227,13 +227,14 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
 
 
 def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int, float]:
-    """Of each worker's contribution: the cosine with the sum of all others; none with fewer than three."""
+    """The cosine of each worker's contribution with the sum of all others; none with fewer than three."""
     count = len(workers)
     if count < 3 or len(products) != num_products(count):
         return {}
     found = dict(zip(combinations_with_replacement(range(count), 2), products, strict=True))
     rows = [[found[min(i, j), max(i, j)] for j in range(count)] for i in range(count)]
-    whole, told = sum(map(sum, rows)), {}
+    whole = sum(map(sum, rows))
+    told = {}
     for i, row in enumerate(rows):
         with_others = sum(row) - row[i]
         size = math.sqrt(max(0.0, row[i])) * math.sqrt(max(0.0, whole - 2 * sum(row) + row[i]))

@@ -17,7 +17,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 
 @torch.no_grad()
 def outer_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterator[tuple[Span, Tensor]]:
-    """As in outer_step.py, after a check of the parameters' memory."""
+    """Line 12 as in outer_step.py, after a check of the parameters' memory."""
     fragment.check_memory()
     kernels = fragment.kernels
     if kernels is None:
@@ -38,7 +38,7 @@ def outer_step(
     mixing: float = 0.0,
     digest: Digest | None = None,
 ) -> None:
-    """As in outer_step.py, with lines 12, 14 and 3 in one kernel for each span."""
+    """Lines 14 and 3 as in outer_step.py, with line 12 too, in one kernel for each span."""
     kernels = fragment.kernels
     if kernels is None or not kernels.know(outer_opt):
         algorithm.outer_step(fragment, outer_opt, mean_outer_gradient, mixing, digest)

@@ -16,12 +16,12 @@ Differs = Literal["never", "in a swarm", "always"]
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an option may have another value. None: as its table says, and no if that says nothing."""
+    """Says where an option may have another value. None: as its table says, and no if that says nothing."""
 
     may_change: bool | None = None
-    """When the run is resumed."""
+    """Whether it may be another when the run is resumed."""
     may_differ: Differs | None = None
-    """On another worker of the same run."""
+    """Whether another worker of the same run may have another value."""
     unused_with: tuple[str, object] | None = None
     """The dotted key and the value with which this option has no effect."""
 

@@ -101,7 +101,8 @@ def _fused_rounds_alike() -> bool:
     lr, momentum = 0.7, 0.9
     count = torch.arange(4096, dtype=torch.float32, device="cpu")
     theta, delta, b = (torch.sin(count * factor) for factor in (1.0, 2.0, 3.0))
-    fused_theta, fused_b = theta.clone(), b.clone()
+    fused_theta = theta.clone()
+    fused_b = b.clone()
     _fused_nesterov(fused_theta, delta.clone(), fused_b, lr, momentum)
     b.mul_(momentum).add_(delta)
     theta.sub_(delta.add_(b, alpha=momentum), alpha=lr)

@@ -63,7 +63,7 @@ class Schedule:
     warm_start: int = 0
     """Inner steps before the first round begins to count."""
     growth: RoundLengths | None = None
-    """With it H is the shortest turn, and later ones are longer."""
+    """The lengths of later turns; H is then the shortest one."""
 
     def __post_init__(self) -> None:
         H = self.num_inner_steps
@@ -102,7 +102,8 @@ class Schedule:
     @cached_property
     def _posts(self) -> dict[int, tuple[int, ...]]:
         """The fragments that are posted after a step of a turn of H steps, which are counted from 1."""
-        H, fragments = self.num_inner_steps, range(len(self.offsets))
+        H = self.num_inner_steps
+        fragments = range(len(self.offsets))
         places = [self._place(p, H) for p in fragments]
         return {place: tuple(p for p in fragments if places[p] == place) for place in places}
 
@@ -132,7 +133,7 @@ class Schedule:
         return step // self.num_inner_steps if self._turns is None else self._turns.at(step)
 
     def _place(self, fragment: int, H: int) -> int:
-        """After which step of a turn of H steps a fragment is posted: from 1 to H."""
+        """The step of a turn of H steps after which a fragment is posted: from 1 to H."""
         return (self.offsets[fragment] * H // self.num_inner_steps - 1) % H + 1
 
     def posts_at(self, step: int) -> tuple[int, ...]:
@@ -143,14 +144,16 @@ class Schedule:
         if self._turns is None:
             return self._posts.get((step - 1) % self.num_inner_steps + 1, ())
         turn = self._turn_at(step - 1)
-        H, within = self.turn_steps(turn), step - self._start(turn)
+        H = self.turn_steps(turn)
+        within = step - self._start(turn)
         return tuple(p for p in range(len(self.offsets)) if self._place(p, H) == within)
 
     def rotation(self, step: int) -> tuple[int, ...]:
         """All fragments in the order in which they are posted next, after inner step `step`."""
         step = max(0, step - self.warm_start)
         turn = self._turn_at(step)
-        H, within = self.turn_steps(turn), step - self._start(turn)
+        H = self.turn_steps(turn)
+        within = step - self._start(turn)
         places = [self._place(p, H) for p in range(len(self.offsets))]
         return tuple(sorted(range(len(places)), key=lambda p: (places[p] <= within, places[p], p)))
 
@@ -168,5 +171,6 @@ class Schedule:
         """How many posts are due by the end of inner step `step`: the sequence number of the next one."""
         step = max(0, step - self.warm_start)
         turn = self._turn_at(step)
-        H, within = self.turn_steps(turn), step - self._start(turn)
+        H = self.turn_steps(turn)
+        within = step - self._start(turn)
         return turn * len(self.offsets) + sum(self._place(p, H) <= within for p in range(len(self.offsets)))

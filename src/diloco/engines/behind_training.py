@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 
 def stay_behind_training() -> None:
-    """For the calling thread. It waits for the end of a running thread's time slice, and has its fair share of a core
+    """Let the calling thread wait for the end of a running thread's time slice; it has its fair share of a core
     as before. Without it a post or a merge ends with the trainer waiting for the thread that it has just woken. Linux
     only; elsewhere nothing changes but the time."""
     if hasattr(os, "SCHED_BATCH"):

@@ -67,7 +67,7 @@ class LocalEngine(Fixed):
         return _LocalPending(self, round_, key, time.monotonic() + deadline_seconds + contribution.patience_seconds)
 
     def heard(self, members: tuple[Member, ...]) -> None:
-        """What a finished round taught this worker of the others."""
+        """Take what a finished round taught this worker of the others."""
         self._members = members
 
     def missed(self, key: RoundKey, decision: Decision) -> None:
@@ -154,9 +154,12 @@ class _Round:
     def post(self, worker: int, key: RoundKey, contribution: Contribution) -> None:
         if worker in self.headers:
             raise EngineError(f"worker {worker} posted round {key.sequence} twice")
-        digest, weight, norm = contribution.anchor_digest, contribution.weight, contribution.norm
+        digest = contribution.anchor_digest
+        weight = contribution.weight
+        norm = contribution.norm
         member = Member(worker, digest, weight, norm, contribution.report)
-        full_weight, done = contribution.full_weight, contribution.report.done
+        full_weight = contribution.full_weight
+        done = contribution.report.done
         claim = Claim(weight, norm, digest, work=contribution.work, full_weight=full_weight, done=done)
         self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
         if worker not in self.lost:
@@ -213,10 +216,15 @@ class _Round:
 
 class _LocalPending(PendingRound):
     def __init__(self, engine: LocalEngine, round_: _Round, key: RoundKey, deadline: float) -> None:
-        self.engine, self.round, self.key, self.deadline = engine, round_, key, deadline
+        self.engine = engine
+        self.round = round_
+        self.key = key
+        self.deadline = deadline
 
     def wait(self) -> RoundResult:
-        round_, swarm, worker = self.round, self.engine.swarm, self.engine.worker
+        round_ = self.round
+        swarm = self.engine.swarm
+        worker = self.engine.worker
         with swarm.changed:
             if not swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic()):
                 missing = sorted(set(range(swarm.workers)) - round_.headers.keys())

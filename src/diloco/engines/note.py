@@ -24,7 +24,7 @@ MOST_COUNTED = 256
 """Workers whose tokens a note tells."""
 _MOST_COUNT = 1 << 53
 _MOST_NUMBER = 1 << 20
-"""As of a worker number (swarm/node/status.py)."""
+"""The highest worker number (as in the swarm's status)."""
 MOST_LOSS = 1e6
 """Nats a token. A model that knows nothing has a loss of the logarithm of its vocabulary, below 20."""
 

@@ -38,7 +38,7 @@ def end_group(group: "dist.ProcessGroup | None", broken: bool = False) -> None:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """By a receive that times out: gloo then closes all connections of the group, and has no other way to do so."""
+    """Let a receive time out: gloo then closes all connections of the group, and has no other way to do so."""
     if group.size() > 1:
         with suppress(RuntimeError):
             peer = (group.rank() + 1) % group.size()

@@ -37,10 +37,13 @@ class RankedEngine(Connection):
         if not dist.is_initialized():
             raise EngineError("torch.distributed is not initialised: use diloco.connect(), which does it")
         check_sizes(sizes, dist.get_world_size())
-        self.sizes, self.workers = tuple(sizes), len(sizes)
+        self.sizes = tuple(sizes)
+        self.workers = len(sizes)
         self._firsts = [0, *accumulate(sizes)]
         self.worker = max(worker for worker in range(self.workers) if self._firsts[worker] <= dist.get_rank())
-        self._backend, self._timeout_seconds, self._owns_world = backend, timeout_seconds, owns_world
+        self._backend = backend
+        self._timeout_seconds = timeout_seconds
+        self._owns_world = owns_world
         self._engines: dict[tuple[int, ...], TorchDistributedEngine | None] = {}
         for first, after in zip(self._firsts, self._firsts[1:], strict=False):
             ranks = range(first, after)
@@ -63,7 +66,7 @@ class RankedEngine(Connection):
         return TorchDistributedEngine(backend=self._backend, timeout_seconds=self._timeout_seconds, groups=groups)
 
     def members(self) -> tuple[Member, ...]:
-        """As the first lane has heard of them; the reports of first ranks are in the lane of all first ranks."""
+        """The workers as the first lane has heard of them: the reports are those of the first ranks."""
         mine = [engine for _, engine in sorted(self._engines.items()) if engine is not None]
         return mine[0].members() if mine else ()
 

@@ -47,11 +47,11 @@ class Decision:
 
     contributors: tuple[int, ...]
     weights: tuple[float, ...]
-    """In the mean: the work behind each contribution, or more in a mean of leftovers (merging.leftover_weights)."""
+    """The weights in the mean: the work behind each contribution, or more in a mean of leftovers (leftover_weights)."""
     refused: dict[int, str]
     resync: bool
     scales: tuple[float, ...] = ()
-    """By what each contribution is multiplied before it is averaged; none: all by 1."""
+    """The factors by which contributions are multiplied before they are averaged; none: all by 1."""
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker -> why its contribution is scaled down."""
     too_long: frozenset[int] = frozenset()
@@ -75,12 +75,14 @@ def decide(
 ) -> Decision:
     """The same claims give the same decision on every worker. `rounds`: as in `bounded_weights`, of each claim."""
     digests = [claim.anchor_digest for claim in claims]
-    resync, reasons = bool(diverged(digests)), admit(claims)
+    resync = bool(diverged(digests))
+    reasons = admit(claims)
     if any(reasons):
         admitted = [index for index, reason in enumerate(reasons) if reason is None]
         weights = bounded_weights([claims[i] for i in admitted], [rounds[i] for i in admitted] if rounds else ())
     else:
-        admitted, weights = list(range(len(claims))), bounded_weights(claims, rounds)
+        admitted = list(range(len(claims)))
+        weights = bounded_weights(claims, rounds)
     work = dict(zip(admitted, weights, strict=True))
     of_leftovers = leftover_weights([claims[i] for i in admitted], weights)
     weights = of_leftovers or weights
@@ -96,7 +98,8 @@ def decide(
         for (index, _), claim, bound in zip(accepted, considered, bounds, strict=True)
         if claim.norm > bound
     }
-    too_long, too_short = frozenset[int](), frozenset[int]()
+    too_long = frozenset[int]()
+    too_short = frozenset[int]()
     if rounds:
         absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted]) if clipped else []
         judges_short = max_norm_ratio is not None and of_leftovers is None  # what is left may be next to nothing
@@ -110,7 +113,8 @@ def decide(
         }
         if absurd or short:
             kept = [place for place in range(len(accepted)) if place not in absurd and place not in short]
-            accepted, bounds = [accepted[place] for place in kept], [bounds[place] for place in kept]
+            accepted = [accepted[place] for place in kept]
+            bounds = [bounds[place] for place in kept]
     norms = [claims[index].norm for index, _ in accepted]
     scales = [min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)] if clipped else []
     if resting and accepted:  # zero outer gradients: they need not be sent to be in the mean
@@ -132,13 +136,13 @@ def decide(
 
 
 def run_ends(members: Iterable[Member]) -> bool:
-    """Of a fixed membership, from a round's headers: a worker stops early, or all have taken all their steps."""
+    """Whether a fixed set of workers ends, from a round's headers: one stops early, or all have taken their steps."""
     reports = [member.report for member in members]
     return any(report.stopping for report in reports) or all(report.done for report in reports)
 
 
 def compare_nothing(contributors: int) -> Comparison:
-    """Of no parts, to which others are added."""
+    """The comparison of no parts, to which others are added."""
     pairs = combinations_with_replacement(range(contributors), 2)
     return Comparison(tuple(0.0 for _ in pairs), (0,) * contributors)
 
@@ -200,11 +204,11 @@ class _Reduction:
     with_squares: bool
     """Whether `squares` are wanted."""
     products: dict[int, Tensor] = field(default_factory=dict)
-    """By the first row, so that their order is that of the rows, not of the threads."""
+    """The key is the first row, so that their order is that of the rows, not of the threads."""
     squares: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By the first row and the contribution."""
+    """The key is the first row and the contribution."""
     replaced: list[Tensor] = field(default_factory=list)
-    """Of some parts each: in how many of them each contribution counted as the mean of the others."""
+    """Each tensor tells of some parts in how many of them each contribution counted as the mean of the others."""
 
     def reduce(self, some: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""
@@ -212,7 +216,8 @@ class _Reduction:
         shape = (some.stop - some.start, self.part)
         count = len(self.encoded) if all_at_once else min(len(self.encoded), 2)
         terms = [scratch(f"term {index}", shape, self.out.device) for index in range(count)]
-        values, mean = self._decode(some, terms, self.with_squares and not with_products), terms[0]
+        values = self._decode(some, terms, self.with_squares and not with_products)
+        mean = terms[0]
         if all_at_once:
             values = iter(list(values))
         if with_products:

@@ -31,7 +31,7 @@ class Report:
     elapsed_seconds: float = 0.0
     """Training and rounds, without evaluations."""
     sync_seconds: float = 0.0
-    """Of those, the time spent on rounds instead of training: encoding, waiting, merging."""
+    """The part of them that was spent on rounds instead of training: encoding, waiting, merging."""
     loss: float = nan
     validation_loss: float = nan
     validation_tokens: int = 0
@@ -127,7 +127,8 @@ class Comparison:
 
     @staticmethod
     def of_numbers(numbers: Sequence[float], contributors: int) -> "Comparison":
-        products, counts = numbers[: -contributors - 1], [int(number) for number in numbers[-contributors - 1 :]]
+        products = numbers[: -contributors - 1]
+        counts = [int(number) for number in numbers[-contributors - 1 :]]
         return Comparison(tuple(products), tuple(counts[:-1]), counts[-1])
 
 
@@ -147,9 +148,9 @@ class RoundResult:
     resync: bool = False
     """A worker's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
     roster: tuple[int, ...] = ()
-    """With an elastic engine: the numbers of all members, also of those that missed this round."""
+    """The numbers of all members, also of those that missed this round; with an elastic engine."""
     comparison: Comparison = Comparison()
-    """Of the contributors; without parts if this worker got the mean from another one after the round."""
+    """The comparison of the contributors; without parts if this worker got the mean from another one afterwards."""
     phases: RoundPhases = RoundPhases()
     clipped: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution was scaled down."""
@@ -158,7 +159,7 @@ class RoundResult:
     plain: bool = False
     """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
     signatures: int = 0
-    """Of workers that have signed the digest of the mean, in a swarm."""
+    """The number of workers that have signed the digest of the mean, in a swarm."""
     mean_digest: str = ""
     """16 hex digits of what they signed; the same on every worker."""
     lane_means: "tuple[EncodedVector, ...]" = ()
@@ -175,7 +176,7 @@ class RoundResult:
 
     @property
     def replaced(self) -> dict[int, float]:
-        """For each contributor, the share of the parts where it counted as the others' mean; empty for plain means."""
+        """The share of the parts in which each contributor counted as the others' mean; empty for plain means."""
         told = self.comparison
         if self.merge == "mean" or not told.parts:
             return {}
@@ -195,8 +196,8 @@ class GlobalState:
     numbers: Mapping[str, int]
     """`sequence`: the first round that is in neither the tensors nor `means`; all before it are, or gave no mean."""
     layout_digest: str
-    """Of everything that must be the same on all workers. An engine compares it before it hands tensors over; with an
-    elastic one, the worker that takes them over does."""
+    """A hash of everything that must be the same on all workers. An engine compares it before it hands tensors over;
+    with an elastic one, the worker that takes them over does."""
     means: "tuple[tuple[RoundKey, Tensor], ...]" = ()
     """Encoded means (bytes, of whatever shape) of rounds that ended since, to be merged in this order before anything
     else. A source serves none; an elastic engine adds them, and moves `sequence` on."""

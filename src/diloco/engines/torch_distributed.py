@@ -61,7 +61,8 @@ class TorchDistributedEngine(Fixed):
             raise EngineError("torch.distributed is not initialised: use diloco.connect(), which does it")
         groups = groups or LaneGroups.new(range(dist.get_world_size()), backend, timeout_seconds)
         assert groups is not None
-        self._ranks, self._groups = groups.ranks, groups
+        self._ranks = groups.ranks
+        self._groups = groups
         self.worker = self._ranks.index(dist.get_rank())
         self.workers = len(self._ranks)
         self._exchange = WaveExchange(groups, self.worker, backend)
@@ -103,7 +104,7 @@ class TorchDistributedEngine(Fixed):
         return self._submit(self._broadcast_state, self._timeout_seconds).result()
 
     def heard(self, members: tuple[Member, ...]) -> None:
-        """What another way of averaging has taught this worker of the others."""
+        """Take what another way of averaging has taught this worker of the others."""
         self._members = members
 
     def anchor_link(self, timeout_seconds: float) -> Link:
@@ -139,7 +140,8 @@ class TorchDistributedEngine(Fixed):
 
     def hide_world(self) -> None:
         """Others in this process then find no torch.distributed world; rounds go on in the groups held here."""
-        self._hidden, dist.group.WORLD = dist.group.WORLD, None
+        self._hidden = dist.group.WORLD
+        dist.group.WORLD = None
 
     # The thread
 
@@ -194,7 +196,8 @@ class TorchDistributedEngine(Fixed):
         seconds: float,
     ) -> RoundResult:
         """`posted`: when, on time.monotonic()'s clock; the round fails if it takes `seconds` from then."""
-        started, deadline = time.monotonic(), posted + seconds
+        started = time.monotonic()
+        deadline = posted + seconds
         rows = self._gather(pack(key, contribution), deadline)
         heard = time.monotonic()
         headers = [unpack(worker, row) for worker, row in enumerate(rows)]
@@ -242,7 +245,7 @@ class TorchDistributedEngine(Fixed):
 
     @contextmanager
     def _own_stream(self, device: torch.device, after: "torch.cuda.Event | None") -> Iterator[None]:
-        """On a GPU: a stream beside the trainer's, entered once `after` has happened and drained on leaving.
+        """Enter a stream beside the trainer's on a GPU, once `after` has happened and drained on leaving.
 
         The same one for all rounds: memory that one stream has used does not serve another.
         """
@@ -263,7 +266,8 @@ class TorchDistributedEngine(Fixed):
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.workers)]
         options = AllgatherOptions()
-        options.asyncOp, options.timeout = True, time_left(deadline)  # the group's own limit may be shorter
+        options.asyncOp = True
+        options.timeout = time_left(deadline)  # the group's own limit may be shorter
         finish(self._groups.control.allgather([rows], [own], options), deadline)
         return [bytes(row.tolist()) for row in rows]
 
@@ -288,7 +292,7 @@ class TorchDistributedEngine(Fixed):
         return replace(state, numbers=dict(zip(state.numbers, numbers.tolist(), strict=True)))
 
     def _broadcast(self, tensor: Tensor, deadline: float) -> None:
-        """As bytes, since gloo does not know every dtype."""
+        """Broadcast a tensor as bytes, since gloo does not know every dtype."""
         staged = tensor.cpu().contiguous()
         if staged.numel():
             data = staged.view(-1).view(torch.uint8)
@@ -311,7 +315,7 @@ class _Pending(PendingRound):
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | None":
-    """On a GPU: the moment at which the trainer's stream has written what it was given so far."""
+    """Mark the moment at which the trainer's stream has written what it was given so far; only a GPU needs that."""
     if device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -60,7 +60,9 @@ class WaveExchange:
     """Worker `worker`'s end of a lane. Keeps pinned memory from one round to the next."""
 
     def __init__(self, groups: LaneGroups, worker: int, backend: str) -> None:
-        self._groups, self._ranks, self._worker = groups, groups.ranks, worker
+        self._groups = groups
+        self._ranks = groups.ranks
+        self._worker = worker
         self._workers = len(self._ranks)
         self._backend = backend
         self._pinned = torch.empty(0, dtype=torch.uint8)
@@ -72,7 +74,8 @@ class WaveExchange:
 
         Returns the comparison of the contributions in all parts.
         """
-        part, told = vector.layout.part_elements, compare_nothing(len(decision.contributors))
+        part = vector.layout.part_elements
+        told = compare_nothing(len(decision.contributors))
         if self._workers == 1:  # its mean is its own contribution, encoded once more: nothing leaves the device
             if vector.mean is not vector or not vector.codec.stable:
                 reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
@@ -85,7 +88,8 @@ class WaveExchange:
         for number, wave in enumerate(plan):
             contributions, arriving = ahead.popleft()
             _finish_all(arriving, deadline)
-            own, started = wave.rows(self._worker), time.monotonic()
+            own = wave.rows(self._worker)
+            started = time.monotonic()
             told += memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
             reducing += time.monotonic() - started
             if number + WAVES_AHEAD < len(plan):  # into the inbox that is free now
@@ -122,7 +126,8 @@ class WaveExchange:
 
     def _scatter(self, memory: "_Memory", number: int) -> tuple[list[Tensor], list[dist.Work]]:
         """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
-        wave, inbox = memory.plan[number], memory.inboxes[number % len(memory.inboxes)]
+        wave = memory.plan[number]
+        inbox = memory.inboxes[number % len(memory.inboxes)]
         memory.wait_until_sendable(number)
         pieces = wave.split(memory.data)
         own = pieces[self._worker]
@@ -138,7 +143,8 @@ class WaveExchange:
         group = {_CONTRIBUTIONS: self._groups.contributions, _MEANS: self._groups.means}.get(tag, self._groups.control)
         transfers = []
         for distance in range(1, self._workers):  # so that not all begin with the same peer
-            there, back = (self._worker + distance) % self._workers, (self._worker - distance) % self._workers
+            there = (self._worker + distance) % self._workers
+            back = (self._worker - distance) % self._workers
             if len(outgoing[there]):
                 transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], group, tag))
             if len(incoming[back]):
@@ -156,7 +162,9 @@ class _Memory(ABC):
 
     def __init__(self, vector: EncodedVector, plan: Sequence[Wave], inboxes: Tensor) -> None:
         """`inboxes`: the others' contributions to some waves, [waves, workers − 1, rows, part_bytes]."""
-        self.vector, self.plan, self.inboxes = vector, plan, inboxes
+        self.vector = vector
+        self.plan = plan
+        self.inboxes = inboxes
 
     @abstractmethod
     def wait_until_sendable(self, wave: int) -> None: ...
@@ -166,7 +174,8 @@ class _Memory(ABC):
         """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their comparison."""
 
     def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> Comparison:
-        codec, part = self.vector.codec, self.vector.layout.part_elements
+        codec = self.vector.codec
+        part = self.vector.layout.part_elements
         scales, merge = decision.scales, decision.merge
         return reduce_parts(
             codec, parts, decision.weights, part, out, scales=scales, merge=merge, first_part=rows.start
@@ -182,7 +191,8 @@ class _OwnMemory(_Memory):
 
     def __init__(self, vector: EncodedVector, plan: Sequence[Wave], inboxes: Tensor) -> None:
         super().__init__(vector, plan, inboxes)
-        self.data, self.means = vector.data, vector.mean.data
+        self.data = vector.data
+        self.means = vector.mean.data
 
     def wait_until_sendable(self, wave: int) -> None: ...
 
@@ -200,7 +210,9 @@ class _PinnedMemory(_Memory):
         self, vector: EncodedVector, plan: Sequence[Wave], inboxes: Tensor, data: Tensor, means: Tensor, worker: int
     ) -> None:
         super().__init__(vector, plan, inboxes)
-        self.data, self.means, self._worker = data, means, worker
+        self.data = data
+        self.means = means
+        self._worker = worker
         ends = [(wave.first, wave.first + wave.num_parts) for wave in plan]
         self._copied = [self._copy_down(vector.data[a:b], data[a:b]) for a, b in ends]
 

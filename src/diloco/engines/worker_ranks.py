@@ -32,8 +32,10 @@ class WorkerRanks:
         compute: "dist.ProcessGroup | None" = None,
     ) -> None:
         """`ranks` are the worker's global ranks, `rank` is this one's place among them."""
-        self.global_ranks, self.rank = tuple(ranks), rank
-        self._control, self._compute = control, compute
+        self.global_ranks = tuple(ranks)
+        self.rank = rank
+        self._control = control
+        self._compute = compute
 
     @property
     def count(self) -> int:
@@ -71,7 +73,7 @@ class WorkerRanks:
         return any(value for (value,) in self.gather_numbers(flag))
 
     def sums(self, *values: float) -> list[float]:
-        """Of all ranks, added in rank order: the same on each."""
+        """The sums over all ranks, added in rank order: the same on each."""
         return [math.fsum(column) for column in zip(*self.gather_numbers(*values), strict=True)]
 
     def agree(self, error: EngineError | None) -> None:

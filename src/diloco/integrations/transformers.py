@@ -21,7 +21,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, optimizer: DiLoCo, *, end_together: bool = False) -> None:
         """`end_together`: this worker stops when another one has taken all its steps; else it takes all of its own."""
-        self.optimizer, self.end_together = optimizer, end_together
+        self.optimizer = optimizer
+        self.end_together = end_together
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any

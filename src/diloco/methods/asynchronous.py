@@ -165,7 +165,8 @@ class AsynchronousLoop(FixedLoop):
 
     def _last_word(self) -> Contribution:
         lane = self.replica.lanes[0]
-        vector, digest = lane.sending[0].vector, self.state.anchor_digest()
+        vector = lane.sending[0].vector
+        digest = self.state.anchor_digest()
         return Contribution(vector, 0.0, 0.0, digest, lane.layout_digest, report=self.report_now(), work=0.0)
 
     # Saving

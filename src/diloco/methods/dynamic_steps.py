@@ -27,7 +27,7 @@ from diloco.outer.tensors.tensor_pieces import Numbers
 _ALIKE = 1.02
 """Speeds within 2 % count as equal: they are measured, and a step left out for a per mille would be wasted time."""
 MOST_TIMES_FASTER = 10.0
-"""In a swarm a worker counts as at most so many times faster than the (lower) median: it may claim any speed."""
+"""A worker of a swarm, which may claim any speed, counts as at most so many times faster than the (lower) median."""
 
 
 def speed_share(step_seconds: Mapping[int, float], worker: int, *, trusted: bool = True) -> float:
@@ -80,8 +80,9 @@ class DynamicSteps(Method):
     # Speeds
 
     def report(self, report: Report) -> Report:
-        """With the seconds per inner step since the last call, for the header of the round that is posted now."""
-        now, taken = self.clock(), self._worker.position.steps_taken
+        """Add the seconds per inner step since the last call."""
+        now = self.clock()
+        taken = self._worker.position.steps_taken
         then, before = self._measured
         if taken > before:
             self.step_seconds = max(0.0, now - then) / (taken - before)
@@ -94,7 +95,7 @@ class DynamicSteps(Method):
         self._measured = (self.clock(), self._worker.position.steps_taken)
 
     def heard(self, members: Sequence[Member]) -> None:
-        """What the headers of a round tell of the workers' speeds."""
+        """Take the workers' speeds from the headers of a round."""
         if not any(self._heard.values()) and any(member.report.step_seconds for member in members):
             self._first_heard = self._worker.position.steps_taken
         self._heard = {member.worker: member.report.step_seconds for member in members}
@@ -102,13 +103,14 @@ class DynamicSteps(Method):
     # Positions
 
     def positions(self, reached: range, end: int | None) -> range:
-        """After an inner step: move to its position, at most to the run's `end`; the positions that it passed.
+        """Move to the position of the step just taken, at most to the run's `end`; the positions that it passed.
 
         A second call after the same step gives the same positions again.
         """
         del reached
         state = self._worker.position
-        position, number = state.inner_steps, state.steps_taken - self._taken
+        position = state.inner_steps
+        number = state.steps_taken - self._taken
         anew = self._first_heard is not None and state.steps_taken > self._first_heard
         if not anew and number <= self.steps and self._place(number) == position:
             return range(self._place(number - 1) + 1, position + 1)

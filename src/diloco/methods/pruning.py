@@ -47,7 +47,7 @@ def prune_(rows: Tensor, fraction: float) -> None:
 def pruned_gradient(
     fragment: Fragment, pieces: Sequence[Piece], fraction: float, theta_i: Tensor | None = None
 ) -> Iterator[tuple[Span, Tensor]]:
-    """As `outer_gradient` of outer_step.py, with each neuron pruned: a row of a matrix, or all of a vector.
+    """Take the outer gradient as outer_step.py does, and prune each neuron: a row of a matrix, or all of a vector.
 
     Needs a copy of the fragment, since spans and rows have different ends.
     """

@@ -33,7 +33,8 @@ class SecondMoments(Method):
     @classmethod
     def chosen(cls, options: Options) -> "SecondMoments | None":
         """A worker that is always alone has the mean already; the inner optimizer is checked all the same."""
-        every, engine = options.sync.second_moment_every, options.engine
+        every = options.sync.second_moment_every
+        engine = options.engine
         if every is None:
             return None
         method = cls(options.inner, options.parameters, every, options.sync.codec)
@@ -97,7 +98,8 @@ class MomentsSending(Sending):
 
     def _states(self, flat: Tensor) -> list[tuple[Tensor, Tensor, float]]:
         """Each parameter's place in a flat vector, its v and 1 − β₂^t, as far as it has been stepped."""
-        found, betas = [], self._betas()
+        found = []
+        betas = self._betas()
         for parameter, end in zip(self._parameters, self._ends, strict=True):
             state: Mapping[str, Any] = self._inner.state.get(parameter, {})
             if "exp_avg_sq" in state and float(state["step"]) > 0:

@@ -48,7 +48,7 @@ class WarmStart:
         return self._loop.inner_steps < self.averaged_steps
 
     def refuse(self, closure: object | None, found_inf: Tensor | None) -> None:
-        """What cannot be averaged: gradients that only the inner optimizer's step computes, or with a scale each."""
+        """Refuse gradients that cannot be averaged: those that only the inner step computes, or with a scale each."""
         if closure is not None:
             raise ConfigError(
                 f"step(closure) within sync.warm_start = {self.steps}: the gradients are averaged before the inner "
@@ -94,7 +94,7 @@ class WarmStart:
         return result.total_weight > 0
 
     def end_step(self) -> None:
-        """After an inner step was taken and counted: the anchor is the parameters, which are equal on all workers.
+        """Let the anchor follow the parameters, which are equal on all workers; the inner step was taken and counted.
 
         Buffers stay behind: their statistics are a worker's own until the first round.
         """
@@ -119,7 +119,9 @@ class WarmStart:
     def _measure_speed(self) -> None:
         """Every H steps, and at the last step: speeds are then known when the rounds begin. The first step, which
         may wait for compilers and data, does not count."""
-        loop, step, H = self._loop, self._loop.inner_steps, self._loop.sync.num_inner_steps
+        loop = self._loop
+        step = self._loop.inner_steps
+        H = self._loop.sync.num_inner_steps
         if step == 1:
             for method in loop.methods:
                 method.begin_anew()

@@ -50,11 +50,11 @@ class _Prepared:
     block: Tensor
     digest: str
     norm: float
-    """Of the mean."""
+    """The norm of the mean."""
 
 
 class BackgroundReplica(OneRankReplica):
-    """As OneRankReplica, with the arithmetic of rounds in threads of its own."""
+    """The replica of a worker of one rank, with the arithmetic of rounds in threads of its own."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -99,7 +99,8 @@ class BackgroundReplica(OneRankReplica):
     def merge(
         self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
     ) -> float:
-        prepared, fragment = self._prepared_for(index, means[0]), self.lane.fragments[index]
+        prepared = self._prepared_for(index, means[0])
+        fragment = self.lane.fragments[index]
         if plain:  # a plain step is not the one that was prepared
             self._forget(index)
             prepared = None
@@ -122,7 +123,8 @@ class BackgroundReplica(OneRankReplica):
 
     def _prepared_for(self, index: int, mean: EncodedVector) -> _Prepared | None:
         """None if there is nothing prepared, or if the anchor is another one since."""
-        prepared, fragment = self._prepared.get(index), self.lane.fragments[index]
+        prepared = self._prepared.get(index)
+        fragment = self.lane.fragments[index]
         if prepared is None or fragment is None or prepared.mean is not mean:
             return None
         same = (prepared.old_digest, prepared.old_rounds) == (self.lane.digests[index], fragment.rounds)
@@ -132,7 +134,7 @@ class BackgroundReplica(OneRankReplica):
         self._posting.finish()
 
     def fetch_states(self) -> list[GlobalState] | None:
-        """After the rounds posted so far: the order of what an engine does is the same on all workers."""
+        """Ask after the rounds posted so far: the order of what an engine does is the same on all workers."""
         self.finish_posts()
         return super().fetch_states()
 
@@ -209,7 +211,8 @@ class BackgroundReplica(OneRankReplica):
         sending = self.lane.sending[index]
         assert isinstance(sending, FragmentSending)
         block = self._take_block()
-        old_digest, old_rounds = self.lane.digests[index], fragment.rounds
+        old_digest = self.lane.digests[index]
+        old_rounds = fragment.rounds
         digest, norm = sending.next_anchor(mean, turn, block[: fragment.numel])
         return _Prepared(mean, old_digest, old_rounds, block, digest, norm)
 

@@ -26,7 +26,9 @@ class CatchUp:
     """Puts a state that has arrived in place of this worker's."""
 
     def __init__(self, state: OuterState, replica: Replica, schedule: Schedule) -> None:
-        self._state, self._replica, self._schedule = state, replica, schedule
+        self._state = state
+        self._replica = replica
+        self._schedule = schedule
         self._failed: dict[int, int] = {}
         """Fragment -> its first round since the last merge that failed here, and may have ended for the others."""
 
@@ -47,7 +49,9 @@ class CatchUp:
 
         `start`: also what is equal only at the start. `following`: fragments that `follow` a later round instead.
         """
-        state, lanes, theirs = self._state, self._replica.lanes, states[0]
+        state = self._state
+        lanes = self._replica.lanes
+        theirs = states[0]
         self._check(states, start=start)
         shares = {} if start else self._absences(theirs.numbers["sequence"], following)
         moving = [] if start else [index for index in range(state.num_fragments) if index not in following]
@@ -86,7 +90,8 @@ class CatchUp:
 
         Counted buffers stay as they are, and so does what follows a round with this worker's work in it.
         """
-        state, buffers = self._state, self._replica.tensors.averaged_buffers
+        state = self._state
+        buffers = self._replica.tensors.averaged_buffers
         shares = {}
         for index, group in enumerate(self._replica.groups):
             schedule_steps = self._posted_before(sequence, index) - self._posted_before(self._unmerged(index), index)
@@ -117,7 +122,7 @@ class CatchUp:
         self._state.merged_rounds[key.fragment] += 1
 
     def _position(self, theirs: GlobalState) -> int:
-        """Where the others are, as far as is known; in any case after the last round and before the next one."""
+        """The others' position as far as it is known; in any case after the last round and before the next one."""
         sequence = theirs.numbers["sequence"]
         position = theirs.numbers.get("inner_steps", 0) if theirs.position is None else theirs.position
         after = self._schedule.post_step(sequence - 1) if sequence else self._schedule.warm_start
@@ -138,7 +143,7 @@ class CatchUp:
 
 
 def _misfit(lane: Lane, state: GlobalState, *, start: bool) -> str | None:
-    """What is wrong with a state, if anything. Without tensors it is this worker's own with the means after it."""
+    """Say what is wrong with a state, if anything. Without tensors it is this worker's own with the means after it."""
     needed = {"sequence"}
     if state.tensors or start:
         needed |= {f"{index}.rounds" for index in range(len(lane.fragments))}

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Missed:
-    """What this worker lacks of the others' state since a round that it missed."""
+    """The part of the others' state that this worker lacks since a round that it missed."""
 
     reason: str
     diverged: set[int] = field(default_factory=set)
@@ -114,7 +114,7 @@ class ElasticLoop(OuterLoop):
             yield index
 
     def _tell_progress(self) -> None:
-        """For `diloco status`; the engine sends it twice a second at most."""
+        """Tell `diloco status` how far this worker is; the engine sends it twice a second at most."""
         now = time.monotonic()
         if self._last_step is not None:  # before the first step this worker may have waited for others, or compiled
             share = 0.1 if self._step_seconds else 1.0
@@ -146,7 +146,8 @@ class ElasticLoop(OuterLoop):
         return True
 
     def _jump_to_next_post(self) -> None:
-        step, end = self.schedule.post_step(self.state.sequence), self.ends_at
+        step = self.schedule.post_step(self.state.sequence)
+        end = self.ends_at
         self.state.jump_to(step if end is None else min(step, end))
 
     # What rounds do

@@ -13,11 +13,13 @@ from diloco.outer.state import OuterState
 
 
 class Evaluation:
-    """Of one worker; `active` while the anchors are in the model."""
+    """Evaluations of one worker; `active` while the anchors are in the model."""
 
     def __init__(self, state: OuterState, replica: Replica, *, serves_copies: bool) -> None:
         """`serves_copies`: other workers get copies of the anchors, from wherever they are, and need not wait."""
-        self._state, self._replica, self._serves_copies = state, replica, serves_copies
+        self._state = state
+        self._replica = replica
+        self._serves_copies = serves_copies
         self.active = False
         self.seconds = 0.0
         """Spent with the anchors in the model."""
@@ -30,7 +32,8 @@ class Evaluation:
     def exchanged(self) -> Iterator[None]:
         """Parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
         self.refuse_training()
-        started, lock = time.monotonic(), self._state.lock
+        started = time.monotonic()
+        lock = self._state.lock
         # The lock is held for each exchange only if copies may be served in between, else during the whole evaluation.
         during_evaluation, during_exchange = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
         with during_evaluation:

@@ -123,7 +123,7 @@ class FixedLoop(OuterLoop):
         self._diverged.add(posted.key.fragment)
 
     def _catch_up(self, index: int) -> None:
-        """After a missed round of a fragment: the others' anchor. One fragment at a time, others may be in flight."""
+        """Take the others' anchor of a fragment whose round was missed. Others may be in flight meanwhile."""
         if index not in self._missed:
             return
         with self.count_seconds():
@@ -166,8 +166,10 @@ class FixedLoop(OuterLoop):
         at_post = posted.at_step == self.state.inner_steps and posted.key.sequence == self._first_of_step
         if self.on_cut is None or self.report.done or self.stopping or not at_post:
             return
-        later, self.in_flight = self.in_flight, []
-        sequence, self.state.sequence = self.state.sequence, posted.key.sequence
+        later = self.in_flight
+        self.in_flight = []
+        sequence = self.state.sequence
+        self.state.sequence = posted.key.sequence
         try:
             self.on_cut()
         finally:

@@ -21,7 +21,8 @@ class GradientMean:
 
     def __init__(self, parameters: Mapping[str, Tensor], how: Codec, max_norm_ratio: float | None) -> None:
         """`max_norm_ratio` as in SyncConfig."""
-        self._parameters, self._max_norm_ratio = list(parameters.values()), max_norm_ratio
+        self._parameters = list(parameters.values())
+        self._max_norm_ratio = max_norm_ratio
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device
         self._flat = torch.zeros(sum(sizes), device=device)

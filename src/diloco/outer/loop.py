@@ -70,7 +70,7 @@ class OuterLoop(ABC):
     on_cut: Callable[[], None] | None = None
     """Called before merging a round in which a worker stops: the last moment to save."""
     note: Callable[[], bytes] = bytes
-    """What else elastic workers are told with every post, and joiners with the state, in another thread."""
+    """Writes what elastic workers are told besides with every post, and joiners with the state, in another thread."""
     rates: LearningRateCurve | None = None
     """The learning rates of the inner steps, if they are known: steps at a low rate are less work."""
     ends_at: int | None = None
@@ -216,7 +216,7 @@ class OuterLoop(ABC):
         """The others refused this worker's contribution, because its anchor is not theirs."""
 
     def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
-        """What a round's mean does: the outer step, or something else. The mean's norm if it moved the anchor."""
+        """Let a round's mean do what it does: the outer step, or something else. Its norm if it moved the anchor."""
         return self.outer_step(posted, result)
 
     def after_round(self, posted: Posted) -> None:  # noqa: B027 - only where workers come and go
@@ -227,7 +227,7 @@ class OuterLoop(ABC):
         """See DiLoCo.finish."""
 
     def settle_own(self) -> None:  # noqa: B027 - most kinds have nothing of their own to save
-        """Before the state is saved."""
+        """Get ready for the state to be saved."""
 
     @abstractmethod
     def unsavable(self) -> str | None:
@@ -291,7 +291,8 @@ class OuterLoop(ABC):
         started = time.monotonic()
         with self.count_seconds():
             self.replica.check_unchanged([p for group in self._inner.param_groups for p in group["params"]])
-            turn, done = self.schedule.turn_of(self.sequence), self.report.done
+            turn = self.schedule.turn_of(self.sequence)
+            done = self.report.done
             rests = self.replica.lanes[0].sending[index].rests(turn, done)
             dropped = not done and not rests and any(method.drops(self.sequence) for method in self.methods)
             norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
@@ -336,7 +337,7 @@ class OuterLoop(ABC):
         return posted
 
     def report_now(self) -> Report:
-        """What the header of a round tells of this worker."""
+        """The report of this worker for the header of a round."""
         return replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
@@ -383,7 +384,8 @@ class OuterLoop(ABC):
 
     def _take_back(self, posted: Posted, failure: RoundFailed) -> None:
         """A round has failed: its work is in this worker's parameters, and in its next outer gradient."""
-        index, turn = posted.key.fragment, self.schedule.turn_of(posted.key.sequence)
+        index = posted.key.fragment
+        turn = self.schedule.turn_of(posted.key.sequence)
         self.rounds_failed += 1
         self.failed(posted, failure)
         for method in self.methods:

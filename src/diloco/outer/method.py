@@ -102,15 +102,15 @@ class Method(ABC):
     # While the loop is built
 
     def groups(self) -> Sequence[Group]:
-        """What is averaged besides the model's own tensors."""
+        """The groups that are averaged besides the model's own tensors."""
         return ()
 
     def gradient(self, place: LaneFragment) -> GradientSource | None:
-        """What is sent of a fragment in place of anchor − θ_i; None: that."""
+        """The outer gradient that is sent of a fragment in place of anchor − θ_i; None: that."""
         return None
 
     def encoder(self, place: LaneFragment) -> SpanEncoder | None:
-        """How a fragment's outer gradient is encoded; None: by the codec alone."""
+        """The encoder of a fragment's outer gradient; None: the codec alone."""
         return None
 
     def begin(self, worker: Worker) -> None:
@@ -129,11 +129,11 @@ class Method(ABC):
         return False
 
     def report(self, report: Report) -> Report:
-        """What the header of the next round tells of this worker."""
+        """Complete the report for the header of the next round."""
         return report
 
     def heard(self, members: Sequence[Member]) -> None:
-        """What the headers of a round have told of the workers."""
+        """Take what the headers of a round have told of the workers."""
 
     def ended(self, index: int, means: Means) -> None:
         """A round of this fragment is over; `means` have this worker's contribution in them, None: none has."""

@@ -71,7 +71,7 @@ class RankedReplica(Replica):
         self.update_digests()
 
     def _lane(self, number: int, layout: LaneLayout, engine: Engine) -> Lane:
-        """What is in no group is made equal at the start."""
+        """Cut out what this rank has of a lane. Tensors in no group are made equal at the start."""
         pieces: dict[str, list[Piece]] = {name: [] for name in self._local}
         for piece in layout.pieces:
             pieces[piece.name].append(piece)

@@ -47,7 +47,7 @@ class Lane:
     pieces: list[list[Piece]]
     sending: list[Sending]
     start: dict[str, Tensor]
-    """What is not averaged, but the same on all workers before the first step."""
+    """Tensors that are not averaged, but the same on all workers before the first step."""
     layout_digest: str
     """A hash of everything that must be the same on all ranks of the lane."""
 
@@ -103,7 +103,7 @@ class Lane:
         return (1 << 20) + sum(tensor.numel() * max(4, tensor.element_size()) + 512 for tensor in tensors)
 
     def copies(self) -> dict[str, Tensor]:
-        """What a joiner needs, copied to the CPU."""
+        """Copies on the CPU of all that a joiner needs."""
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.start_tensors().items()}
         for index, fragment in enumerate(self.fragments):
             if fragment is not None:
@@ -217,7 +217,7 @@ class Replica(ABC):
         """Make the worker's digests of those of its lanes."""
 
     def average_buffers(self, names: Iterable[str]) -> None:  # noqa: B027 - a single rank has nothing to average
-        """What each rank has counted by itself (batch-norm statistics) becomes the worker's mean."""
+        """Average what each rank has counted by itself (batch-norm statistics)."""
 
     @abstractmethod
     def fetch_states(self) -> list[GlobalState] | None:

@@ -36,10 +36,10 @@ class Posted:
     """The inner steps that this worker had taken by then."""
     pending: WorkerRound
     posted_at: float = field(default_factory=time.monotonic)
-    """On time.monotonic()'s clock; for a round that was saved, when it was loaded."""
+    """The time of the post on time.monotonic()'s clock; for a round that was saved, when it was loaded."""
     encode_seconds: float | None = None
     dropped: bool = False
-    """On purpose (methods/dropped_rounds.py): there is no work in it, and the worker keeps its parameters."""
+    """Dropped on purpose (methods/dropped_rounds.py): there is no work in it, and the worker keeps its parameters."""
 
     @property
     def norm(self) -> float:
@@ -83,7 +83,7 @@ class RoundTimes:
 
     encode_seconds: float | None
     flight_seconds: float
-    """From the post until this worker waited for the mean: it trained meanwhile."""
+    """The time from the post until this worker waited for the mean: it trained meanwhile."""
     waited_seconds: float
     merge_seconds: float | None
 
@@ -95,7 +95,7 @@ class RoundEvent:
     key: RoundKey
     inner_step: int
     norm: float
-    """Of this worker's own outer gradient."""
+    """The norm of this worker's own outer gradient."""
     mean_norm: float | None
     codec_error: float | None
     """‖sent − Δ‖ / ‖Δ‖ of this worker's outer gradient Δ, measured on a share of it; None if it is sent as it is."""

@@ -32,7 +32,7 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
 
 
 def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, Sequence[EncodedVector] | None]:
-    """By fragment: the means in flight that have this worker's contribution in them; None where there is none."""
+    """The means in flight that have this worker's contribution in them, by fragment; None where there is none."""
     ended = [(posted.key.fragment, end_of(posted)) for posted in rounds]
     return {index: end.means_with(worker) for index, end in ended if isinstance(end, RoundResult)}
 

@@ -28,10 +28,10 @@ _ERROR_ELEMENTS = 1 << 22  # and on at most so many elements of it
 
 
 class Sending(ABC):
-    """What one lane sends of one group in its rounds, and what the mean does there."""
+    """How one lane sends one group in its rounds, and takes the mean."""
 
     vector: EncodedVector
-    """What travels."""
+    """The bytes that travel."""
 
     def rests(self, turn: int, done: bool) -> bool:  # noqa: ARG002
         """Only a header travels in this turn; `done`: this worker has taken all its steps."""
@@ -135,7 +135,7 @@ class FragmentSending(Sending):
         return taken.hexdigest(), decoded.norm()
 
     def next_anchor(self, mean: EncodedVector, turn: int, out: Tensor) -> tuple[str, float]:
-        """What `merge` will make of the anchor, into `out`: its digest, and the norm of the mean."""
+        """Compute into `out` what `merge` will make of the anchor: its digest, and the norm of the mean."""
         taken = Digest(self._fragment.device)
         decoded = _DecodedMean(mean, self._fragment.device)
         self._fragment.next_anchor(self._fragment.outer_opt.at(turn), decoded, out, taken)

@@ -53,7 +53,7 @@ class OuterState:
         return [fragment for index in range(self.num_fragments) for _, fragment in self.fragments_of(index)]
 
     def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
-        """What this rank has of one fragment, by lane. Only for the trainer's thread."""
+        """The parts that this rank has of one fragment, by lane. Only for the trainer's thread."""
         self._replica.finish_posts()
         found = [(lane, lane.fragments[index]) for lane in self._replica.lanes]
         return [(lane, fragment) for lane, fragment in found if fragment is not None]
@@ -126,7 +126,8 @@ class OuterState:
         return inside
 
     def set_position(self, numbers: Mapping[str, int]) -> None:
-        self.inner_steps, self.jumped = numbers["inner_steps"], numbers["jumped"]
+        self.inner_steps = numbers["inner_steps"]
+        self.jumped = numbers["jumped"]
         self.sequence = self.unmerged = numbers["sequence"]
         for index in range(self.num_fragments):
             self.set_rounds(index, numbers[f"{index}.rounds"])

@@ -43,7 +43,8 @@ class LocalLink(Link):
     """All workers are in this process and share `place`, where worker 0 puts the server."""
 
     def __init__(self, place: "list[AnchorServer]", changed: threading.Condition) -> None:
-        self._place, self._changed = place, changed
+        self._place = place
+        self._changed = changed
 
     def open(self, server: AnchorServer | None) -> None:
         with self._changed:
@@ -66,7 +67,7 @@ class Fixed(Engine):
 
     @abstractmethod
     def heard(self, members: tuple[Member, ...]) -> None:
-        """What was learnt of the workers: the next `members()`."""
+        """Take what was learnt of the workers: the next `members()`."""
 
     @abstractmethod
     def anchor_link(self, timeout_seconds: float) -> Link:
@@ -77,8 +78,10 @@ class AsynchronousEngine(Engine):
     """`base` with another way to average."""
 
     def __init__(self, base: Fixed, link: Link) -> None:
-        self.base, self._link = base, link
-        self.worker, self.workers = base.worker, base.workers
+        self.base = base
+        self._link = link
+        self.worker = base.worker
+        self.workers = base.workers
         self._members: tuple[Member, ...] = ()
         self.arrivals = 0
         """Outer gradients that have moved the anchor, as last heard."""
@@ -93,7 +96,8 @@ class AsynchronousEngine(Engine):
         return _Arrival(lambda: self._arrive(key, contribution, deadline_seconds))
 
     def _arrive(self, key: RoundKey, contribution: Contribution, seconds: float) -> RoundResult:
-        started, vector = time.monotonic(), contribution.vector
+        started = time.monotonic()
+        vector = contribution.vector
         payload = vector.data.cpu().view(-1) if contribution.weight > 0 else torch.empty(0, dtype=torch.uint8)
         reply = self._ask("arrive", key, contribution, payload, seconds)
         if reply.refused:
@@ -114,7 +118,8 @@ class AsynchronousEngine(Engine):
 
     def end(self, kind: Kind, key: RoundKey, contribution: Contribution, quiet_seconds: float) -> Tensor:
         """Wait until every other worker is done, or lost; the anchor, which then stays as it is."""
-        none, longest = torch.empty(0, dtype=torch.uint8), 86_400.0
+        none = torch.empty(0, dtype=torch.uint8)
+        longest = 86_400.0
         return self._ask(kind, key, contribution, none, longest, quiet_seconds).anchor
 
     def _ask(

@@ -38,7 +38,9 @@ class SocketLink(Link):
     """`gather` is collective: what every worker says, in worker order."""
 
     def __init__(self, worker: int, gather: Callable[[bytes], list[bytes]], timeout_seconds: float) -> None:
-        self._worker, self._gather, self._timeout = worker, gather, timeout_seconds
+        self._worker = worker
+        self._gather = gather
+        self._timeout = timeout_seconds
         self._server: AnchorServer | None = None
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
@@ -167,7 +169,8 @@ def _send_reply(connection: socket.socket, server: AnchorServer, request: Reques
         reason = str(error).encode()
         connection.sendall(_REPLY.pack(_ERROR, 0, len(reason), 0) + reason)
         return
-    reason, data = reply.refused.encode(), reply.anchor.view(torch.uint8)
+    reason = reply.refused.encode()
+    data = reply.anchor.view(torch.uint8)
     connection.sendall(_REPLY.pack(len(reply.headers), reply.arrivals, len(reason), data.numel()))
     for worker, header in reply.headers.items():
         connection.sendall(struct.pack("<Q", worker) + header)
@@ -195,8 +198,9 @@ def _read_tensor(connection: socket.socket, size: int) -> Tensor:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes. Memory is taken as they arrive, and not for all that were announced."""
-    data, got = bytearray(min(size, _STEP_BYTES)), 0
+    """Receive `size` bytes. Memory is taken as they arrive, and not for all that were announced."""
+    data = bytearray(min(size, _STEP_BYTES))
+    got = 0
     while got < size:
         if got == len(data):
             data.extend(bytes(min(size - got, max(got, _STEP_BYTES))))

@@ -42,7 +42,7 @@ def lay_groups(
     growth: RoundLengths | None,
     more: Sequence[Group],
 ) -> tuple[list[Group], Schedule]:
-    """What each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
+    """Lay out what each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
     groups = [
         Group(tuple(names), outer, sync.max_norm_ratio, sync.merge) for names in assign(list(tensors.averaged), sync)
     ]

@@ -65,7 +65,7 @@ def local_tensors(tensors: Mapping[str, Tensor], ranks: WorkerRanks) -> dict[str
 
 
 def share(tensors: Iterable[LocalTensor], ranks: WorkerRanks) -> None:
-    """After changes: of every copy, all ranks take each rank's rows from that rank."""
+    """Let all ranks take each rank's rows of every copy from that rank, after changes."""
     if ranks.count > 1:
         for one in tensors:
             if one.copied:
@@ -73,14 +73,15 @@ def share(tensors: Iterable[LocalTensor], ranks: WorkerRanks) -> None:
 
 
 def take_first(tensors: Iterable[LocalTensor], ranks: WorkerRanks) -> None:
-    """Before anything else: all ranks' copies are the first rank's."""
+    """Make all ranks' copies those of the first rank, before anything else."""
     for one in tensors:
         if one.copied:
             ranks.share(one.flat(), [0, *(one.local.numel() for _ in range(ranks.count))])
 
 
 def _local_tensor(name: str, tensor: Tensor, ranks: WorkerRanks) -> LocalTensor:
-    shape, local = tuple(tensor.shape), _local(tensor)
+    shape = tuple(tensor.shape)
+    local = _local(tensor)
     bounds = tuple(shard_bounds(shape, ranks.count))
     sharded = local is not tensor and _is_sharded(name, tensor, ranks)
     if sharded and local.numel() != bounds[ranks.rank + 1] - bounds[ranks.rank]:

@@ -31,7 +31,7 @@ class ModelTensors:
     averaged_buffers: dict[str, Tensor]
     equal_at_start: dict[str, Tensor]
     sharded_modules: tuple[nn.Module, ...] = ()
-    """What FSDP2 has wrapped: between a forward pass and the next one it may hold gathered copies of parameters."""
+    """The modules that FSDP2 has wrapped, which may hold gathered copies of parameters after a forward pass."""
 
     @property
     def all(self) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ class ModelTensors:
 
     @cached_property
     def averaged_ids(self) -> frozenset[int]:
-        """Of the averaged parameters' tensors, which live as long as this object."""
+        """The ids of the averaged parameters' tensors, which live as long as this object."""
         return frozenset(id(tensor) for tensor in self.averaged.values())
 
 

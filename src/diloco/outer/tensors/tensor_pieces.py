@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.errors import ConfigError
 
 Numbers = dict[str, Any]
-"""What JSON can hold: whatever of a state is not a tensor."""
+"""All of a state that is not a tensor, in what JSON can hold."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def pieces_of(tensor: Tensor) -> TensorPieces:
 
 
 def as_tensors(held: Mapping[str, TensorPieces]) -> dict[str, Tensor]:
-    """For a state dict: copies by name; a piece that is not all of its tensor has its place in the name."""
+    """Copies by name, for a state dict; a piece that is not all of its tensor has its place in the name."""
     return {
         _piece_name(name, whole, piece): piece.tensor.detach().clone()
         for name, whole in held.items()
