@@ -353,10 +353,14 @@ class Schedule:
 
     # The end
 
+    def _last_ended(self) -> int:
+        """The last round that has ended for an honest worker."""
+        return max(one.node.own.ended_round for one in self._lives.values() if one.name not in self._liars)
+
     async def _settle(self) -> None:
         loop = asyncio.get_running_loop()
         started, known = loop.time(), len(self._full)
-        before = max(self._log, default=-1)
+        before, ended_before = max(self._log, default=-1), self._last_ended()
         while len(self._full) < known + self.ended.workers - len(self._lies):
             honest = [index for index, one in self._lives.items() if one.name not in self._liars]
             failed = [task for index, task in self._training.items() if task.done() and index in honest]
@@ -370,7 +374,7 @@ class Schedule:
                 }
                 self.ended.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
                 led_by = [self._lives[index].node.members.leader() for index in honest]
-                going_on = max(self._log, default=-1) > before + SETTLING_SECONDS / 10
+                going_on = self._last_ended() > ended_before + SETTLING_SECONDS / 10
                 self.ended.outside |= going_on and 2 * sum(one in self._liars for one in led_by) > len(led_by)
                 return
             await asyncio.sleep(0.2)
