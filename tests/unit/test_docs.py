@@ -137,9 +137,11 @@ def test_the_readme_has_at_most_150_lines_and_says_where_the_mean_is_computed() 
     assert "engines/reduction.py" in text and "core/merging.py" in text
 
 
-def test_every_decision_record_has_a_number_of_its_own_which_is_that_of_its_title() -> None:
+def test_every_decision_record_has_a_number_of_its_own_which_is_that_of_its_title_and_a_status() -> None:
     records = sorted((ROOT / "docs/adr").glob("[0-9]*.md"))
     numbers = [path.name[:4] for path in records]
     assert len(numbers) == len(set(numbers))
     for path in records:
-        assert path.read_text(encoding="utf-8").startswith(f"# {int(path.name[:4])}. "), path.name
+        title, _, status, *_ = path.read_text(encoding="utf-8").splitlines()
+        assert title.startswith(f"# {int(path.name[:4])}. "), path.name
+        assert status.startswith(("**Status.** Accepted.", "**Status.** Superseded by [ADR ")), path.name
