@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.training.processes.local_process import MODEL_CODE
 from diloco.training.processes.run import _stop_on_signals
 
 PROGRAM = """
@@ -45,3 +46,20 @@ def test_a_hangup_ends_a_run_unless_it_is_ignored_as_with_nohup(ignored: bool) -
         assert asked == ([] if ignored else [True])
     finally:
         signal.signal(signal.SIGHUP, given)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
+def test_the_exit_code_says_why_a_worker_ended_though_its_log_is_on_a_full_disk(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from diloco.errors import ModelNotWritten\n"
+        "from diloco.training.processes import swarm_worker, worker_process\n"
+        "def fail(*_): raise ModelNotWritten('no room')\n"
+        "swarm_worker.train_swarm_worker = fail\n"
+        "worker_process.hold_as_worker = lambda folder: None\n"
+        "class Slot: log = '/dev/full'; run_folder = None; parent = os.getppid()\n"
+        "worker_process.run_worker(None, Slot())\n"
+    )
+    ended = subprocess.run([sys.executable, str(program)], check=False, timeout=120)
+    assert ended.returncode == MODEL_CODE

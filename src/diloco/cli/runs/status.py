@@ -124,9 +124,9 @@ def _summary_without_swarm(folder: Path) -> Summary:
     if summary is not None:
         return summary
     raise ConfigError(
-        f"{folder} is not a run of a swarm, whose workers could be asked. It was killed at "
-        f"{progress_line(folder, _counted(folder))}: {resume_command(folder)} continues it; what it has done so far is "
-        f"in {folder / EVENTS_FILE}"
+        f"{folder} is not a run of a swarm, whose workers could be asked. It ended without a summary (killed, or its "
+        f"disk was full) at {progress_line(folder, _counted(folder))}: {resume_command(folder)} continues it; what it "
+        f"has done so far is in {folder / EVENTS_FILE}"
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import NoReturn
@@ -56,8 +57,8 @@ def run_worker(config: RunConfig, local: LocalRank | SwarmSlot) -> NoReturn:
             train_swarm_worker(config, local)
         code = 0
     except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
-        traceback.print_exc()
         code = exit_code(error)
+        traceback.print_exc()  # fails if the log's disk is full
     finally:
         exit_now(code)
 
@@ -93,6 +94,7 @@ def exit_now(code: int) -> NoReturn:
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # a launcher without them has none to hand on
-            stream.flush()
+            with suppress(OSError):  # a log on a full disk
+                stream.flush()
     util._run_finalizers(0)  # type: ignore[attr-defined]
     os._exit(code)
