@@ -70,8 +70,8 @@ class E3M0(Codec):
             bits = whole_numbers("bits", into, torch.int16)
             codes.copy_(packed)
             # The code becomes fp16's sign and exponent field: ± 2^(code − 15), and 0 for 0.
-            for here, left in ((bits[:, :half], 12), (bits[:, half:], 8)):
-                torch.bitwise_left_shift(codes, left, out=here).bitwise_right_shift_(2).bitwise_and_(_FP16_BITS)
+            for half_bits, left in ((bits[:, :half], 12), (bits[:, half:], 8)):
+                torch.bitwise_left_shift(codes, left, out=half_bits).bitwise_right_shift_(2).bitwise_and_(_FP16_BITS)
             scales = scales_of(data[rows], half)
             into.copy_(bits.view(torch.float16))
             if scales.amax() < _LARGE and scales.amin() >= 0:  # 2^8 times such a scale is exact

@@ -105,5 +105,6 @@ class Float16(Codec):
     def error_norm(self, values: Tensor) -> Tensor:
         """Each value of a row is at most as large as its norm."""
         norms = torch.linalg.vector_norm(values, dim=1)
-        found: Tensor = norms * (2.0**-11 + values.shape[1] ** 0.5 * 2.0**-39) + values.shape[1] ** 0.5 * 4 * _FP32_TINY
-        return found
+        root = values.shape[1] ** 0.5
+        bound: Tensor = norms * (2.0**-11 + root * 2.0**-39) + root * 4 * _FP32_TINY
+        return bound

@@ -172,7 +172,7 @@ def _first_true(chosen: Tensor, count: int) -> Tensor:
 def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
     """The mean of the chosen sizes of each row as [rows, 1], the same bits everywhere; 0 if none is chosen."""
     width = 64  # a power of two; rows of shorter chunks are filled up with zeros
-    sizes, chosen = (torch.nn.functional.pad(one, (0, width - one.shape[1])) for one in (sizes, chosen))
+    sizes, chosen = (torch.nn.functional.pad(values, (0, width - values.shape[1])) for values in (sizes, chosen))
     share = mean_of(chosen)
     mean = mean_of(sizes * chosen) / torch.where(share == 0, 1.0, share)
     return mean.minimum(sizes.amax(dim=1, keepdim=True))

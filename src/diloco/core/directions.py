@@ -65,23 +65,23 @@ def opposed(norms: Sequence[float], told: Mapping[int, Sequence[float]]) -> dict
         return {}
     pairs = list(combinations(range(count), 2))
     most_tell = 2 * len(told) > count
-    said = {
+    told_of = {
         pair: [cosines[place] for teller, cosines in told.items() if most_tell or teller not in pair]
         or [cosines[place] for cosines in told.values()]
         for place, pair in enumerate(pairs)
     }
-    cosines = {pair: median_high(values) for pair, values in said.items()}
+    cosines = {pair: median_high(values) for pair, values in told_of.items()}
     cosines |= {(j, i): cosine for (i, j), cosine in cosines.items()}
     middles = [median(cosines[i, j] for j in range(count) if j != i) for i in range(count)]
     majority = sorted(range(count), key=lambda i: (-middles[i], i))[: count // 2 + 1]
     inside = [pair for pair in pairs if pair[0] in majority and pair[1] in majority]
-    level = median(value for pair in inside for value in said[pair])
-    spread = _DEVIATION * median(abs(value - level) for pair in inside for value in said[pair])
+    level = median(value for pair in inside for value in told_of[pair])
+    spread = _DEVIATION * median(abs(value - level) for pair in inside for value in told_of[pair])
     spread = spread if len(inside) > 1 else 0.0
     if level <= _SPREADS * spread:
         return {}
     usual = sorted(norms)[(count - 1) // 2]
-    found: dict[int, float] = {}
+    against: dict[int, float] = {}
     for i in sorted(set(range(count)) - set(majority)):
         long = norms[i] > _LONG * usual
         if len(inside) == 1 and level < (_LEVEL_OF_TWO_AND_LONG if long else _LEVEL_OF_TWO):
@@ -89,5 +89,5 @@ def opposed(norms: Sequence[float], told: Mapping[int, Sequence[float]]) -> dict
         bound = max(_SHARE * level, _SPREADS * spread, _LEAST_OF_LONG if long else _LEAST)
         cosine = median_high(cosines[i, j] for j in majority)
         if cosine < -bound:
-            found[i] = cosine
-    return found
+            against[i] = cosine
+    return against

@@ -50,9 +50,9 @@ def _by_hand(names: Sequence[str], text: str) -> list[list[str]]:
         name: [i for i, patterns in enumerate(fragments) if any(fnmatchcase(name, one) for one in patterns)]
         for name in names
     }
-    for name, found in matches.items():
-        if len(found) != 1:
-            where = "no fragment" if not found else f"the fragments {', '.join(str(i + 1) for i in found)}"
+    for name, places in matches.items():
+        if len(places) != 1:
+            where = "no fragment" if not places else f"the fragments {', '.join(str(i + 1) for i in places)}"
             raise ConfigError(
                 f"sync.fragments_by_hand = {text!r} puts parameter '{name}' into {where}: every parameter must be in "
                 "exactly one"

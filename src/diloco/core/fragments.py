@@ -142,8 +142,8 @@ class Fragment:
     def read(self, span: Span) -> Tensor:
         """θ_i of a span in fp32, in scratch memory that the next read overwrites."""
         out = self.scratch(span)
-        for tensor, here, there in self._pieces(span):
-            out[there].copy_(_flat_view(tensor)[here])
+        for tensor, inside, place in self._pieces(span):
+            out[place].copy_(_flat_view(tensor)[inside])
         return out
 
     def minus_parameters(self, span: Span, anchor: Tensor, theta_i: Tensor | None = None) -> Tensor:
@@ -154,17 +154,17 @@ class Fragment:
         out = self.scratch(span)
         if theta_i is not None:
             return torch.sub(anchor, theta_i[span.slice], out=out)
-        for tensor, here, there in self._pieces(span):
-            own = _flat_view(tensor)[here]
+        for tensor, inside, place in self._pieces(span):
+            own = _flat_view(tensor)[inside]
             if own.dtype == torch.float64:
-                own = out[there].copy_(own)
-            torch.sub(anchor[there], own, out=out[there])
+                own = out[place].copy_(own)
+            torch.sub(anchor[place], own, out=out[place])
         return out
 
     def write(self, span: Span, values: Tensor) -> None:
         """θ_i of a span ← values (fp32; rounded to the parameter's own dtype)."""
-        for tensor, here, there in self._pieces(span):
-            _flat_view(tensor)[here].copy_(values[there])
+        for tensor, inside, place in self._pieces(span):
+            _flat_view(tensor)[inside].copy_(values[place])
 
     def follow(self, span: Span, anchor: Tensor, mixing: float) -> None:
         """θ_i of a span ← mixing · θ_i + (1 − mixing) · anchor, each element in fp32; with 1 nothing changes."""
@@ -173,12 +173,12 @@ class Fragment:
         if not mixing:
             self.write(span, anchor)
             return
-        for tensor, here, there in self._pieces(span):
-            own = _flat_view(tensor)[here]
+        for tensor, inside, place in self._pieces(span):
+            own = _flat_view(tensor)[inside]
             if own.dtype == torch.float32:
-                own.lerp_(anchor[there], 1.0 - mixing)
+                own.lerp_(anchor[place], 1.0 - mixing)
             else:
-                own.copy_(own.float().lerp_(anchor[there], 1.0 - mixing))
+                own.copy_(own.float().lerp_(anchor[place], 1.0 - mixing))
 
     def _pieces(self, span: Span) -> Iterator[tuple[Tensor, slice, slice]]:
         """The tensors a span crosses, with the range within the tensor and the range within the span."""
@@ -209,8 +209,8 @@ class Fragment:
             return
         spans = list(self.spans())
         home = [self.anchor, *self.state.values()]
-        for here, span in zip(self._staging.visit(home, [s.slice for s in spans], write=write), spans, strict=False):
-            yield span, here[0], dict(zip(self.state, here[1:], strict=True))
+        for staged, span in zip(self._staging.visit(home, [s.slice for s in spans], write=write), spans, strict=False):
+            yield span, staged[0], dict(zip(self.state, staged[1:], strict=True))
 
     @property
     def kernels(self) -> "Kernels | None":

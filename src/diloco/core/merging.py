@@ -124,9 +124,9 @@ def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list
     several; () if that is not known: MAX_WEIGHT_ROUNDS each. One that lies about its weight counts as much as an honest
     one, not more: fewer than half of the workers cannot move the median.
     """
-    one = _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
+    round_weight = _lower_median([claim.round_weight for claim in claims]) if claims else math.inf
     most = rounds or [MAX_WEIGHT_ROUNDS] * len(claims)
-    return [min(claim.weight, count * one) for claim, count in zip(claims, most, strict=True)]
+    return [min(claim.weight, count * round_weight) for claim, count in zip(claims, most, strict=True)]
 
 
 def leftover_weights(claims: Sequence[Claim], weights: Sequence[float]) -> list[float] | None:
@@ -231,8 +231,8 @@ def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int
     count = len(workers)
     if count < 3 or len(products) != num_products(count):
         return {}
-    found = dict(zip(combinations_with_replacement(range(count), 2), products, strict=True))
-    rows = [[found[min(i, j), max(i, j)] for j in range(count)] for i in range(count)]
+    product_of = dict(zip(combinations_with_replacement(range(count), 2), products, strict=True))
+    rows = [[product_of[min(i, j), max(i, j)] for j in range(count)] for i in range(count)]
     whole = sum(map(sum, rows))
     told = {}
     for i, row in enumerate(rows):
@@ -250,10 +250,10 @@ def cosines(workers: Sequence[int], products: Sequence[float]) -> list[tuple[int
     """
     if len(products) != num_products(len(workers)):
         return []
-    found = dict(zip(combinations_with_replacement(range(len(workers)), 2), products, strict=True))
+    product_of = dict(zip(combinations_with_replacement(range(len(workers)), 2), products, strict=True))
     pairs = []
-    for (i, j), product in found.items():
-        size = math.sqrt(max(0.0, found[i, i])) * math.sqrt(max(0.0, found[j, j]))
+    for (i, j), product in product_of.items():
+        size = math.sqrt(max(0.0, product_of[i, i])) * math.sqrt(max(0.0, product_of[j, j]))
         if i != j and size > 0 and math.isfinite(product / size):
             pairs.append((workers[i], workers[j], round(max(-1.0, min(1.0, product / size)), 4)))
     return pairs

@@ -47,14 +47,14 @@ class Staging:
             self._fetch(home, spans, number)
         for number, span in enumerate(spans):
             slot = self._slots[number % _SLOTS]
-            here = [buffer[: span.stop - span.start] for buffer in slot.buffers[: len(home)]]
+            staged = [buffer[: span.stop - span.start] for buffer in slot.buffers[: len(home)]]
             main.wait_event(slot.arrived)
-            yield here
+            yield staged
             slot.used.record(main)
             self._leaving.wait_event(slot.used)
             with torch.cuda.stream(self._leaving):
                 if write:
-                    for buffer, values in zip(home, here, strict=True):
+                    for buffer, values in zip(home, staged, strict=True):
                         buffer[span].copy_(values, non_blocking=True)
                 slot.free.record(self._leaving)
             if number + _SLOTS - 1 < len(spans):
@@ -65,6 +65,6 @@ class Staging:
         slot, span = self._slots[number % _SLOTS], spans[number]
         self._arriving.wait_event(slot.free)
         with torch.cuda.stream(self._arriving):
-            for buffer, here in zip(home, slot.buffers, strict=False):
-                here[: span.stop - span.start].copy_(buffer[span], non_blocking=True)
+            for buffer, staged in zip(home, slot.buffers, strict=False):
+                staged[: span.stop - span.start].copy_(buffer[span], non_blocking=True)
             slot.arrived.record(self._arriving)

@@ -59,18 +59,19 @@ def option(
 @cache
 def scopes(kind: Any) -> Mapping[str, Scope]:
     """The scope of every option of a configuration class, by dotted key."""
-    found: dict[str, Scope] = {}
-    for one in fields(kind):
-        own: Scope = one.metadata.get("scope", Scope())
-        table: Any = one.default_factory
+    by_key: dict[str, Scope] = {}
+    for declared in fields(kind):
+        own: Scope = declared.metadata.get("scope", Scope())
+        table: Any = declared.default_factory
         if table is not MISSING:
-            found |= {f"{one.name}.{key}": inner.inside(own) for key, inner in scopes(table).items()}
+            by_key |= {f"{declared.name}.{key}": inner.inside(own) for key, inner in scopes(table).items()}
         else:
-            found[one.name] = own
-    return found
+            by_key[declared.name] = own
+    return by_key
 
 
 def common_values(config: Any) -> dict[str, object]:
     """The values of a table that must be the same on all workers, by name."""
     kind: Any = type(config)
-    return {key: getattr(config, key) for key, one in scopes(kind).items() if one.may_differ != "always"}
+    same = [key for key, declared in scopes(kind).items() if declared.may_differ != "always"]
+    return {key: getattr(config, key) for key in same}

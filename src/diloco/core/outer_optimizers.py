@@ -35,9 +35,9 @@ class OuterOptimizer(ABC):
         """Move `theta` by one step along `delta`, which may be overwritten; `round_number` counts from 1."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name != "course":
-                check_outer_number(one.name, getattr(self, one.name), self.name)
+        for number in fields(self):
+            if number.name != "course":
+                check_outer_number(number.name, getattr(self, number.name), self.name)
         if self.course is not None:
             check_course(self.course, self.name)
 
@@ -47,7 +47,7 @@ class OuterOptimizer(ABC):
             return self
         if self.course.is_plain(turn):
             return SGD(lr=1.0)
-        names = [one.name for one in fields(self) if one.name in ("lr", "momentum")]
+        names = [number.name for number in fields(self) if number.name in ("lr", "momentum")]
         numbers = {name: self.course.number(name, getattr(self, name), turn) for name in names}
         return replace(self, **numbers, course=None)
 
@@ -171,7 +171,7 @@ def used_numbers(config: OuterConfig) -> dict[str, float]:
     """The optimizer's own numbers, given or not."""
     numbers: dict[str, Any] = config.given()
     outer = OUTER_OPTIMIZERS[config.optimizer](**numbers)
-    return {one.name: getattr(outer, one.name) for one in fields(outer) if one.name != "course"}
+    return {number.name: getattr(outer, number.name) for number in fields(outer) if number.name != "course"}
 
 
 def outer_optimizer(config: OuterConfig, rounds: int | None = None) -> OuterOptimizer:

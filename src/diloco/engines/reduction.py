@@ -221,9 +221,9 @@ class _Reduction:
         if all_at_once:
             values = iter(list(values))
         if with_products:
-            self.products[some.start] = found = inner_products(terms)
+            self.products[some.start] = sums = inner_products(terms)
             if self.with_squares:
-                pairs = zip(combinations_with_replacement(range(count), 2), found.tolist(), strict=True)
+                pairs = zip(combinations_with_replacement(range(count), 2), sums.tolist(), strict=True)
                 self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})
         if self.merge != "mean":
             self.replaced.append(MERGES[self.merge](terms, self.weights, mean, self.scales))
@@ -241,15 +241,15 @@ class _Reduction:
             yield term
 
     def sum_squares(self) -> list[float]:
-        found = sorted(self.squares.items())
-        return [sum(square for (_, i), square in found if i == index) for index in range(len(self.encoded))]
+        squares = sorted(self.squares.items())
+        return [sum(square for (_, i), square in squares if i == index) for index in range(len(self.encoded))]
 
     def comparison(self) -> Comparison:
         nothing = compare_nothing(len(self.encoded))
         products, replaced = nothing.products, nothing.replaced
         if self.products:
-            found = torch.stack([self.products[row] for row in sorted(self.products)])
-            products = tuple(found.double().sum(0).tolist())
+            sums = torch.stack([self.products[row] for row in sorted(self.products)])
+            products = tuple(sums.double().sum(0).tolist())
         if self.replaced:
             replaced = tuple(torch.stack(self.replaced).sum(0).tolist())
         return Comparison(products, replaced, len(self.out))

@@ -98,14 +98,14 @@ class MomentsSending(Sending):
 
     def _states(self, flat: Tensor) -> list[tuple[Tensor, Tensor, float]]:
         """Each parameter's place in a flat vector, its v and 1 − β₂^t, as far as it has been stepped."""
-        found = []
+        states = []
         betas = self._betas()
         for parameter, end in zip(self._parameters, self._ends, strict=True):
             state: Mapping[str, Any] = self._inner.state.get(parameter, {})
             if "exp_avg_sq" in state and float(state["step"]) > 0:
                 correction = 1.0 - betas[parameter] ** float(state["step"])
-                found.append((flat[end - parameter.numel() : end], state["exp_avg_sq"], correction))
-        return found
+                states.append((flat[end - parameter.numel() : end], state["exp_avg_sq"], correction))
+        return states
 
     def _betas(self) -> dict[Tensor, float]:
         """β₂ of each parameter that an Adam steps."""

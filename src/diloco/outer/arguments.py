@@ -40,7 +40,7 @@ def check_model_inner_engine(model: object, inner: object, engine: object) -> No
 
 def _check_inner(inner: object) -> None:
     wrapped = getattr(inner, "optimizer", None)  # what Accelerate has prepared
-    if any(isinstance(getattr(one, "loop", None), OuterLoop) for one in (inner, wrapped)):
+    if any(isinstance(getattr(candidate, "loop", None), OuterLoop) for candidate in (inner, wrapped)):
         raise ConfigError(
             "the optimizer is a DiLoCo already, and would post every round twice: use it as it is, or give the one "
             "inside it (optimizer.inner)"

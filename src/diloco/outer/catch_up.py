@@ -58,13 +58,13 @@ class CatchUp:
         with state.lock, state.moving_anchors(moving):
             self._add_anchors(shares, -1.0)
             if theirs.tensors:
-                for lane, one in zip(lanes, states, strict=True):
-                    lane.copy(one.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
+                for lane, lane_state in zip(lanes, states, strict=True):
+                    lane.copy(lane_state.tensors, lane.outer_tensors() | (lane.start_tensors() if start else {}))
                 for index in range(state.num_fragments):
                     state.set_rounds(index, theirs.numbers[f"{index}.rounds"])
             for position, (key, _) in enumerate(theirs.means):
                 if theirs.tensors or key.sequence >= self._unmerged(key.fragment):
-                    encoded = [one.means[position][1] for one in states]
+                    encoded = [lane_state.means[position][1] for lane_state in states]
                     self._merge_mean(key, encoded, plain=key.sequence in theirs.plain)
             state.sequence = state.unmerged = theirs.numbers["sequence"]
             self._failed.clear()

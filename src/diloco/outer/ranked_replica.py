@@ -61,7 +61,7 @@ class RankedReplica(Replica):
         self._common = common
         self._local = local_tensors(tensors.all, engine.ranks)
         take_first(self._local.values(), engine.ranks)
-        layouts = lay_lanes({name: one.shape for name, one in self._local.items()}, engine.sizes)
+        layouts = lay_lanes({name: tensor.shape for name, tensor in self._local.items()}, engine.sizes)
         engines = engine.lanes([layout.owners for layout in layouts])
         for number, (layout, lane_engine) in enumerate(zip(layouts, engines, strict=True)):
             if lane_engine is not None:
@@ -90,8 +90,8 @@ class RankedReplica(Replica):
 
     def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
         refuse_new_parameters(self.tensors, inner_parameters)
-        for one in self._local.values():
-            one.check_in_place()
+        for tensor in self._local.values():
+            tensor.check_in_place()
 
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
         """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done.

@@ -55,8 +55,8 @@ class OuterState:
     def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
         """The parts that this rank has of one fragment, by lane. Only for the trainer's thread."""
         self._replica.finish_posts()
-        found = [(lane, lane.fragments[index]) for lane in self._replica.lanes]
-        return [(lane, fragment) for lane, fragment in found if fragment is not None]
+        by_lane = [(lane, lane.fragments[index]) for lane in self._replica.lanes]
+        return [(lane, fragment) for lane, fragment in by_lane if fragment is not None]
 
     @property
     def rounds(self) -> int:
@@ -198,11 +198,12 @@ class OuterState:
 
     def tensor_pieces(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, TensorPieces]:
         """Flat buffers of what this rank has of a fragment (`fragments_of`), by parameter."""
-        found: dict[str, TensorPieces] = {}
+        pieces_by_name: dict[str, TensorPieces] = {}
         for (lane, _), flat in zip(self.fragments_of(index), flats, strict=True):
             for name, more in lane.tensor_pieces(index, prefix, flat).items():
-                found[name] = replace(found[name], pieces=found[name].pieces + more.pieces) if name in found else more
-        return found
+                before = pieces_by_name.get(name)
+                pieces_by_name[name] = more if before is None else replace(before, pieces=before.pieces + more.pieces)
+        return pieces_by_name
 
     def check_fragments(self, numbers: Numbers) -> None:
         if "jumped" not in numbers:

@@ -104,14 +104,14 @@ class AsynchronousEngine(Engine):
             raise RoundFailed(
                 f"round {key.sequence}: the contribution of worker {self.worker} was refused: {reply.refused}"
             )
-        there = 0 if self.worker == 0 else 1  # worker 0 is where the anchor is
+        transfers = 0 if self.worker == 0 else 1  # worker 0 is where the anchor is
         return RoundResult(
             mean=_as_vector(reply.anchor, vector),
             contributors=(self.worker,) if contribution.weight > 0 else (),
             refused={},
             total_weight=contribution.weight,
-            bytes_sent=there * (payload.numel() + HEADER_BYTES),
-            bytes_received=there * (4 * reply.anchor.numel() + HEADER_BYTES * len(reply.headers)),
+            bytes_sent=transfers * (payload.numel() + HEADER_BYTES),
+            bytes_received=transfers * (4 * reply.anchor.numel() + HEADER_BYTES * len(reply.headers)),
             seconds=time.monotonic() - started,
             members=self._members,
         )

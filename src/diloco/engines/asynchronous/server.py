@@ -85,8 +85,8 @@ class AnchorServer:
 
     def _arrive(self, request: Request) -> str:
         header = unpack(request.worker, request.header)
-        others = [unpack(worker, one) for worker, one in self._headers.items()]
-        if any(one.layout_digest != header.layout_digest for one in others):
+        others = [unpack(worker, other) for worker, other in self._headers.items()]
+        if any(other.layout_digest != header.layout_digest for other in others):
             raise EngineError(
                 f"worker {request.worker} trains something else than the others: model, data and options must be the "
                 "same everywhere"

@@ -54,8 +54,8 @@ class SocketLink(Link):
         if server is not None:
             self._server = server
             mine = self._listen()
-        said = self._gather(mine.ljust(_ADDRESS_BYTES, b"\0"))[0].rstrip(b"\0").decode()
-        host, port, token = said.split(" ")
+        address = self._gather(mine.ljust(_ADDRESS_BYTES, b"\0"))[0].rstrip(b"\0").decode()
+        host, port, token = address.split(" ")
         if server is None:
             try:
                 self._connection = socket.create_connection((host, int(port)), self._timeout)
@@ -90,11 +90,11 @@ class SocketLink(Link):
 
     def close(self) -> None:
         self._closed.set()
-        for one in (self._listener, self._connection, *self._served):
-            if one is not None:
+        for connection in (self._listener, self._connection, *self._served):
+            if connection is not None:
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-                one.close()
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+                connection.close()
 
     # Worker 0
 

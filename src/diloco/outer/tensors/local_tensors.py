@@ -67,16 +67,16 @@ def local_tensors(tensors: Mapping[str, Tensor], ranks: WorkerRanks) -> dict[str
 def share(tensors: Iterable[LocalTensor], ranks: WorkerRanks) -> None:
     """Let all ranks take each rank's rows of every copy from that rank, after changes."""
     if ranks.count > 1:
-        for one in tensors:
-            if one.copied:
-                ranks.share(one.flat(), one.bounds)
+        for tensor in tensors:
+            if tensor.copied:
+                ranks.share(tensor.flat(), tensor.bounds)
 
 
 def take_first(tensors: Iterable[LocalTensor], ranks: WorkerRanks) -> None:
     """Make all ranks' copies those of the first rank, before anything else."""
-    for one in tensors:
-        if one.copied:
-            ranks.share(one.flat(), [0, *(one.local.numel() for _ in range(ranks.count))])
+    for tensor in tensors:
+        if tensor.copied:
+            ranks.share(tensor.flat(), [0, *(tensor.local.numel() for _ in range(ranks.count))])
 
 
 def _local_tensor(name: str, tensor: Tensor, ranks: WorkerRanks) -> LocalTensor:
