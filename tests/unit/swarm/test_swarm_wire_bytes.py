@@ -1,0 +1,156 @@
+"""The bytes of every message between peers, one example of each type: members of two versions must read each other.
+
+A change of these bytes is a new `PROTOCOL`, unless peers of the version before still read and write the old form.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from msgspec import structs
+
+from diloco.engines.rounds import Comparison, RoundKey
+from diloco.engines.swarm.node import guest_messages, messages
+from diloco.engines.swarm.node.plan import Authority
+from diloco.engines.swarm.node.proofs import messages as proofs
+from diloco.engines.swarm.node.proofs.certificate import (
+    Certificate,
+    CertifiedPlan,
+    LongParts,
+    ShownPart,
+    SignedRange,
+    TwoPlans,
+    TwoRanges,
+    Vote,
+)
+from diloco.engines.swarm.node.proofs.notary import Notary
+from diloco.engines.swarm.node.rounds import comparisons
+from diloco.engines.swarm.node.status import MemberStatus, RunStatus, Status
+from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode
+from support.swarm.memory import NAMES, SEEDS, plan
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "swarm" / "messages.json"
+
+_AUTHORITY = Authority(2, -1, 3)
+_DIGEST = bytes(range(32))
+_SIGNATURE = bytes(range(64))
+_ADDRESSES = ("/ip4/127.0.0.1/tcp/4001/p2p/peer",)
+_STATUS = Status(1, True, 7, 6, 5, 420, 1 << 33, 1 << 34, 2.5, 0.25, 5, "00000000000000000001-ab", "a machine")
+_ROSTER = (messages.RosterEntry(NAMES[1], b"credential", _ADDRESSES, 1),)
+_RANGE = SignedRange(_DIGEST, _SIGNATURE, b"cosines")
+_OTHER_RANGE = SignedRange(_DIGEST[::-1], _SIGNATURE, b"cosines")
+_VOTE = Vote(3, (_RANGE,), _SIGNATURE)
+_CERTIFICATE = Certificate(3, (_RANGE,), {NAMES[0]: _SIGNATURE, NAMES[1]: _SIGNATURE})
+_CREDENTIALS = {NAMES[0]: b"credential"}
+_PLAN = structs.replace(
+    plan([0, 1, 2], 6), authority=_AUTHORITY, majority=True, merge="clipped", shares=(4, 0, 2), rounds=(1, 2, 1),
+    counted=(0, 1), last_ended=5, opposed=(2,),
+)  # fmt: skip
+_CONTRIBUTION = structs.replace(_PLAN.entries[1].contribution, note=b"note", root=_DIGEST)
+_LIES = {
+    "two ranges": TwoRanges(RoundKey(6, 0), _DIGEST, NAMES[1], _RANGE, _OTHER_RANGE),
+    "long parts": LongParts(NAMES[1], _CONTRIBUTION, _SIGNATURE, (ShownPart(2, b"part", b"proof"),)),
+    "two plans": TwoPlans(CertifiedPlan(_PLAN, _CERTIFICATE), CertifiedPlan(_PLAN, _CERTIFICATE), _CREDENTIALS),
+}
+
+EXAMPLES: dict[str, PeerMessage] = {
+    "Hello": messages.Hello(
+        PROTOCOL, "1.0", "joiner", b"credential", _ADDRESSES, _STATUS, _ROSTER, (b"revocation",),
+        ((NAMES[2], b"credential"),),
+    ),
+    "Addressed": messages.Addressed("00000000000000000001-ab", "", b"request"),
+    "Beat": messages.Beat(_STATUS, _ADDRESSES, ("aaaaaaaa",), "digest", b"8 bytes.", _ROSTER, (b"revocation",)),
+    "AskNumber": messages.AskNumber(-1),
+    "Number": messages.Number(4),
+    "Goodbye": messages.Goodbye(),
+    "Done": messages.Done(),
+    "Ready": messages.Ready(_CONTRIBUTION, 4.0, "clipped"),
+    "Waiting": messages.Waiting(),
+    "Ended": messages.Ended(),
+    "NotLeader": messages.NotLeader(),
+    "Complete": messages.Complete(6, _AUTHORITY, _VOTE),
+    "Trouble": messages.Trouble(6, _AUTHORITY, NAMES[2], "its parts do not come", True, "parts"),
+    "Opposed": messages.Opposed(6, _AUTHORITY, 3, (_RANGE,)),
+    "Plan": _PLAN,
+    "Commit": messages.Commit(6, _AUTHORITY, _DIGEST, _CERTIFICATE),
+    "Inquire": messages.Inquire(6, _AUTHORITY),
+    "Posted": messages.Posted(_CONTRIBUTION, 4.0, "mean", messages.Voted(_PLAN, _VOTE), _AUTHORITY),
+    "LedBy": messages.LedBy(NAMES[0]),
+    "NotPosted": messages.NotPosted(),
+    "Superseded": messages.Superseded(_AUTHORITY),
+    "PostNow": messages.PostNow(6),
+    "AskOutcome": messages.AskOutcome(6),
+    "AskLastPlan": messages.AskLastPlan(),
+    "Outcome": messages.Outcome(_PLAN, _CERTIFICATE, _CREDENTIALS),
+    "AskEnds": messages.AskEnds(2),
+    "Ends": messages.Ends(bytes(range(16))),
+    "RoundsLost": messages.RoundsLost(3, 4096),
+    "AskStatus": guest_messages.AskStatus(),
+    "StatusAnswer": guest_messages.StatusAnswer(
+        RunStatus(
+            "run", (MemberStatus(**structs.asdict(_STATUS), peer=NAMES[1], silent_seconds=0.5, addresses=_ADDRESSES),),
+            NAMES[0], {"6": "gathering"}, {NAMES[2]: "it lied"},
+        )
+    ),
+    "AskFiles": guest_messages.AskFiles(),
+    "FileNames": guest_messages.FileNames(("config.toml",)),
+    "AskTime": guest_messages.AskTime(),
+    "Time": guest_messages.Time(1.8e9),
+    "Measure": guest_messages.Measure(5, b"padding"),
+    "Measured": guest_messages.Measured(b"bytes"),
+    "Proof": proofs.Proof(_LIES["two ranges"]),  # type: ignore[arg-type]
+    "Proof of long parts": proofs.Proof(_LIES["long parts"]),  # type: ignore[arg-type]
+    "Proof of two plans": proofs.Proof(_LIES["two plans"]),  # type: ignore[arg-type]
+    "Projections": proofs.Projections(_DIGEST, 4, bytes(8)),
+    "AskPart": proofs.AskPart(_DIGEST, 4),
+    "Part": proofs.Part(b"part", b"proof"),
+    "AskStateDigest": proofs.AskStateDigest(7),
+    "StateDigest": proofs.StateDigest(_DIGEST, True),
+    "OpenParts": messages.OpenParts(6, _AUTHORITY),
+    "OpenMean": messages.OpenMean(6),
+    "OpenState": messages.OpenState(),
+    "StateHead": messages.StateHead({"sequence": 7, "inner_steps": 420}, "layout", b"", 1 << 30, _DIGEST),
+    "OpenFile": messages.OpenFile("tokenizer.json"),
+    "FileHead": messages.FileHead(1 << 20, _DIGEST.hex()),
+    "NotHere": messages.NotHere(),
+}  # fmt: skip
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(example) for example in EXAMPLES.values()} == set(get_args(messages.Message))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_message_has_the_bytes_that_it_has_always_had(name: str, regenerate_golden: bool) -> None:
+    data = encode(EXAMPLES[name])
+    assert messages.decode(data) == EXAMPLES[name]
+    _compare_with_golden(name, data, regenerate_golden)
+
+
+_NOTARY = Notary("run", NAMES[0], SEEDS[NAMES[0]])
+BESIDES = {
+    "a plan's digest": _PLAN.digest,
+    "the digest of a vote's mean": _VOTE.mean,
+    "a comparison": comparisons.pack(Comparison((1.0, 2.0, 3.0), (0, 1), 4)),
+    "a signed vote": _NOTARY.vote(_PLAN, 3, (_RANGE,)).signature,
+    "a signed range": _NOTARY.sign_range(_PLAN, _DIGEST, b"cosines").signature,
+    "a signed contribution": _NOTARY.sign_contribution(RoundKey(6, 0), _CONTRIBUTION),
+}
+"""What is signed, and what travels outside of messages: a comparison follows the mean of a range on its stream."""
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_what_is_signed_and_sent_besides_has_the_same_bytes(name: str, regenerate_golden: bool) -> None:
+    _compare_with_golden(name, BESIDES[name], regenerate_golden)
+
+
+def test_the_golden_file_has_no_message_that_is_gone() -> None:
+    assert set(json.loads(GOLDEN.read_text())) == {*EXAMPLES, *BESIDES}
+
+
+def _compare_with_golden(name: str, data: bytes, regenerate: bool) -> None:
+    if regenerate:
+        kept = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        GOLDEN.write_text(json.dumps({**kept, name: data.hex()}, indent=1) + "\n")
+    assert data.hex() == json.loads(GOLDEN.read_text())[name]
