@@ -27,9 +27,9 @@ from diloco.engines.swarm.node.plan import Authority
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import write_frame
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker
 from measuring import write_results
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker
-from support.swarm.stories import founded, told
 
 ROUNDS, NUMEL, ROUND_SECONDS = 8, 4_000, 10.0
 RATIO = 3.0

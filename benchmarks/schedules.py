@@ -5,8 +5,8 @@
     python benchmarks/schedules.py --seeds 1000 --lies 2
     python benchmarks/schedules.py --first 17 --seeds 1 --shrink
 
-What each schedule must end with is in tests/support/swarm/schedules.py. A seed that fails is printed with its faults;
-`--shrink` leaves out faults as long as it still fails. A hundred seeds or more leave results/schedules-*.json.
+What each schedule must end with is in src/diloco/swarm/simulator/schedules.py. A seed that fails is printed with its
+faults; `--shrink` leaves out faults as long as it still fails. A hundred seeds or more leave results/schedules-*.json.
 """
 
 import argparse
@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-import search_path  # noqa: F401  `support` of the tests
+from diloco.swarm.simulator import schedules
 from measuring import write_results
-from support.swarm import schedules
 
 _IN_MEMORY = Path("/dev/shm")
 """Run folders are small, and written with fsync: on a disk a schedule would mostly wait for that."""

@@ -11,8 +11,8 @@ from diloco.engines.swarm.node.membership import attendance, quorum
 from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
 from diloco.engines.swarm.node.rounds import leader_watch, shares
 from diloco.engines.swarm.settings import Settings
+from diloco.swarm.simulator import schedules
 from diloco.training.config.run_file import known_keys
-from support.swarm import schedules
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -54,10 +54,10 @@ from diloco.engines.swarm.trust.text_encoding import encode_text
 from diloco.errors import CheckpointError, ConfigError, DataError, EngineError
 from diloco.history.log import read_events
 from diloco.history.resuming import current
+from diloco.swarm.simulator.workers import NAMES, plan
 from diloco.training.checkpoints.manifests import Manifest
 from diloco.training.checkpoints.tensor_files import saved_tensors
 from diloco.training.records.run_description import RunDescription
-from support.swarm.memory import NAMES, plan
 
 KEY = RunKey(bytes(range(32)))
 ADDRESS = f"/ip4/192.0.2.1/tcp/4000/p2p/{NAMES[0]}"

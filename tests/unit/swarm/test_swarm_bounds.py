@@ -20,9 +20,9 @@ from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import encode, write_frame
-from support import virtual_clock
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan, values
 
 
 async def all_post(workers: list[MemoryWorker], sequence: int) -> list[RoundOutcome]:

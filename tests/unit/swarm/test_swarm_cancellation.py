@@ -11,8 +11,8 @@ import pytest
 from diloco.engines.swarm.node.plan import Authority, Entry, Plan
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import PresentWorker
-from support import virtual_clock
-from support.swarm.memory import MemorySwarm, values
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.workers import MemorySwarm, values
 
 TICKS = range(5)
 

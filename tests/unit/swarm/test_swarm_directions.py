@@ -12,9 +12,9 @@ from diloco.engines.swarm.node.proofs import directions
 from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.lies import tells_directions, tells_that_all_point_against
-from support.swarm.memory import MemorySwarm, MemoryWorker
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator.lies import tells_directions, tells_that_all_point_against
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker
 
 NUMEL = 40_000
 COMMON = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))

@@ -12,8 +12,8 @@ from diloco.engines.swarm.sidecar.link import LinkClosed
 from diloco.engines.swarm.sidecar.messages import FetchState
 from diloco.engines.swarm.sidecar.supervisor import SidecarSupervisor
 from diloco.errors import Excluded
-from support.swarm.memory import MemorySwarm, date, values
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import MemorySwarm, date, values
 
 
 @pytest.mark.parametrize("count", [2, 3])

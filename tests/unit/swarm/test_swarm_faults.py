@@ -12,8 +12,8 @@ from diloco.engines.swarm.node.membership.processes import check_process
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.errors import Excluded
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, freeze, rounds, sleep, stop, thaw, told, train
+from diloco.swarm.simulator.stories import founded, freeze, rounds, sleep, stop, thaw, told, train
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
 
 
 async def missed(worker: MemoryWorker) -> None:

@@ -8,10 +8,10 @@ import pytest
 from diloco.engines.swarm.node.messages import Commit, Waiting
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.lies import accuses
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.memory_network import Fate, request_in
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.lies import accuses
+from diloco.swarm.simulator.network import Fate, request_in
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 
 async def post(worker: MemoryWorker, sequence: int, seconds: float) -> RoundOutcome:

@@ -16,8 +16,8 @@ from diloco.engines.swarm.node.messages import Goodbye, RosterEntry
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.sidecar.process import LogLimit
 from diloco.engines.swarm.trust.invitation import invite
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
 
 INVENTED = [f"{NAMES[5][:-4]}{index:04d}" for index in range(40)]
 

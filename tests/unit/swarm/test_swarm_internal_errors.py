@@ -12,8 +12,8 @@ from diloco.engines.swarm.node.rounds.led_round import LedRound
 from diloco.engines.swarm.node.rounds.outcomes import Outcomes
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.wire import encode, write_frame
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 
 def faults(worker: MemoryWorker) -> list[Any]:

@@ -24,9 +24,9 @@ from diloco.engines.swarm.node.wire import encode, write_frame
 from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.errors import EngineError, Excluded, RendezvousError
-from support import virtual_clock
-from support.swarm.memory import NAMES, NUMEL, MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, rounds, stop, told, train
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.stories import founded, rounds, stop, told, train
+from diloco.swarm.simulator.workers import NAMES, NUMEL, MemorySwarm, MemoryWorker, plan, values
 
 
 def test_a_joiner_has_the_next_number_the_state_and_is_in_the_next_round() -> None:

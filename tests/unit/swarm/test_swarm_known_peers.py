@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from diloco.engines.swarm.network import known_peers
 from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers, write_peers
-from support.swarm.memory import MemorySwarm
+from diloco.swarm.simulator.workers import MemorySwarm
 
 
 class StalledDisk:

@@ -45,7 +45,7 @@ from diloco.engines.swarm.node.wire import Malformed, encode
 from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.engines.swarm.sidecar.snapshots import write
 from diloco.errors import EngineError
-from support.swarm.lies import (
+from diloco.swarm.simulator.lies import (
     NAN,
     accuses,
     certifies_two_plans,
@@ -54,8 +54,8 @@ from support.swarm.lies import (
     gives_others_another_mean,
     serves_another_state,
 )
-from support.swarm.memory import NUMEL, SEEDS, MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import NUMEL, SEEDS, MemorySwarm, MemoryWorker, plan, values
 
 
 async def all_post(workers: list[MemoryWorker]) -> list[bytes]:

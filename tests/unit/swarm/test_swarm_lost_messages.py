@@ -8,9 +8,9 @@ from diloco.engines.swarm.node.messages import Commit, Complete, Inquire, LedBy,
 from diloco.engines.swarm.node.plan import Authority, Plan
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import PeerMessage
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
-from support.swarm.memory_network import Fate, request_in
-from support.swarm.stories import founded, rounds, stop, told
+from diloco.swarm.simulator.network import Fate, request_in
+from diloco.swarm.simulator.stories import founded, rounds, stop, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
 
 
 async def all_post(workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:

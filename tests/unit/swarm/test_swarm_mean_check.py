@@ -21,9 +21,9 @@ from diloco.engines.swarm.node.rounds import transfer as transfer_module
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed, PeerMessage
-from support.swarm.lies import reduces_wrongly
-from support.swarm.memory import MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator.lies import reduces_wrongly
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, plan, values
 
 NUMEL = 20_000
 

@@ -14,7 +14,7 @@ from diloco.engines.swarm.node import messages
 from diloco.engines.swarm.node.plan import MAX_NOTE_BYTES, Authority, Plan
 from diloco.engines.swarm.node.status import Status
 from diloco.engines.swarm.node.wire import Malformed, encode
-from support.swarm.memory import plan
+from diloco.swarm.simulator.workers import plan
 
 
 def beat(**changes: Any) -> dict[str, Any]:

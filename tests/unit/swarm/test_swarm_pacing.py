@@ -7,7 +7,7 @@ import pytest
 
 from diloco.engines.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
 from diloco.engines.swarm.network.transport import Stream, Unreachable
-from support import virtual_clock
+from diloco.swarm.simulator import virtual_clock
 
 SLOW, FAST = 125_000.0, 125_000_000.0
 """Bytes a second: 1 Mbit/s, 1 Gbit/s."""

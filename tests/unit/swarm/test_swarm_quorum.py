@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from diloco.engines.swarm.network.transport import CallRefused
 from diloco.engines.swarm.node.membership.members import Peer
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 _NUMEL = 16 * 1024
 """Every worker has parts to reduce, and can accuse."""

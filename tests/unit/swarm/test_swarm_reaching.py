@@ -12,8 +12,8 @@ from diloco.engines.swarm.network.p2pd.relay import p2pd_arguments
 from diloco.engines.swarm.network.reachability import DialBackResult, Reachability, decode_result, encode_request
 from diloco.engines.swarm.network.reachability_monitor import public_addresses
 from diloco.engines.swarm.network.transport import Unreachable
-from support.swarm.memory import MemorySwarm
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import MemorySwarm
 
 RELAYED = "/ip4/5.5.5.1/tcp/4000/p2p/R/p2p-circuit"
 FAILED = "failed to dial: failed to dial P: all dials failed"

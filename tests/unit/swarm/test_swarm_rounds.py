@@ -23,9 +23,9 @@ from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.trainer import RoundOutcome
 from diloco.engines.swarm.node.wire import Malformed
 from diloco.engines.swarm.shared_memory import SharedMemory
-from support import virtual_clock
-from support.swarm.memory import NUMEL, MemorySwarm, MemoryWorker, plan, values
-from support.swarm.memory_network import Fate, request_in
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.network import Fate, request_in
+from diloco.swarm.simulator.workers import NUMEL, MemorySwarm, MemoryWorker, plan, values
 
 NOTE = write_note(Note({3: (0, 7)}))
 

@@ -1,12 +1,12 @@
-"""Seeded schedules of faults (tests/support/swarm/schedules.py): a few seeds, and shrunk ones that failed once.
+"""Seeded schedules of faults (src/diloco/swarm/simulator/schedules.py): a few seeds, and shrunk ones that failed once.
 
 `benchmarks/schedules.py` runs many.
 """
 
 import pytest
 
-from support.swarm import schedules
-from support.swarm.schedules import Fault
+from diloco.swarm.simulator import schedules
+from diloco.swarm.simulator.schedules import Fault
 
 
 @pytest.mark.parametrize("seed", [24, 28, 181, 213])

@@ -15,9 +15,9 @@ from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import Excluded
-from support.swarm.lies import brings_a_second_key
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, date, values
-from support.swarm.stories import founded, rounds, stop, told
+from diloco.swarm.simulator.lies import brings_a_second_key
+from diloco.swarm.simulator.stories import founded, rounds, stop, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, date, values
 
 KEY = RunKey.create()
 OWN = invite(KEY, (), 3600.0, 1000.0)

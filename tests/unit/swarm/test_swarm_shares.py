@@ -9,8 +9,8 @@ from diloco.engines.swarm.network.transport import Stream, Unreachable
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.shares import Shares
 from diloco.engines.swarm.node.wire import Malformed
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan
 
 FEW_SECONDS = 6.0
 """More than it takes to find out that a worker is silent, less than a transfer may stall."""

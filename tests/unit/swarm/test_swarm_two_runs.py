@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from diloco.engines.swarm.node.proofs.certificate import Agreed
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.memory import MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, rounds, told, train
+from diloco.swarm.simulator.stories import founded, rounds, told, train
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, plan, values
 
 
 async def post(worker: MemoryWorker, sequence: int) -> RoundOutcome:

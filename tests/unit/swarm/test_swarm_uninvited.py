@@ -12,9 +12,9 @@ from diloco.engines.swarm.node.status import RunStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import RendezvousError
-from support.swarm.memory import NAMES, MemorySwarm, date, values
-from support.swarm.memory_network import MemoryTransport
-from support.swarm.stories import founded, rounds, told
+from diloco.swarm.simulator.network import MemoryTransport
+from diloco.swarm.simulator.stories import founded, rounds, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, date, values
 
 AUTHORITY = Authority(1, 0, 1)
 

@@ -11,8 +11,8 @@ from diloco.engines.header import pack, unpack
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.engines.swarm.node.membership.missed_rounds import MissedRounds
 from diloco.engines.swarm.node.trainer import RoundOutcome
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, plan, values
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan, values
 
 ROUND = 10.0
 

@@ -28,7 +28,7 @@ from diloco.engines.swarm.node.proofs.notary import Notary
 from diloco.engines.swarm.node.rounds import comparisons
 from diloco.engines.swarm.node.status import MemberStatus, RunStatus, Status
 from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode
-from support.swarm.memory import NAMES, SEEDS, plan
+from diloco.swarm.simulator.workers import NAMES, SEEDS, plan
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "swarm" / "messages.json"
 

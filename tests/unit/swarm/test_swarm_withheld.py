@@ -11,9 +11,9 @@ from diloco.engines.swarm.node import clock
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.transfer import Transfer
 from diloco.engines.swarm.node.wire import DataFrames, Quiet, write_frame
-from support import virtual_clock
-from support.swarm.memory import NAMES, MemorySwarm, values
-from support.swarm.stories import founded, told
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.stories import founded, told
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, values
 
 BAD, ROUNDS = 3, 4
 STALL_SECONDS = 2.0

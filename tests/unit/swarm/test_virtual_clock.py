@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.engines.swarm import node
-from support import virtual_clock
-from support.swarm.memory import MemorySwarm
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.workers import MemorySwarm
 
 
 def test_hours_pass_at_once_and_in_order() -> None:

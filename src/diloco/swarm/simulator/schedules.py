@@ -27,17 +27,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from diloco.engines.swarm.node.plan import Plan
 from diloco.engines.swarm.node.rounds.round import Round
 from diloco.errors import EngineError, Excluded
-from support import virtual_clock
-from support.swarm import lies
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
-from support.swarm.memory_network import Fate
-from support.swarm.stories import sleep, stop
+from diloco.swarm.simulator import lies, virtual_clock
+from diloco.swarm.simulator.network import Fate
+from diloco.swarm.simulator.stories import sleep, stop
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 FAULT_SECONDS = 40.0
 SETTLING_SECONDS = 150.0
@@ -128,10 +126,10 @@ class Schedule:
         """Rounds that had the work of all workers."""
 
     async def run(self) -> Ended:
-        with pytest.MonkeyPatch.context() as patch:
+        with lies.Patches() as patch:
             return await self._run(patch)
 
-    async def _run(self, patch: pytest.MonkeyPatch) -> Ended:
+    async def _run(self, patch: lies.Patches) -> Ended:
         self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
         network = self._swarm.network
         network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)

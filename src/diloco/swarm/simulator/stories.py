@@ -5,8 +5,8 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from support import virtual_clock
-from support.swarm.memory import MemorySwarm, MemoryWorker, values
+from diloco.swarm.simulator import virtual_clock
+from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 Story = Callable[[MemorySwarm], Awaitable[Any]]
 

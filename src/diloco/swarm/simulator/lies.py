@@ -4,9 +4,9 @@ import asyncio
 import struct
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
-import pytest
 import torch
 from msgspec import structs
 
@@ -22,9 +22,36 @@ from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
 from diloco.engines.swarm.node.rounds.troubles import Quarrels
 from diloco.engines.swarm.node.trainer import PresentWorker
 from diloco.engines.swarm.node.wire import write_frame
-from support.swarm.memory import NAMES, MemorySwarm, MemoryWorker, values
+from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
 
 NAN = bytes.fromhex("0000c07f")
+
+
+class Patcher(Protocol):
+    """What replaces an attribute for a while: `Patches`, or pytest's MonkeyPatch."""
+
+    def setattr(self, target: Any, name: str, value: Any, /) -> None: ...
+
+
+class Patches:
+    """Replaces attributes until its context ends, and then gives them their old values."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "Patches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            target, name, value = self._before.pop()
+            setattr(target, name, value)
+
+    def setattr(self, target: Any, name: str, value: Any, /) -> None:
+        self._before.append((target, name, getattr(target, name)))
+        setattr(target, name, value)
 
 
 def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
@@ -130,7 +157,7 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         begin(liar)
 
 
-def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: pytest.MonkeyPatch) -> None:
+def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: Patcher) -> None:
     """As a reducer it sends some workers other bytes than the rest, and signs them for them."""
     honest = Transfer._send_mean
 
@@ -154,7 +181,7 @@ def certifies_two_plans(
     leader: MemoryWorker,
     helpers: list[MemoryWorker],
     halves: list[list[MemoryWorker]],
-    patch: pytest.MonkeyPatch,
+    patch: Patcher,
     *,
     attempts: tuple[int, int] = (1, 1),
 ) -> None:
@@ -235,7 +262,7 @@ def certifies_two_plans(
     patch.setattr(LedRound, "_conclude", conclude)
 
 
-def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], patch: pytest.MonkeyPatch) -> None:
+def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], patch: Patcher) -> None:
     """It gives all others the same wrong mean of its range, signs it, and votes for it."""
     honest = Transfer._reduce_rows
 
@@ -258,7 +285,7 @@ def reduces_wrongly(liar: MemoryWorker, wrong: Callable[[torch.Tensor], Any], pa
 def accuses(
     liar: MemoryWorker,
     victims: list[MemoryWorker],
-    patch: pytest.MonkeyPatch,
+    patch: Patcher,
     *,
     lie: bool = True,
     withheld: messages.Withheld | None = None,
@@ -275,7 +302,7 @@ def accuses(
     patch.setattr(Transfer, "run", run)
 
 
-def withholds(liar: MemoryWorker, method: str, patch: pytest.MonkeyPatch) -> None:
+def withholds(liar: MemoryWorker, method: str, patch: Patcher) -> None:
     """It opens streams and answers, and sends nothing: `_send` its parts, `_send_mean` the mean of its range."""
     honest = getattr(Transfer, method)
 
@@ -316,7 +343,7 @@ def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = 
         liar.node.states.witnesses.digest = another  # type: ignore[assignment, method-assign]
 
 
-def brings_a_second_key(liar: MemoryWorker, patch: pytest.MonkeyPatch, second: str = NAMES[-1]) -> None:
+def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[-1]) -> None:
     """In each round that it leads, its plans have another key of its own invitation too, as a worker without work."""
     honest_choose: Callable[..., list[Entry]] = vars(led_round)["choose"]  # or of another liar
     members = liar.node.members
@@ -337,7 +364,7 @@ def brings_a_second_key(liar: MemoryWorker, patch: pytest.MonkeyPatch, second: s
 
 
 def tells_directions(
-    liar: MemoryWorker, change: Callable[[Transfer, list[float]], list[float]], patch: pytest.MonkeyPatch
+    liar: MemoryWorker, change: Callable[[Transfer, list[float]], list[float]], patch: Patcher
 ) -> None:
     """As a reducer it signs other cosines than those of its parts, the same for all."""
     honest_compare = Transfer._compare
@@ -352,7 +379,7 @@ def tells_directions(
     patch.setattr(Transfer, "_compare", compare)
 
 
-def tells_that_all_point_against(victim: MemoryWorker, liar: MemoryWorker, patch: pytest.MonkeyPatch) -> None:
+def tells_that_all_point_against(victim: MemoryWorker, liar: MemoryWorker, patch: Patcher) -> None:
     """It says that the contribution of the victim points against all others."""
 
     def change(transfer: Transfer, right: list[float]) -> list[float]:

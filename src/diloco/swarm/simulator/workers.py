@@ -29,7 +29,7 @@ from diloco.engines.swarm.trust.invitation import Invitation, invite
 from diloco.engines.swarm.trust.permissions import Permissions
 from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.engines.swarm.trust.signatures import public_key
-from support.swarm.memory_network import MemoryNetwork, MemoryTransport
+from diloco.swarm.simulator.network import MemoryNetwork, MemoryTransport
 
 
 def date() -> float:
