@@ -24,12 +24,12 @@ import torch
 from diloco.swarm.simulator import schedules
 from measuring import write_results
 
-_IN_MEMORY = Path("/dev/shm")
+IN_MEMORY = Path("/dev/shm")
 """Run folders are small, and written with fsync: on a disk a schedule would mostly wait for that."""
 _TOLD_EVERY = 100
 
 
-def shrink(seed: int, lies: tuple[str, ...]) -> schedules.Ended:
+def shrink(seed: int, lies: tuple[str, ...]) -> schedules.ScheduleResult:
     """Leave out one fault after another while the schedule still fails."""
     workers, faults = schedules.draw(seed)
     workers += len(lies)
@@ -42,11 +42,6 @@ def shrink(seed: int, lies: tuple[str, ...]) -> schedules.Ended:
     return ended
 
 
-def lies_of(seed: int, count: int) -> tuple[str, ...]:
-    """One lie in turn, or several that are drawn."""
-    return (schedules.LIES[seed % len(schedules.LIES)],) if count == 1 else schedules.draw_lies(seed, count)
-
-
 def begin(folder: str) -> None:
     """In each process."""
     logging.disable(logging.CRITICAL)
@@ -54,13 +49,13 @@ def begin(folder: str) -> None:
     tempfile.tempdir = folder
 
 
-def ended(seed: int, count: int, shrinking: bool) -> schedules.Ended:
-    lies = lies_of(seed, count)
+def ended(seed: int, count: int, shrinking: bool) -> schedules.ScheduleResult:
+    lies = schedules.lies_of(seed, count)
     told = schedules.run(seed, lies=lies)
     return shrink(seed, lies) if told.problems() and shrinking else told
 
 
-def tell(told: schedules.Ended) -> None:
+def tell(told: schedules.ScheduleResult) -> None:
     liar = f" (lies: {', '.join(told.lies)})" if told.lies else ""
     print(f"seed {told.seed}, {told.workers} workers{liar}:", *told.problems(), sep="\n  ")
     print(*told.faults, sep="\n  ", flush=True)
@@ -78,7 +73,7 @@ def main() -> int:
     outside, unsettled = 0, list[int]()
     seeds = range(given.first, given.first + given.seeds)
     with (
-        tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder,
+        tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
         multiprocessing.Pool(given.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
     ):
         runs = pool.imap_unordered(partial(ended, count=given.lies, shrinking=given.shrink), seeds)

@@ -382,7 +382,7 @@ def tells_directions(
 def tells_that_all_point_against(victim: MemoryWorker, liar: MemoryWorker, patch: Patcher) -> None:
     """It says that the contribution of the victim points against all others."""
 
-    def change(transfer: Transfer, right: list[float]) -> list[float]:
+    def change(transfer: Transfer, _: list[float]) -> list[float]:
         names = [entry.peer for entry in transfer.plan.contributors]
         return [-1.0 if victim.name in pair else 1.0 for pair in combinations(names, 2)]
 

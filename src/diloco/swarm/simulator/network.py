@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Callable
 from typing import Literal
+
+import msgspec
+from msgspec import Struct
 
 from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
 from diloco.engines.swarm.node import clock
@@ -21,10 +25,57 @@ def request_in(data: bytes) -> PeerMessage:
     return decode(message.request) if isinstance(message, Addressed) else message
 
 
+class _Head(Struct):
+    """What the trace needs of a message: its type, and what an Addressed one has inside."""
+
+    t: str = ""
+    request: bytes = b""
+
+
+_head = msgspec.msgpack.Decoder(_Head)
+
+
+def _type_of(message: bytes) -> str:
+    try:
+        head = _head.decode(message)
+        return _head.decode(head.request).t if head.request else head.t
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return "malformed"
+
+
+class Trace:
+    """The digest of all that happens on a network, with its virtual time.
+
+    Of a message it has the type and the length, not the bytes: those have keys and sums that differ from run to run,
+    or from processor to processor.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.keep: list[str] | None = None
+        """The lines, if they are to be kept: to see where two runs part."""
+
+    def record(self, peer: str, *what: object) -> None:
+        line = " ".join(map(str, (clock.now(), peer[-8:], *what)))
+        self._hash.update(line.encode() + b"\n")
+        if self.keep is not None:
+            self.keep.append(line)
+
+    def record_call(self, caller: str, peer: str, request: bytes) -> None:
+        self.record(caller, "calls", peer[-8:], _type_of(request), len(request))
+
+    def record_answer(self, caller: str, peer: str, answer: bytes) -> None:
+        self.record(peer, "answers", caller[-8:], _type_of(answer), len(answer))
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
 class MemoryNetwork:
     """Peers by name. `cut` peers hear and say nothing, `dead` ones are known to be gone."""
 
     def __init__(self) -> None:
+        self.trace = Trace()
         self.peers: dict[str, MemoryTransport] = {}
         self.first_answers = False
         """Of two processes that have one name; else the second one does."""
@@ -205,6 +256,7 @@ class MemoryTransport(Transport):
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         other = await self._reach(peer, seconds)
         assert other.on_call is not None
+        self.network.trace.record_call(self.peer, peer, request)
         fate = self.network.fate(self.peer, peer, request)
         if fate == "lost":
             await asyncio.sleep(seconds)
@@ -219,7 +271,10 @@ class MemoryTransport(Transport):
         except (Unreachable, AssertionError):
             raise
         except Exception as error:  # noqa: BLE001 - what a handler raises is told to the caller
-            raise CallRefused.read(str(error)) from None
+            refused = CallRefused.read(str(error))
+            self.network.trace.record(peer, "refuses", self.peer[-8:], refused.code)
+            raise refused from None
+        self.network.trace.record_answer(self.peer, peer, answer)
         if fate == "answer lost":
             await asyncio.sleep(seconds)
             raise Unreachable("no answer")
@@ -228,6 +283,7 @@ class MemoryTransport(Transport):
 
     async def open_stream(self, peer: str, seconds: float) -> Stream:
         other = await self._reach(peer, seconds)
+        self.network.trace.record(self.peer, "opens a stream to", peer[-8:])
         there, back = _Pipe(self.network, (self.peer, peer)), _Pipe(self.network, (peer, self.peer))
         for transport in (self, other):
             transport.pipes += [there, back]

@@ -3,12 +3,12 @@
 A seed decides how many workers there are and what happens to them: calls that are lost, doubled or slow, machines and
 pairs that are cut off from each other, splits, crashes with and without a return, sleeps. Meanwhile the workers train.
 
-    one mean    no two workers count different means for one round (`Ended.means`). What a worker had counted before
-                it crashed is gone with it, unless another worker has it too
+    one mean    no two workers count different means for one round (`ScheduleResult.means`). What a worker had counted
+                before it crashed is gone with it, unless another worker has it too
     no end      after the last fault a round with the work of every worker ends within `SETTLING_SECONDS`, and after it
                 all have the same state
-    no liar     no honest worker is held to have lied by another (`Ended.offences`)
-    no fault    no worker's program fails (`Ended.faults_found`)
+    no liar     no honest worker is held to have lied by another (`ScheduleResult.offences`)
+    no fault    no worker's program fails (`ScheduleResult.faults_found`)
 
 With `lies`, some workers lie from their start on, each in one of the ways of lies.py. One is the last worker, in one of
 LIES; several are drawn from the seed, each in one of ALL_LIES. The rest then holds for the others; but a schedule in
@@ -59,7 +59,7 @@ class Fault:
 
 
 @dataclass
-class Ended:
+class ScheduleResult:
     """How a schedule ended."""
 
     seed: int
@@ -80,7 +80,7 @@ class Ended:
     """Rounds that ended after the last fault before one had the work of all."""
     lies: tuple[str, ...] = ()
     calls: str = ""
-    """The digest of all calls, with their times: the same in every run of a seed."""
+    """The digest of all calls, answers, streams and events, with their times: the same in every run of a seed."""
 
     def problems(self) -> list[str]:
         several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
@@ -107,9 +107,14 @@ def draw_lies(seed: int, count: int) -> tuple[str, ...]:
     return tuple(chance.choice(ALL_LIES) for _ in range(count))
 
 
+def lies_of(seed: int, count: int) -> tuple[str, ...]:
+    """One lie of LIES in turn, or several that are drawn from all."""
+    return (LIES[seed % len(LIES)],) if count == 1 else draw_lies(seed, count)
+
+
 class Schedule:
     def __init__(self, seed: int, workers: int, faults: list[Fault], lies: tuple[str, ...] = ()) -> None:
-        self.ended = Ended(seed, workers, faults, lies=lies)
+        self.result = ScheduleResult(seed, workers, faults, lies=lies)
         among = random.Random(f"liars {seed}").sample(range(workers), len(lies))
         self._lies = dict(zip(among if len(lies) > 1 else [workers - 1], lies, strict=False))
         """The worker -> how it lies."""
@@ -121,34 +126,33 @@ class Schedule:
         """Workers that are down, asleep or about to be so: one thing at a time."""
         self._loss = self._delay = 0.0
         self._log: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._calls = hashlib.sha256()
         self._full: list[int] = []
         """Rounds that had the work of all workers."""
 
-    async def run(self) -> Ended:
+    async def run(self) -> ScheduleResult:
         with lies.Patches() as patch:
             return await self._run(patch)
 
-    async def _run(self, patch: lies.Patches) -> Ended:
+    async def _run(self, patch: lies.Patches) -> ScheduleResult:
         self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
         network = self._swarm.network
         network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)
-        for index in range(self.ended.workers):
+        for index in range(self.result.workers):
             await self._start(index)
         self._patch = patch
         self._liars = {self._lives[index].name for index in self._lies}
         for index in self._lies:
             self._begin_to_lie(index)
         begun = asyncio.get_running_loop().time()
-        faults = [asyncio.create_task(self._inflict(fault, begun)) for fault in self.ended.faults]
+        faults = [asyncio.create_task(self._inflict(fault, begun)) for fault in self.result.faults]
         await asyncio.gather(*faults)
         await self._settle()
         for task in self._training.values():
             task.cancel()
         await self._swarm.close()
-        self.ended.calls = self._calls.hexdigest()
-        self.ended.means = {number: dict(means) for number, means in self._log.items()}
-        return self.ended
+        self.result.calls = network.trace.digest()
+        self.result.means = {number: dict(means) for number, means in self._log.items()}
+        return self.result
 
     # Workers
 
@@ -160,8 +164,9 @@ class Schedule:
         emit = worker.trainer.emit
 
         def tell(type_: str, fields: Mapping[str, Any]) -> None:
+            self._swarm.network.trace.record(worker.name, "event", type_)
             if type_ in ("internal_error", "check_failed") and worker.name not in self._liars:
-                self.ended.faults_found.append(f"{life}: {type_} {fields}")
+                self.result.faults_found.append(f"{life}: {type_} {fields}")
             emit(type_, fields)
 
         worker.trainer.emit = tell  # type: ignore[method-assign]
@@ -169,7 +174,7 @@ class Schedule:
 
         def note(peer: str, reason: str) -> bool:
             if self._liars.isdisjoint((peer, worker.name)):
-                self.ended.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
+                self.result.offences.append(f"{life} holds {peer[-4:]} to have lied: {reason}")
             return record_offence(peer, reason)
 
         worker.node.permissions.record_offence = note  # type: ignore[method-assign]
@@ -177,7 +182,7 @@ class Schedule:
 
         def note_ban(peer: str, reason: str) -> None:
             if self._liars.isdisjoint((peer, worker.name)):
-                self.ended.offences.append(f"{life} bans {peer[-4:]}: {reason}")
+                self.result.offences.append(f"{life} bans {peer[-4:]}: {reason}")
             ban(peer, reason)
 
         worker.node.permissions.ban = note_ban  # type: ignore[method-assign]
@@ -186,7 +191,7 @@ class Schedule:
         def record(round_: Round, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
                 contributors = {entry.peer for entry in plan.contributors}
-                self.ended.outside |= 2 * len(self._liars & contributors) >= len(contributors)
+                self.result.outside |= 2 * len(self._liars & contributors) >= len(contributors)
                 if contributors >= self._honest() and worker.name not in self._liars:
                     self._full.append(round_.sequence)
                 if self._full and worker.name not in self._liars:  # before, no members have agreed on anything
@@ -280,7 +285,7 @@ class Schedule:
     # Faults
 
     def _fate(self, caller: str, peer: str, request: bytes) -> Fate:
-        self._calls.update(f"{asyncio.get_running_loop().time()} {caller} {peer} {len(request)} ".encode())
+        del caller, peer, request
         if self._chance.random() >= self._loss:
             return "arrives"
         return self._chance.choice(["lost", "answer lost", "twice"])
@@ -313,7 +318,7 @@ class Schedule:
 
     def _may_hurt(self, kind: str) -> bool:
         """A crash leaves three: two alone cannot tell a split from a death, and go on on both sides of one."""
-        return len(self._busy) < (2 if kind != "crash" else self.ended.workers - 3 - len(self._lies))
+        return len(self._busy) < (2 if kind != "crash" else self.result.workers - 3 - len(self._lies))
 
     async def _hurt(self, index: int, fault: Fault) -> None:
         network, worker = self._swarm.network, self._lives[index]
@@ -347,7 +352,7 @@ class Schedule:
                 problem = error
                 await asyncio.sleep(2.0)
         if self._lives[index].name not in self._liars:
-            self.ended.problem = f"worker {index} could not come back: {problem}"
+            self.result.problem = f"worker {index} could not come back: {problem}"
 
     # The end
 
@@ -359,28 +364,30 @@ class Schedule:
         loop = asyncio.get_running_loop()
         started, known = loop.time(), len(self._full)
         before, ended_before = max(self._log, default=-1), self._last_ended()
-        while len(self._full) < known + self.ended.workers - len(self._lies):
+        while len(self._full) < known + self.result.workers - len(self._lies):
             honest = [index for index, one in self._lives.items() if one.name not in self._liars]
             failed = [task for index, task in self._training.items() if task.done() and index in honest]
-            if failed or self.ended.problem:
+            if failed or self.result.problem:
                 why = "" if not failed or failed[0].cancelled() else f"a worker ended: {failed[0].exception()!r}"
-                self.ended.problem = self.ended.problem or why
+                self.result.problem = self.result.problem or why
                 return
             if loop.time() - started > SETTLING_SECONDS:
                 states = {
                     index: f"{one.node.own} leads {one.node.leader.phases()}" for index, one in self._lives.items()
                 }
-                self.ended.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
+                self.result.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
                 led_by = [self._lives[index].node.members.leader() for index in honest]
                 going_on = self._last_ended() > ended_before + SETTLING_SECONDS / 10
-                self.ended.outside |= going_on and 2 * sum(one in self._liars for one in led_by) > len(led_by)
+                self.result.outside |= going_on and 2 * sum(one in self._liars for one in led_by) > len(led_by)
                 return
             await asyncio.sleep(0.2)
-        self.ended.settled_seconds = loop.time() - started
-        self.ended.rounds_after = sum(before < number < self._full[known] for number in self._log)
+        self.result.settled_seconds = loop.time() - started
+        self.result.rounds_after = sum(before < number < self._full[known] for number in self._log)
 
 
-def run(seed: int, workers: int | None = None, faults: list[Fault] | None = None, lies: tuple[str, ...] = ()) -> Ended:
+def run(
+    seed: int, workers: int | None = None, faults: list[Fault] | None = None, lies: tuple[str, ...] = ()
+) -> ScheduleResult:
     """The schedule of this seed, or another one with its chances (a shrunk one)."""
     drawn = draw(seed)
     workers = workers or drawn[0] + len(lies)  # three honest ones at least
