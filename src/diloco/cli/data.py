@@ -30,7 +30,7 @@ from diloco.data.tokenizer import check_target
 from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import ConfigError
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.run_setup import load_features
+from diloco.training.processes.start import load_features
 
 _LINE_SECONDS = 10.0
 

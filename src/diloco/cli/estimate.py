@@ -13,6 +13,7 @@ from diloco.errors import ConfigError
 from diloco.history.log import Event, read_events
 from diloco.training.config.run import RunConfig
 from diloco.training.precision import precision_name
+from diloco.training.processes.start import check_device
 from diloco.training.sizes.disk import check_disk
 from diloco.training.sizes.estimate import estimate, vocabulary_of
 from diloco.training.sizes.memory import Place
@@ -32,9 +33,8 @@ def print_estimate(
 ) -> None:
     """`resume`: the folder of a run that has measured its speed. `members`: of the swarm that is to be joined."""
     bits = None if bandwidth is None else bits_per_second(bandwidth)
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise ConfigError("device = cuda, but this machine has no CUDA device that torch can use: use --device cpu")
+    check_device(config)
+    cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     sizes = config.sizes()
     workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers

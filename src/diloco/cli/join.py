@@ -1,4 +1,4 @@
-"""`diloco join -`: the command line of training/processes/join.py."""
+"""`diloco join -`: the command line of training/processes/swarm_start.py."""
 
 import time
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ from diloco.own_command import command
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig, is_shared
 from diloco.training.config.run_file import did_you_mean, known_keys, options
-from diloco.training.processes.join import describe_run, join_run
-from diloco.training.processes.swarm_run import SWARM_TEXT
+from diloco.training.processes.swarm_start import SWARM_TEXT, describe_run, join_run
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.run_folder import resume_command
 

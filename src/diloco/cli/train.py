@@ -16,9 +16,8 @@ from diloco.own_command import command
 from diloco.sinks.registry import check_installed
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import dotted, recipe_line, sections, to_toml
-from diloco.training.processes.run import train_locally
-from diloco.training.processes.run_setup import completed_steps
-from diloco.training.processes.swarm_run import train_in_swarm
+from diloco.training.processes.start import FixedWorkers, WayToStart, completed_steps, start_run
+from diloco.training.processes.swarm_start import SwarmFounder
 
 _HELP = """\
 [bold]diloco train[/] \\[RUN.toml] \\[OPTIONS]
@@ -103,19 +102,18 @@ def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
         message = f"{resume} is complete with {steps} steps: to train on, give --steps above that"
         console.print(Text(message), soft_wrap=True)
         return
+    kind: type[WayToStart] = SwarmFounder if config.engine == "swarm" else FixedWorkers
     if torchrun:
-        from diloco.training.processes.torchrun import train_as_rank
+        from diloco.training.processes.torchrun import TorchrunRank
 
-        start = train_as_rank
-    else:
-        start = train_in_swarm if config.engine == "swarm" else train_locally
+        kind = TorchrunRank
 
     def observe(config: RunConfig) -> RunDisplay:
         if resume is None:
             console.print(Text(recipe_line(config), style="dim"), soft_wrap=True)
         return RunDisplay(console, config)
 
-    ended = start(config, resume, observe)
+    ended = start_run(kind(config, resume), observe)
     if ended is not None:
         print_end(console, ended)
 

@@ -30,14 +30,14 @@ from diloco.history.log import Event, EventLog
 from diloco.history.resuming import current
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge, to_toml
-from diloco.training.processes.join import (
+from diloco.training.processes.start import check_out
+from diloco.training.processes.swarm_start import (
     agreed_description,
     check_clock,
     check_space,
     check_unfinished,
     receive_text,
 )
-from diloco.training.processes.run_setup import check_out
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
 from support.saved_runs import small_corpus

@@ -16,7 +16,7 @@ from diloco.cli.main import run
 from diloco.errors import install_hint
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.processes.run_setup import device_note
+from diloco.training.processes.start import device_note
 from diloco.training.records.summary import write_summary
 from support.train_runs import tiny_options, write_text
 

@@ -20,7 +20,7 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
 from diloco.history.notes import RunNotes
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.run_setup import check_data
+from diloco.training.processes.start import check_data
 from support.saved_runs import quick_runs, small_config, train
 
 SIZES = {"law": 90, "sea": 60, "code": 30, "art": 20, "war": 10}

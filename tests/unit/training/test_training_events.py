@@ -14,7 +14,7 @@ import pytest
 from diloco.errors import WorkerFailed
 from diloco.history.log import EVENTS_FILE, EVENTS_VERSION, EventLog, EventReader, end_cut_line, read_events
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.run import _DiskWatch, summarize_run
+from diloco.training.processes.start import _DiskWatch, summarize_run
 
 _WRITERS = 4
 _EVENTS = 400
@@ -151,11 +151,11 @@ def test_a_full_disk_is_told_once_with_the_last_step_written(tmp_path: Path, mon
     EventLog(tmp_path, 0).emit("step", step=120)
     notes: list[str] = []
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("diloco.training.processes.run.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("diloco.training.processes.start.time.monotonic", lambda: next(clock))
     watch = _DiskWatch(tmp_path, notes.append)
     watch.look()
     assert notes == []
-    monkeypatch.setattr("diloco.training.processes.run.disk_is_full", lambda _: True)
+    monkeypatch.setattr("diloco.training.processes.start.disk_is_full", lambda _: True)
     watch.look()
     watch.look()
     assert len(notes) == 1 and "is full: the last event written is of step 120. Training goes on" in notes[0]
@@ -168,6 +168,6 @@ def test_a_summary_that_cannot_be_written_is_told_with_step_and_reason(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     EventLog(tmp_path, 0).emit("step", step=120)
-    monkeypatch.setattr("diloco.training.processes.run.write_summary", full)
+    monkeypatch.setattr("diloco.training.processes.start.write_summary", full)
     with pytest.raises(WorkerFailed, match=r"come to their end.*\(No space left on device\).*step 120.*no checkpoint"):
         summarize_run(tmp_path, RunConfig(), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.training.processes.local_process import MODEL_CODE
-from diloco.training.processes.run import _stop_on_signals
+from diloco.training.processes.start import _stop_on_signals
 
 PROGRAM = """
 import multiprocessing, sys, threading, time

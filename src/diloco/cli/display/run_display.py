@@ -17,7 +17,7 @@ from diloco.cli.display.sizes import sizes_printer
 from diloco.dashboard.process import LOOPBACK, DashboardProcess, check_installed, link, listen
 from diloco.sinks.process import SinkProcesses
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.run import EndedRun, Observer, Poll
+from diloco.training.processes.start import EndedRun, Observer, Poll
 
 
 class RunDisplay(Observer):

@@ -16,6 +16,7 @@ LOSS_CODE = 5
 """Exit code: the loss is not finite, and would be so again."""
 MODEL_CODE = 6
 """Exit code: training has ended, and the model could not be written."""
+NO_CUDA = "device = cuda, but this machine has no CUDA device that torch can use: use --device cpu"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

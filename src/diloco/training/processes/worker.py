@@ -27,8 +27,7 @@ from diloco.history.log import EventLog, NoEvents
 from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
-from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, heard_signals
-from diloco.training.processes.run_setup import NO_CUDA
+from diloco.training.processes.local_process import NO_CUDA, RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, heard_signals
 from diloco.training.sizes.told import emit_sizes, sharing
 
 START_SECONDS = 120.0

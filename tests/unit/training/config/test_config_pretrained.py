@@ -13,7 +13,7 @@ from diloco.models.registry import build_model
 from diloco.training.config.recipes import FINE_TUNING, FINE_TUNING_LENGTH, check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import merge
-from diloco.training.processes.run_setup import check_data, create_run_folder
+from diloco.training.processes.start import check_data, create_run_folder
 from support.pretrained_models import LENGTH, make_folder
 from support.train_runs import write_text
 
