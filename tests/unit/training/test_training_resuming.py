@@ -21,12 +21,14 @@ from support.saved_runs import Gathering, agreed
 CONFIG = CheckpointConfig(keep=9, asynchronous=False)
 
 
-def save(folder: Path, worker: int, step: int, *, rounds: int, workers: int = 2, attempt: int = 1) -> None:
+def save(
+    folder: Path, worker: int, step: int, *, rounds: int, workers: int = 2, attempt: int = 1, warm_steps: int = 0
+) -> None:
     checkpoints = CheckpointStore(folder, CheckpointOwner(worker, workers), CONFIG, {"seed": 1}, lambda *_, **__: None)
     checkpoints.attempt = attempt
     progress = {str(shard): [0, step] for shard in range(worker, 6, workers)}
     state = {"also": {"reading": {"progress": progress}}}
-    checkpoints.save(step, rounds, {"w": pieces_of(torch.full((50,), float(step)))}, state)
+    checkpoints.save(step, rounds, {"w": pieces_of(torch.full((50,), float(step)))}, state, warm_steps=warm_steps)
 
 
 def both(folder: Path, *steps: int) -> None:
@@ -56,6 +58,14 @@ def test_within_a_moment_each_takes_its_own_latest_state(tmp_path: Path) -> None
     save(tmp_path, 1, 10, rounds=1)
     save(tmp_path, 1, 19, rounds=1)
     assert chosen(tmp_path) == [17, 19]
+
+
+def test_within_a_warm_start_all_take_the_same_step_for_they_take_each_together(tmp_path: Path) -> None:
+    for worker, step in ((0, 10), (0, 20), (1, 10)):  # a kill was faster than the disk of worker 1
+        save(tmp_path, worker, step, rounds=0, warm_steps=step)
+    assert chosen(tmp_path) == [10, 10]
+    save(tmp_path, 1, 20, rounds=0, warm_steps=20)
+    assert chosen(tmp_path) == [20, 20]
 
 
 def test_workers_that_share_no_disk_agree_too(tmp_path: Path) -> None:

@@ -57,10 +57,17 @@ class Checkpointer:
         reason = outer.unsavable()
         if reason is None:
             tensors, numbers = self.state.collect()
-            self.checkpoints.save(outer.inner_steps - open_step, outer.sequence, tensors, numbers, last=last)
+            step = outer.inner_steps - open_step
+            self.checkpoints.save(step, outer.sequence, tensors, numbers, warm_steps=self._warm_steps(), last=last)
         else:
             logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
             self.emit("checkpoint_skipped", step=outer.inner_steps, reason=reason)
+
+    def _warm_steps(self) -> int:
+        """Return how many steps the workers have taken together in a warm start."""
+        if self.config.mode != "diloco" or self.checkpoints.owner.workers is None:
+            return 0
+        return min(self.state.mode.averager.inner_steps, self.config.sync.warm_start)
 
     def load(self, start: Start) -> dict[str, Any]:
         """Load the state of `start` and begin there; returns the fields of the event `resumed`."""

@@ -26,12 +26,15 @@ class Moment(NamedTuple):
     """What the checkpoints of all workers must have in common to resume together, bit for bit.
 
     The inner steps may differ: between two rounds the workers do not communicate, so the number of rounds posted is
-    enough. `attempt` counts the starts of the run.
+    enough. In a warm start they communicate at every step.
     """
 
     rounds: int
     attempt: int
+    """The number of this start of the run, from 1 on."""
     workers: int
+    warm_steps: int = 0
+    """Inner steps of the warm start that were taken (not in a swarm, where one worker takes them alone)."""
 
 
 @dataclass(frozen=True)

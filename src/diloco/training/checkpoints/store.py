@@ -95,7 +95,14 @@ class CheckpointStore:
     # Saving
 
     def save(
-        self, step: int, rounds: int, tensors: Mapping[str, TensorPieces], state: Numbers, *, last: bool = False
+        self,
+        step: int,
+        rounds: int,
+        tensors: Mapping[str, TensorPieces],
+        state: Numbers,
+        *,
+        warm_steps: int = 0,
+        last: bool = False,
     ) -> None:
         """Returns once the state may change again; the writing goes on beside training.
 
@@ -110,7 +117,7 @@ class CheckpointStore:
         if step in self._written or step == self._started_from:  # all workers agreed on the latter
             return
         mine = {name: tensor for name, tensor in tensors.items() if self.owner.rank == 0 or not tensor.replicated}
-        moment = Moment(rounds, self.attempt, self.owner.workers or 0)
+        moment = Moment(rounds, self.attempt, self.owner.workers or 0, warm_steps)
         if not self.config.asynchronous:
             self._try_to_write(step, moment, mine, state)
             return
