@@ -12,7 +12,7 @@ from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.base import Engine
 from diloco.engines.rounds import RoundResult
 from diloco.outer.loop import OuterLoop
-from diloco.outer.rounds import Posted
+from diloco.outer.rounds import RoundInFlight
 from support.in_turn import InTurn
 from support.problem import Story, anchors, flat, train
 from support.threads import in_threads
@@ -167,7 +167,7 @@ def slow_to_merge(engine: Engine, sync: SyncConfig, slow: int) -> Story:
     if engine.worker == slow:
         original = OuterLoop._take_in
 
-        def take_in(self: OuterLoop, posted: Posted, result: RoundResult) -> float | None:
+        def take_in(self: OuterLoop, posted: RoundInFlight, result: RoundResult) -> float | None:
             if self.engine is engine:
                 time.sleep(0.01)
             return original(self, posted, result)

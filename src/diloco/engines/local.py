@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Claim, diverged
-from diloco.engines.asynchronous.engine import Fixed, Link, LocalLink
+from diloco.engines.asynchronous.engine import AnchorLink, Fixed, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
@@ -120,7 +120,7 @@ class LocalEngine(Fixed):
                 self.swarm.changed.wait(_POLL_SECONDS)
         raise EngineError(f"worker {source} served no state within {_START_SECONDS} s: build its optimizer first")
 
-    def anchor_link(self, timeout_seconds: float) -> Link:
+    def anchor_link(self, timeout_seconds: float) -> AnchorLink:
         del timeout_seconds
         return LocalLink(self.swarm.anchor_place, self.swarm.changed)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.engines.asynchronous.engine import Fixed, Link
+from diloco.engines.asynchronous.engine import AnchorLink, Fixed
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training
@@ -74,7 +74,7 @@ class TorchDistributedEngine(Fixed):
         self._provider: Callable[[], GlobalState] | None = None
         self._source = 0  # whose state counts, at the start and after a divergence
         self._broken: EngineError | None = None
-        self._links: list[Link] = []  # of asynchronous optimizers
+        self._links: list[AnchorLink] = []  # of asynchronous optimizers
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="diloco-rounds", daemon=True)
         self._thread.start()
@@ -107,7 +107,7 @@ class TorchDistributedEngine(Fixed):
         """Take what another way of averaging has taught this worker of the others."""
         self._members = members
 
-    def anchor_link(self, timeout_seconds: float) -> Link:
+    def anchor_link(self, timeout_seconds: float) -> AnchorLink:
         def gather(mine: bytes) -> list[bytes]:
             deadline = time.monotonic() + self._timeout_seconds
             return self._submit(lambda: self._gather(mine, deadline), self._timeout_seconds).result()

@@ -37,7 +37,7 @@ from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, RoundKey, RoundResult
 from diloco.errors import ConfigError
 from diloco.outer.fixed import FixedLoop
-from diloco.outer.rounds import Posted
+from diloco.outer.rounds import RoundInFlight
 
 _END = -1  # the "fragment" of a request without an outer gradient
 
@@ -114,11 +114,11 @@ class AsynchronousLoop(FixedLoop):
 
     # Arrivals
 
-    def heard(self, posted: Posted, result: RoundResult) -> None:
+    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
         del posted
         self._stops |= any(member.report.stopping for member in result.members)
 
-    def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
+    def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
         """Go on from the anchor's answer; the length of the way there."""
         before = self._fragment.anchor.clone()
         self._take(result.mean)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from diloco.engines.rounds import Member, Report
-from diloco.outer.method import Method, Options, Worker
+from diloco.outer.method import Method, Options, TrainingWorker
 from diloco.outer.tensors.tensor_pieces import Numbers
 
 _ALIKE = 1.02
@@ -57,7 +57,7 @@ class DynamicSteps(Method):
     def chosen(cls, options: Options) -> "DynamicSteps | None":
         return cls() if options.sync.dynamic_steps else None
 
-    _worker: Worker
+    _worker: TrainingWorker
     clock: Callable[[], float]
     """Counts the seconds of inner steps."""
 
@@ -72,7 +72,7 @@ class DynamicSteps(Method):
         self._end = 0
         self._taken = 0
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: TrainingWorker) -> None:
         self._worker = worker
         self.clock = worker.training_seconds
         self._measured = (self.clock(), 0)

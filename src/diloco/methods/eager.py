@@ -21,7 +21,7 @@ from torch import Tensor
 from diloco.core.fragments import Fragment, Span
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.errors import ConfigError
-from diloco.outer.method import GradientSource, LaneFragment, Means, Method, Options, Worker
+from diloco.outer.method import GradientSource, LaneFragment, Means, Method, Options, TrainingWorker
 
 
 class EagerUpdates(Method):
@@ -38,14 +38,14 @@ class EagerUpdates(Method):
         """`delayed`: without the worker's own share, the naive form."""
         self._delayed = delayed
         self._fragments: dict[int, list[EagerFragment]] = {}  # by number, in the order of the lanes that have it
-        self._worker: Worker | None = None
+        self._worker: TrainingWorker | None = None
 
     def gradient(self, place: LaneFragment) -> GradientSource:
         fragment = EagerFragment(place.fragment, delayed=self._delayed)
         self._fragments.setdefault(place.index, []).append(fragment)
         return lambda turn, _: fragment.outer_gradient(place.engine.workers, turn)
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: TrainingWorker) -> None:
         self._worker = worker
 
     def take_back(self, index: int, turn: int) -> bool:

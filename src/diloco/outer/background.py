@@ -31,7 +31,7 @@ from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.outer.replica import OneRankReplica
-from diloco.outer.rounds import WorkerRound
+from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import FragmentSending
 
 _LONGEST_SECONDS = 600.0  # for some copies and arithmetic in memory
@@ -85,7 +85,7 @@ class BackgroundReplica(OneRankReplica):
             fragment.copy_to(block)
         return 0.0 if dropped else math.nan, report
 
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
         round_ = _BackgroundRound()
         block = self._copied.pop(key.fragment, None)
         self._forget(key.fragment)  # a mean that was not merged

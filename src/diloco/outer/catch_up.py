@@ -18,7 +18,7 @@ from diloco.core.schedule import Schedule
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import Excluded, RoundFailed
 from diloco.outer.replica import Lane, Replica
-from diloco.outer.rounds import Posted
+from diloco.outer.rounds import RoundInFlight
 from diloco.outer.state import OuterState
 
 
@@ -72,7 +72,7 @@ class CatchUp:
             self._add_anchors(shares, 1.0)
         self._replica.update_digests()
 
-    def follow(self, posted: Posted, mixing: float) -> None:
+    def follow(self, posted: RoundInFlight, mixing: float) -> None:
         """A round with this worker's work in it came with the others' state: what a merge does to the parameters."""
         index = posted.key.fragment
         for _, fragment in self._state.fragments_of(index):

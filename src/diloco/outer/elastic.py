@@ -20,7 +20,7 @@ from diloco.errors import EngineError, RoundFailed
 from diloco.outer.catch_up import CatchUp
 from diloco.outer.loop import OuterLoop
 from diloco.outer.replica import Lane
-from diloco.outer.rounds import Posted, end_of
+from diloco.outer.rounds import RoundInFlight, end_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Missed:
     reason: str
     diverged: set[int] = field(default_factory=set)
     """Fragments whose parameters came from an anchor that is not the others'."""
-    later: list[tuple[Posted, RoundResult]] = field(default_factory=list)
+    later: list[tuple[RoundInFlight, RoundResult]] = field(default_factory=list)
     """Rounds after the missed one that ended well, and are not merged."""
 
 
@@ -152,26 +152,26 @@ class ElasticLoop(OuterLoop):
 
     # What rounds do
 
-    def heard(self, posted: Posted, result: RoundResult) -> None:
+    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
         done = {member.worker for member in result.members if member.report.done}
         if self._agreed_last is None and done == {member.worker for member in result.members} | set(result.roster):
             self._agreed_last = posted.key.sequence + self.state.num_fragments - 1
         if result.resync:
             self._miss("its anchor is not the others'")
 
-    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+    def failed(self, posted: RoundInFlight, failure: RoundFailed) -> None:
         self._catch_up.record_failed(posted.key)
         if failure.resync:
             self._miss(failure.reason)
 
-    def refused_for_its_anchor(self, posted: Posted) -> None:
+    def refused_for_its_anchor(self, posted: RoundInFlight) -> None:
         self._miss(f"round {posted.key.sequence}: its anchor is not the others'").diverged.add(posted.key.fragment)
 
     def _miss(self, reason: str) -> Missed:
         self.missed = self.missed or Missed(reason)
         return self.missed
 
-    def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
+    def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
         """The outer step, unless an earlier round was missed: the anchor then comes with the others' state."""
         if self.missed is not None:
             self.missed.later.append((posted, result))
@@ -183,7 +183,7 @@ class ElasticLoop(OuterLoop):
         self._catch_up.record_merged(posted.key)
         return self.outer_step(posted, result)
 
-    def after_round(self, posted: Posted) -> None:
+    def after_round(self, posted: RoundInFlight) -> None:
         if self.missed is None:
             self.state.unmerged = posted.key.sequence + 1
         elif not self._leaving:

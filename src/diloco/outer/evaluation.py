@@ -12,7 +12,7 @@ from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
 
 
-class Evaluation:
+class AnchorEvaluation:
     """Evaluations of one worker; `active` while the anchors are in the model."""
 
     def __init__(self, state: OuterState, replica: Replica, *, serves_copies: bool) -> None:

@@ -22,7 +22,7 @@ from diloco.engines.rounds import GlobalState, RoundResult
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.loop import OuterLoop
 from diloco.outer.replica import Lane
-from diloco.outer.rounds import Posted, end_of
+from diloco.outer.rounds import RoundInFlight, end_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class FixedLoop(OuterLoop):
                 self._catch_up(index)
                 yield index
 
-    def heard(self, posted: Posted, result: RoundResult) -> None:
+    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
         told = any(member.report.stopping or member.report.done for member in result.members)
         if told and run_ends(result.members):
             self._save_before_cut(posted)
@@ -107,7 +107,7 @@ class FixedLoop(OuterLoop):
         if result.resync:
             self._missed.add(posted.key.fragment)
 
-    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+    def failed(self, posted: RoundInFlight, failure: RoundFailed) -> None:
         if failure.silent and self.report.done:
             raise EngineError(
                 f"{failure.reason}. They have died, or need longer than that for the H = "
@@ -119,7 +119,7 @@ class FixedLoop(OuterLoop):
         if failure.resync:
             self._missed.add(posted.key.fragment)
 
-    def refused_for_its_anchor(self, posted: Posted) -> None:
+    def refused_for_its_anchor(self, posted: RoundInFlight) -> None:
         self._diverged.add(posted.key.fragment)
 
     def _catch_up(self, index: int) -> None:
@@ -148,7 +148,7 @@ class FixedLoop(OuterLoop):
     def patience_seconds(self) -> float:
         return self._patience_seconds
 
-    def _end_after(self, posted: Posted) -> None:
+    def _end_after(self, posted: RoundInFlight) -> None:
         """A worker stops, or all are done: all end one full turn after the round that told of it.
 
         Where rounds travel for a turn the others hear of it that late, when they have steps to post again: two turns.
@@ -157,7 +157,7 @@ class FixedLoop(OuterLoop):
         last = posted.key.sequence + turns * self.state.num_fragments - 1
         self._last_round = last if self._last_round is None else min(last, self._last_round)
 
-    def _save_before_cut(self, posted: Posted) -> None:
+    def _save_before_cut(self, posted: RoundInFlight) -> None:
         """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
 
         Not if it is in `finish` itself (it has saved before its last rounds), nor if it has trained on since, nor if

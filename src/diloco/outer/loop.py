@@ -37,11 +37,11 @@ from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.background import BackgroundReplica
-from diloco.outer.evaluation import Evaluation
-from diloco.outer.method import Method, Worker
+from diloco.outer.evaluation import AnchorEvaluation
+from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
-from diloco.outer.rounds import Posted, RoundEvent, RoundTimes, has_another_anchor, settle
+from diloco.outer.rounds import RoundEvent, RoundInFlight, RoundTimes, has_another_anchor, settle
 from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
 from diloco.outer.state import OuterState
 from diloco.outer.tensors.groups import lay_groups
@@ -122,7 +122,7 @@ class OuterLoop(ABC):
         self.methods = tuple(methods)
         self.restoring = restoring
         self.report = Report()
-        self.in_flight: list[Posted] = []
+        self.in_flight: list[RoundInFlight] = []
         self._inner = inner
         self._travels_a_turn = any(method.travels_a_turn for method in self.methods)
         more = [group for method in self.methods for group in method.groups()]
@@ -132,9 +132,9 @@ class OuterLoop(ABC):
             tensors, engine, groups, sync, self.methods, common
         )
         self.state = OuterState(self.replica, self.methods)
-        self.evaluation = Evaluation(self.state, self.replica, serves_copies=self.serves_copies)
+        self.evaluation = AnchorEvaluation(self.state, self.replica, serves_copies=self.serves_copies)
         for method in self.methods:
-            method.begin(Worker(engine, self.schedule, self.state, self._training_seconds))
+            method.begin(TrainingWorker(engine, self.schedule, self.state, self._training_seconds))
 
     def join(self) -> None:
         """Collective, before the first inner step: serve this worker's state, and take over the others'."""
@@ -204,22 +204,22 @@ class OuterLoop(ABC):
         """The fragments to post after the inner steps taken so far, in order."""
 
     @abstractmethod
-    def heard(self, posted: Posted, result: RoundResult) -> None:
+    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
         """A round has a result; its mean is not merged yet."""
 
     @abstractmethod
-    def failed(self, posted: Posted, failure: RoundFailed) -> None:
+    def failed(self, posted: RoundInFlight, failure: RoundFailed) -> None:
         """A round gave no result."""
 
     @abstractmethod
-    def refused_for_its_anchor(self, posted: Posted) -> None:
+    def refused_for_its_anchor(self, posted: RoundInFlight) -> None:
         """The others refused this worker's contribution, because its anchor is not theirs."""
 
-    def merge_mean(self, posted: Posted, result: RoundResult) -> float | None:
+    def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
         """Let a round's mean do what it does: the outer step, or something else. Its norm if it moved the anchor."""
         return self.outer_step(posted, result)
 
-    def after_round(self, posted: Posted) -> None:  # noqa: B027 - only where workers come and go
+    def after_round(self, posted: RoundInFlight) -> None:  # noqa: B027 - only where workers come and go
         """A round is over, with or without a mean."""
 
     @abstractmethod
@@ -306,7 +306,9 @@ class OuterLoop(ABC):
             if self.on_post is not None:
                 self.on_post(posted.key)
 
-    def _start(self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str) -> Posted:
+    def _start(
+        self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str
+    ) -> RoundInFlight:
         """Post a round. `steps`: the inner steps behind the contribution."""
         H = self.schedule.turn_steps(self.schedule.turn_of(self.sequence))
         group = None if index == _CONFIRMATION else self.replica.groups[index]
@@ -331,7 +333,7 @@ class OuterLoop(ABC):
         ]
         key = RoundKey(self.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        posted = Posted(key, self.inner_steps, steps + self.state.merged_at[index], pending)
+        posted = RoundInFlight(key, self.inner_steps, steps + self.state.merged_at[index], pending)
         self.in_flight.append(posted)
         self.state.sequence += 1
         return posted
@@ -349,7 +351,7 @@ class OuterLoop(ABC):
         work = sum(self.rates.factor(step) for step in range(self.inner_steps - steps, self.inner_steps))
         return min(1.0, max(work / H, _LEAST_WORK))
 
-    def end_round(self, posted: Posted) -> None:
+    def end_round(self, posted: RoundInFlight) -> None:
         """Wait for a round, merge its mean if it has one, and tell of it."""
         result, failure, mean_norm = None, None, None
         started = time.monotonic()
@@ -382,7 +384,7 @@ class OuterLoop(ABC):
                 )
             )
 
-    def _take_back(self, posted: Posted, failure: RoundFailed) -> None:
+    def _take_back(self, posted: RoundInFlight, failure: RoundFailed) -> None:
         """A round has failed: its work is in this worker's parameters, and in its next outer gradient."""
         index = posted.key.fragment
         turn = self.schedule.turn_of(posted.key.sequence)
@@ -396,7 +398,7 @@ class OuterLoop(ABC):
                 self.state.merged_at[index] = posted.work
         logger.warning("%s; training goes on from this worker's parameters", failure.reason)
 
-    def _take_in(self, posted: Posted, result: RoundResult) -> float | None:
+    def _take_in(self, posted: RoundInFlight, result: RoundResult) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
         key, own = posted.key, self.engine.worker
         self.others_done |= any(member.report.done for member in result.members if member.worker != own)
@@ -419,7 +421,7 @@ class OuterLoop(ABC):
             self.compared = (result.contributors, result.comparison.products)
         return mean_norm
 
-    def outer_step(self, posted: Posted, result: RoundResult) -> float:
+    def outer_step(self, posted: RoundInFlight, result: RoundResult) -> float:
         """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
         turn = self.schedule.turn_of(posted.key.sequence)
         mixing = 1.0 if posted.dropped else self.mixing

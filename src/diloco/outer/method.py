@@ -52,7 +52,7 @@ class Position(Protocol):
 
 
 @dataclass(frozen=True)
-class Worker:
+class TrainingWorker:
     """What a method may know of the worker that it is a part of."""
 
     engine: Connection
@@ -113,7 +113,7 @@ class Method(ABC):
         """The encoder of a fragment's outer gradient; None: the codec alone."""
         return None
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: TrainingWorker) -> None:
         """All is laid out, and nothing has been sent yet."""
 
     # After an inner step

@@ -35,7 +35,7 @@ from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.method import Method
 from diloco.outer.replica import Lane, Replica, lay_sending, refuse_new_parameters
-from diloco.outer.rounds import WorkerRound
+from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import NO_DIGEST
 from diloco.outer.tensors.groups import Group, cut_fragments
 from diloco.outer.tensors.local_tensors import local_tensors, share, take_first
@@ -106,7 +106,7 @@ class RankedReplica(Replica):
             report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds))
         )
 
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
         return RankedRound(self.lanes, self.engine.ranks, key, contributions, seconds)
 
     def merge(

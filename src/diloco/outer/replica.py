@@ -24,13 +24,12 @@ from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import ConfigError
 from diloco.outer.method import LaneFragment, Method
-from diloco.outer.rounds import WorkerRound
+from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import NO_DIGEST, FragmentSending, NothingToSend, Sending
 from diloco.outer.tensors.groups import Group, cut_fragments
 from diloco.outer.tensors.local_tensors import local_tensors
 from diloco.outer.tensors.model_tensors import ModelTensors
-from diloco.outer.tensors.tensor_pieces import Piece as TensorPiece
-from diloco.outer.tensors.tensor_pieces import TensorPieces
+from diloco.outer.tensors.tensor_pieces import TensorPiece, TensorPieces
 
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 
@@ -192,7 +191,7 @@ class Replica(ABC):
         """The outer gradient of a fragment into what travels, unless it is dropped: its norm, the worker's report."""
 
     @abstractmethod
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
         """One contribution for each lane; returns at once."""
 
     @abstractmethod
@@ -262,7 +261,7 @@ class OneRankReplica(Replica):
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
         return 0.0 if dropped else self.lane.encode(index, turn), report
 
-    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> WorkerRound:
+    def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
         return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds), contributions[0].norm)
 
     def merge(

@@ -14,7 +14,7 @@ from diloco.engines.rounds import RoundKey, RoundResult
 from diloco.errors import RoundFailed
 
 
-class WorkerRound(Protocol):
+class PendingWorkerRound(Protocol):
     """One worker's round on its way, in all lanes of this rank."""
 
     @property
@@ -26,7 +26,7 @@ class WorkerRound(Protocol):
 
 
 @dataclass
-class Posted:
+class RoundInFlight:
     """A round that is posted and not yet merged."""
 
     key: RoundKey
@@ -34,7 +34,7 @@ class Posted:
     """The position in the schedule at which it was posted."""
     work: int
     """The inner steps that this worker had taken by then."""
-    pending: WorkerRound
+    pending: PendingWorkerRound
     posted_at: float = field(default_factory=time.monotonic)
     """The time of the post on time.monotonic()'s clock; for a round that was saved, when it was loaded."""
     encode_seconds: float | None = None
@@ -60,7 +60,7 @@ class Settled:
         return self.ended
 
 
-def settle(posted: Posted) -> Posted:
+def settle(posted: RoundInFlight) -> RoundInFlight:
     """Wait for the round's end without merging its mean."""
     if isinstance(posted.pending, Settled):
         return posted
@@ -71,7 +71,7 @@ def settle(posted: Posted) -> Posted:
     return replace(posted, pending=Settled(ended, posted.norm))
 
 
-def end_of(posted: Posted) -> RoundResult | RoundFailed:
+def end_of(posted: RoundInFlight) -> RoundResult | RoundFailed:
     """How a settled round has ended."""
     assert isinstance(posted.pending, Settled)
     return posted.pending.ended

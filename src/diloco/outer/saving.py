@@ -16,12 +16,12 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Comparison, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
-from diloco.outer.rounds import Posted, Settled, end_of
+from diloco.outer.rounds import RoundInFlight, Settled, end_of
 from diloco.outer.state import OuterState
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 
 
-def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:
+def saved_rounds(rounds: Sequence[RoundInFlight], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:
     """Settled rounds as tensors and numbers."""
     tensors: dict[str, TensorPieces] = {}
     numbers = [_to_numbers(posted) for posted in rounds]
@@ -31,7 +31,7 @@ def saved_rounds(rounds: Sequence[Posted], state: OuterState) -> tuple[dict[str,
     return tensors, numbers
 
 
-def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, Sequence[EncodedVector] | None]:
+def means_taken(rounds: Sequence[RoundInFlight], worker: int) -> dict[int, Sequence[EncodedVector] | None]:
     """The means in flight that have this worker's contribution in them, by fragment; None where there is none."""
     ended = [(posted.key.fragment, end_of(posted)) for posted in rounds]
     return {index: end.means_with(worker) for index, end in ended if isinstance(end, RoundResult)}
@@ -39,7 +39,7 @@ def means_taken(rounds: Sequence[Posted], worker: int) -> dict[int, Sequence[Enc
 
 def restored_rounds(
     numbers: Sequence[Numbers], state: OuterState
-) -> tuple[dict[str, TensorPieces], Callable[[], list[Posted]]]:
+) -> tuple[dict[str, TensorPieces], Callable[[], list[RoundInFlight]]]:
     """The memory to load the rounds' means into, and what then gives the rounds."""
     tensors: dict[str, TensorPieces] = {}
     means: list[list[Tensor]] = []
@@ -49,7 +49,7 @@ def restored_rounds(
         means.append([torch.empty_like(fragment.anchor) for fragment in mine] if _has_mean(saved) else [])
         tensors |= _mean_pieces(key, means[-1], state) if _has_mean(saved) else {}
 
-    def rounds() -> list[Posted]:
+    def rounds() -> list[RoundInFlight]:
         return [_from_numbers(saved, state, loaded) for saved, loaded in zip(numbers, means, strict=True)]
 
     return tensors, rounds
@@ -64,7 +64,7 @@ def _has_mean(numbers: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
+def _decoded_means(posted: RoundInFlight, state: OuterState) -> list[Tensor]:
     """The means of a settled round in fp32, flat, for what this rank has of the fragment."""
     by_lane = dict(zip((lane.number for lane in state.lanes), posted.pending.wait().means, strict=True))
     decoded = []
@@ -76,7 +76,7 @@ def _decoded_means(posted: Posted, state: OuterState) -> list[Tensor]:
     return decoded
 
 
-def _to_numbers(posted: Posted) -> Numbers:
+def _to_numbers(posted: RoundInFlight) -> Numbers:
     """All of a settled round but its mean."""
     numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm", "dropped")}
     numbers["key"] = asdict(posted.key)
@@ -94,7 +94,7 @@ def _to_numbers(posted: Posted) -> Numbers:
 _RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync", "merge", "plain")
 
 
-def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> Posted:
+def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> RoundInFlight:
     """The round again, settled; `loaded` is what its means decoded to. A worker that stopped then does not stop now."""
     key = RoundKey(**numbers["key"])
     if numbers["result"] is None:
@@ -102,7 +102,7 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
     else:
         ended = _result(numbers["result"], _encoded_means(state, key.fragment, loaded))
     dropped = numbers.get("dropped", False)  # an earlier version saved none
-    return Posted(key, numbers["at_step"], numbers["work"], Settled(ended, numbers["norm"]), dropped=dropped)
+    return RoundInFlight(key, numbers["at_step"], numbers["work"], Settled(ended, numbers["norm"]), dropped=dropped)
 
 
 def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diloco.atomic_files import FileDigest, digest_file, replace_file
 from diloco.errors import CheckpointError
-from diloco.outer.tensors.tensor_pieces import Piece, TensorPieces, pieces_of
+from diloco.outer.tensors.tensor_pieces import TensorPiece, TensorPieces, pieces_of
 from diloco.training.checkpoints.snapshot import take_snapshot
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors, write_tensors
 
@@ -103,7 +103,7 @@ def cut(tensor: Tensor, cuts: list[int]) -> list[TensorPieces]:
     bounds = [0, *sorted(cuts), len(tensor)]
     zeros = (0,) * (tensor.dim() - 1)
     return [
-        TensorPieces(tuple(tensor.shape), tensor.dtype, (Piece((a, *zeros), tensor[a:b]),) if b > a else ())
+        TensorPieces(tuple(tensor.shape), tensor.dtype, (TensorPiece((a, *zeros), tensor[a:b]),) if b > a else ())
         for a, b in pairwise(bounds)
     ]
 

@@ -1,8 +1,8 @@
 """The engine of asynchronous workers: a "round" is one worker's outer gradient, and its result the anchor after it.
 
 It wraps an engine of a fixed set of workers, which still brings them together at the start. `start_round` sends this
-worker's outer gradient to the anchor (server.py) and waits for no other worker. A `Link` is the way there: a call in
-the same process (LocalLink), or a connection to worker 0's process (sockets.py).
+worker's outer gradient to the anchor (server.py) and waits for no other worker. An `AnchorLink` is the way there: a
+call in the same process (LocalLink), or a connection to worker 0's process (sockets.py).
 """
 
 import threading
@@ -24,7 +24,7 @@ from diloco.errors import EngineError, RoundFailed
 _START_SECONDS = 60.0
 
 
-class Link(ABC):
+class AnchorLink(ABC):
     """One worker's way to the anchor."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Link(ABC):
     def close(self) -> None: ...
 
 
-class LocalLink(Link):
+class LocalLink(AnchorLink):
     """All workers are in this process and share `place`, where worker 0 puts the server."""
 
     def __init__(self, place: "list[AnchorServer]", changed: threading.Condition) -> None:
@@ -70,14 +70,14 @@ class Fixed(Engine):
         """Take what was learnt of the workers: the next `members()`."""
 
     @abstractmethod
-    def anchor_link(self, timeout_seconds: float) -> Link:
+    def anchor_link(self, timeout_seconds: float) -> AnchorLink:
         """This worker's way to the anchor; not open yet."""
 
 
 class AsynchronousEngine(Engine):
     """`base` with another way to average."""
 
-    def __init__(self, base: Fixed, link: Link) -> None:
+    def __init__(self, base: Fixed, link: AnchorLink) -> None:
         self.base = base
         self._link = link
         self.worker = base.worker

@@ -18,7 +18,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from diloco.engines.asynchronous.engine import Link
+from diloco.engines.asynchronous.engine import AnchorLink
 from diloco.engines.asynchronous.server import AnchorServer, Kind, Reply, Request
 from diloco.engines.header import HEADER_BYTES
 from diloco.errors import DiLoCoError, EngineError
@@ -34,7 +34,7 @@ _IDLE_SECONDS = 1.0
 _MOST_HEADERS, _MOST_REASON, _STEP_BYTES = 1 << 16, 1 << 20, 1 << 24
 
 
-class SocketLink(Link):
+class SocketLink(AnchorLink):
     """`gather` is collective: what every worker says, in worker order."""
 
     def __init__(self, worker: int, gather: Callable[[bytes], list[bytes]], timeout_seconds: float) -> None:

@@ -20,7 +20,7 @@ Numbers = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """`tensor` holds the elements of the whole one from `offsets` on."""
 
     offsets: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorPieces:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     replicated: bool = False
     """All ranks of the worker hold the same: one of them writes it."""
 
@@ -43,10 +43,10 @@ def pieces_of(tensor: Tensor) -> TensorPieces:
     shape = tuple(tensor.shape)
     module = sys.modules.get("torch.distributed.tensor")  # slow to import, and a DTensor has imported it
     if module is None or not isinstance(tensor, module.DTensor):
-        return TensorPieces(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),), replicated=True)
+        return TensorPieces(shape, tensor.dtype, (TensorPiece((0,) * len(shape), tensor.detach()),), replicated=True)
     chunks = tensor.__create_chunk_list__()
     local = tensor.to_local().detach()
-    pieces = tuple(Piece(tuple(chunk.offsets), local) for chunk in chunks if local.numel())
+    pieces = tuple(TensorPiece(tuple(chunk.offsets), local) for chunk in chunks if local.numel())
     return TensorPieces(shape, tensor.dtype, pieces)
 
 
@@ -75,5 +75,5 @@ def copy_into(held: Mapping[str, TensorPieces], saved: Mapping[str, Tensor]) -> 
         tensor.copy_(saved[name])
 
 
-def _piece_name(name: str, whole: TensorPieces, piece: Piece) -> str:
+def _piece_name(name: str, whole: TensorPieces, piece: TensorPiece) -> str:
     return name if tuple(piece.tensor.shape) == whole.shape else f"{name}@{','.join(map(str, piece.offsets))}"
