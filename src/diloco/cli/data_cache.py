@@ -13,8 +13,7 @@ from rich.text import Text
 
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.data.config import DataConfig
-from diloco.data.preparation.cache_contents import CachedCorpus, delete_corpus, list_corpora
-from diloco.data.preparation.corpus_cache import cache_root
+from diloco.data.preparation.corpus_cache import CachedCorpus, cache_root, delete_corpus, list_corpora
 from diloco.errors import ConfigError, DataError
 
 CacheDir = Annotated[str | None, Parameter(name="--data.cache_dir", help="The cache folder (default: the usual one).")]

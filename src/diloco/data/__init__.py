@@ -6,10 +6,9 @@
     tokenizer.py    text to tokens and back; tokenizer_files.py loads a tokenizer from a file, a folder or the hub
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
     preparation/    from a source to a corpus
-        corpus_cache.py     prepare(): opens the cached corpus, or builds it once
+        corpus_cache.py     prepare(): opens the cached corpus, or builds it once; lists and deletes cached ones
         builder.py          builds it, resumable; passages.py (train/validation split), writer.py
-        partitions.py       which shard a passage goes to; clusters.py, labels.py
-        cache_contents.py   lists and deletes cached corpora; corpus_use.py knows which are in use
+        partitions.py       which shard a passage goes to: i.i.d., by label, by cluster
         received_corpus.py  receives a corpus from other workers and checks it
     order.py        the batches of a worker: a pure function of (seed, shards, progress, position)
     permutation.py  a shuffle that is computed, not stored

@@ -1,4 +1,4 @@
-"""A saved model as a source of features, for shards that are clusters (data/preparation/clusters.py).
+"""A saved model as a source of features, for shards that are clusters (data/preparation/partitions.py).
 
 Paper (DiLoCo, section 3): documents are grouped by the last layer of a pre-trained model. The feature of a passage is
 the mean of the last hidden layer, after its norm, over its first tokens.
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco.data.preparation.clusters import FeatureModel
+from diloco.data.preparation.partitions import FeatureModel
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
 from diloco.models.native.saving import load_model

@@ -12,7 +12,7 @@ import pytest
 from diloco.cli.main import run
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, Corpus
-from diloco.data.preparation import cache_contents, corpus_use
+from diloco.data.preparation import corpus_cache
 from diloco.data.preparation.corpus_cache import lock_corpus, prepare
 
 
@@ -33,9 +33,9 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def release() -> None:
     """As at the end of a process."""
-    for file in corpus_use._held.values():
+    for file in corpus_cache._held.values():
         os.close(file)
-    corpus_use._held.clear()
+    corpus_cache._held.clear()
 
 
 def diloco(*arguments: str, cache: Path) -> int:
@@ -43,7 +43,7 @@ def diloco(*arguments: str, cache: Path) -> int:
 
 
 def names(cache: Path) -> dict[str, str]:
-    return {one.name.partition("-")[0]: one.name for one in cache_contents.list_corpora(cache)}
+    return {one.name.partition("-")[0]: one.name for one in corpus_cache.list_corpora(cache)}
 
 
 def test_list_shows_sizes_age_and_state(
@@ -95,10 +95,10 @@ def test_what_a_process_uses_is_kept_and_said(cache: Path, tmp_path: Path, capsy
 
 
 def test_a_corpus_that_a_run_takes_while_it_is_cleared_is_kept(cache: Path) -> None:
-    (law,) = [one for one in cache_contents.list_corpora(cache) if one.name.startswith("law")]
-    assert law.is_free and corpus_use.hold(law.folder)
+    (law,) = [one for one in corpus_cache.list_corpora(cache) if one.name.startswith("law")]
+    assert law.is_free and corpus_cache.hold(law.folder)
     with pytest.raises(Exception, match="is in use"):
-        cache_contents.delete_corpus(law)
+        corpus_cache.delete_corpus(law)
     assert Corpus.open(law.folder)
 
 
@@ -112,7 +112,7 @@ def test_an_interrupted_preparation_is_listed_and_one_at_work_is_kept(
         assert free
         assert diloco("clear", "--all", "--yes", cache=cache) == 0
         assert "kept: air-0123456789abcdef (being prepared)" in capsys.readouterr().out and working.exists()
-    assert [one.state for one in cache_contents.list_corpora(cache)] == ["interrupted"]
+    assert [one.state for one in corpus_cache.list_corpora(cache)] == ["interrupted"]
     assert diloco("clear", "air-0123456789abcdef", "--yes", cache=cache) == 0
     assert not working.exists()
 

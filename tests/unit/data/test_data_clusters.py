@@ -11,9 +11,9 @@ import torch
 
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.preparation import clusters as clusters_module
-from diloco.data.preparation.clusters import Clusters, FeatureModel, sample
+from diloco.data.preparation import partitions
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.partitions import Clusters, FeatureModel, sample
 from diloco.data.preparation.passages import Passage
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
@@ -220,7 +220,7 @@ def test_a_few_long_passages_get_a_cluster_against_many_short_ones() -> None:
 
 
 def test_the_sample_is_bounded_and_does_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters_module, "SAMPLE_PASSAGES", 20)
+    monkeypatch.setattr(partitions, "SAMPLE_PASSAGES", 20)
     passages = [Passage(f"passage {i}", i, i % 10 == 0) for i in range(300)]
     found = sample(passages, 48)
     assert len(found) == 20

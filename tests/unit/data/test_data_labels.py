@@ -14,7 +14,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation import builder
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.data.preparation.labels import share_out
+from diloco.data.preparation.partitions import share_out
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError

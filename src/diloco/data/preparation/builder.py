@@ -27,11 +27,17 @@ from numpy.typing import NDArray
 from diloco.atomic_files import PARTIAL, append_file, write_file
 from diloco.data.config import DataConfig
 from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, mask_bit, token_dtype
-from diloco.data.preparation.clusters import LoadFeatures
-from diloco.data.preparation.labels import MAX_LABELS
-from diloco.data.preparation.partitions import CLUSTERS, LABELS, Progress, open_partition
+from diloco.data.preparation.partitions import (
+    CLUSTERS_FILE,
+    LABELS_FILE,
+    MAX_LABELS,
+    LoadFeatures,
+    Partition,
+    Progress,
+    open_partition,
+)
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
-from diloco.data.preparation.writer import Partition, ShardWriter
+from diloco.data.preparation.writer import ShardWriter
 from diloco.data.sources.base import Source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
@@ -45,13 +51,14 @@ ENCODE_BATCH_BYTES = 1 << 20
 COMMIT_SECONDS = 5.0
 COMMIT_BYTES = 64 << 20
 
-STATE, DIGESTS = "state.json", "digests.bin"
-WORKING_FILES = (STATE, DIGESTS, CLUSTERS, LABELS)
+STATE = "state.json"
+DIGESTS = "digests.bin"
+WORKING_FILES = (STATE, DIGESTS, CLUSTERS_FILE, LABELS_FILE)
 """Removed from a finished corpus."""
 
 
 @dataclass
-class State:
+class PreparationState:
     """The content of state.json."""
 
     fingerprint: str
@@ -64,7 +71,7 @@ class State:
         write_file(folder / STATE, json.dumps(asdict(self)), durable=True)
 
     @classmethod
-    def load(cls, folder: Path) -> "State":
+    def load(cls, folder: Path) -> "PreparationState":
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return cls(**{**content, "walk": Walk(**content["walk"])})
 
@@ -76,8 +83,11 @@ class Preparation:
     def __init__(
         self, config: DataConfig, source: Source, folder: Path, progress: Progress, load_features: LoadFeatures | None
     ) -> None:
-        self.config, self.source, self.folder = config, source, folder
-        self._progress, self._load_features = progress, load_features
+        self.config = config
+        self.source = source
+        self.folder = folder
+        self._progress = progress
+        self._load_features = load_features
 
     def run(self) -> None:
         """Write all files of the corpus, continuing from the last commit of an earlier attempt."""
@@ -99,11 +109,11 @@ class Preparation:
 
     # The starting point
 
-    def _load_state(self) -> State | None:
+    def _load_state(self) -> PreparationState | None:
         if not (self.folder / STATE).exists():
             return None
         try:
-            state = State.load(self.folder)
+            state = PreparationState.load(self.folder)
             sizes = state.digests * DIGEST_BYTES
             if state.digests and (self.folder / DIGESTS).stat().st_size < sizes:
                 raise ValueError(f"{DIGESTS} is too short")
@@ -116,10 +126,10 @@ class Preparation:
             return None
         return state
 
-    def _new_state(self) -> State:
+    def _new_state(self) -> PreparationState:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        state = State(self.source.fingerprint())
+        state = PreparationState(self.source.fingerprint())
         state.save(self.folder)
         return state
 
@@ -237,8 +247,11 @@ class Preparation:
     def _mask_fields(self, counts: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
         if not self.config.learns_answers_only:
             return {}
-        learnt, validation = int(counts["train"].sum()), int(counts["validation"].sum())
-        return {"masked": True, "learnt_tokens": learnt, "validation_learnt_tokens": validation}
+        return {
+            "masked": True,
+            "learnt_tokens": int(counts["train"].sum()),
+            "validation_learnt_tokens": int(counts["validation"].sum()),
+        }
 
     def _check_split(self, walk: Walk) -> dict[str, int]:
         """Refuse a corpus without a training and a validation part; log and return the counts of what was skipped."""
@@ -259,7 +272,7 @@ class Preparation:
         return skipped
 
     def _count_and_hash(self) -> tuple[dict[str, NDArray[np.int64]], str, dict[str, str]]:
-        """From the finished files: how often each token is learnt, the digest of the corpus, and that of each file."""
+        """Read the finished files: how often each token is learnt, the digest of the corpus, and that of each file."""
         size = self.tokenizer.vocab_size
         counts = {"train": np.zeros(size, np.int64), "validation": np.zeros(size, np.int64)}
         masked = self.config.learns_answers_only
@@ -276,12 +289,13 @@ class Preparation:
                     learnt = tokens[tokens & mask_bit(dtype) == 0] if masked else tokens
                     counts[kind] += np.bincount(learnt, minlength=size)
             files[name] = part.hexdigest()
-        tokenizer, template = (self.folder / TOKENIZER).read_bytes(), self.source.chat_template
-        return counts, corpus_digest(tokenizer, files, masked=masked, chat_template=template), files
+        tokenizer = (self.folder / TOKENIZER).read_bytes()
+        digest = corpus_digest(tokenizer, files, masked=masked, chat_template=self.source.chat_template)
+        return counts, digest, files
 
 
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
-    """A BPE trained on the training passages of a source."""
+    """Train a BPE on the training passages of a source."""
     passages = Passages(source, config)
     tokenizer = Tokenizer.train(_tokenizer_sample(passages), config.vocab_size)
     if tokenizer.vocab_size < config.vocab_size and passages.walk.train_bytes:
@@ -293,7 +307,7 @@ def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
 
 
 def _tokenizer_sample(passages: Passages) -> Iterator[str]:
-    """Training passages of about TOKENIZER_SAMPLE_BYTES in all, spread evenly over a source of known size."""
+    """Yield training passages of about TOKENIZER_SAMPLE_BYTES in all, spread evenly over a source of known size."""
     known = passages.size_bytes
     share = 1.0 if known is None else min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, known))
     taken = 0
@@ -308,7 +322,7 @@ def _tokenizer_sample(passages: Passages) -> Iterator[str]:
 
 
 def batches(passages: Passages) -> Iterator[list[Passage]]:
-    """Groups of passages, large enough to keep all cores busy tokenising."""
+    """Yield groups of passages, large enough to keep all cores busy tokenising."""
     batch: list[Passage] = []
     size = 0
     for passage in passages:
@@ -316,12 +330,13 @@ def batches(passages: Passages) -> Iterator[list[Passage]]:
         size += passage.size_bytes
         if size >= ENCODE_BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def unigram_perplexity(train_counts: NDArray[np.int64], validation_counts: NDArray[np.int64]) -> float:
-    """Perplexity of the validation tokens under the training frequencies with add-one smoothing."""
+    """Compute the perplexity of the validation tokens under the training frequencies with add-one smoothing."""
     probabilities = (train_counts + 1) / (train_counts.sum() + len(train_counts))
     return math.exp(-float(validation_counts @ np.log(probabilities)) / float(validation_counts.sum()))

@@ -21,8 +21,7 @@ from diloco.data.corpus import (
     corpus_digest,
     shard_name,
 )
-from diloco.data.preparation.corpus_cache import cache_root
-from diloco.data.preparation.corpus_use import hold
+from diloco.data.preparation.corpus_cache import cache_root, hold
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
 from diloco.errors import DataError

@@ -1,12 +1,9 @@
 """Writes tokens into the files of a corpus, from one commit to the next.
 
 Tokens added since the last commit are in memory; `commit` appends them to the files and flushes the disk. A preparation
-that was killed leaves files at least as long as at its last commit; the next writer truncates them and continues. A
-`Partition` assigns passages to shards; one of them needs a model.
+that was killed leaves files at least as long as at its last commit; the next writer truncates them and continues.
 """
 
-import heapq
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,34 +14,10 @@ from numpy.typing import NDArray
 
 from diloco.atomic_files import append_file
 from diloco.data.corpus import VALIDATION, mask_bit, shard_name, token_dtype
+from diloco.data.preparation.partitions import Partition
 from diloco.data.preparation.passages import Passage
 from diloco.data.sources.base import Spans
 from diloco.data.tokenizer import Tokenizer
-
-
-class Partition(ABC):
-    """Assigns training passages to shards."""
-
-    @abstractmethod
-    def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
-        """The shard of each (passage, number of tokens)."""
-
-
-@final
-class IidPartition(Partition):
-    """Always the shard with the fewest tokens so far, so the sizes differ by at most a passage."""
-
-    def __init__(self, loads: Sequence[int]) -> None:
-        self._lightest = [(load, shard) for shard, load in enumerate(loads)]
-        heapq.heapify(self._lightest)
-
-    def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
-        shards = []
-        for _, length in passages:
-            load, shard = self._lightest[0]
-            heapq.heapreplace(self._lightest, (load + length, shard))
-            shards.append(shard)
-        return shards
 
 
 @final

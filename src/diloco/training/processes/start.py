@@ -26,8 +26,8 @@ from typing import Protocol
 from diloco.atomic_files import write_file
 from diloco.data.corpus import Corpus
 from diloco.data.order import WorkerBatches, check_disjoint, check_validation, worker_shards
-from diloco.data.preparation.clusters import FeatureModel, LoadFeatures
 from diloco.data.preparation.corpus_cache import prepare
+from diloco.data.preparation.partitions import FeatureModel, LoadFeatures
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed, with_remedy
 from diloco.history.log import end_cut_line, read_events
 from diloco.models.pretrained import check_model, short_name
