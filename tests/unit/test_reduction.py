@@ -8,7 +8,7 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.core.merging import cosines
-from diloco.engines import row_threads
+from diloco.engines import reduction
 from diloco.engines.reduction import reduce_parts
 
 PART, ROWS = 64 * 1024, 11
@@ -53,7 +53,7 @@ def test_the_threads_leave_the_number_of_torchs_own_threads_alone() -> None:
     before = torch.get_num_threads()
     reduced("fp32", 3)
     assert torch.get_num_threads() == before
-    assert 3 in row_threads._pools
+    assert 3 in reduction._pools
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 9])

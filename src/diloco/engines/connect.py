@@ -1,7 +1,14 @@
-"""How a worker finds the others: the environment that torchrun sets, or a file that local workers share."""
+"""How a worker finds the others: the environment that torchrun sets, or a file that local workers share.
+
+A worker may be an *island*: what runs the loop sees one process with one device, and the engine keeps the world.
+Frameworks (Hugging Face Trainer, Accelerate, Lightning, torchmetrics) look for torchrun's variables and for an
+initialised torch.distributed. Where they find either, they wrap the model in DDP, share out the data, reduce metrics
+and save on rank 0 only: gradients would be averaged at every step, and a worker that evaluates alone would wait for
+ever. So both are taken out of their sight before they look; once it is too late that is refused.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import overload
 
@@ -9,11 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from diloco.engines.island import hide_place, keep_one_device
 from diloco.engines.ranked import RankedEngine, sizes_of
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError, RendezvousError
 
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+_OF_ITS_AGENT = "TORCHELASTIC_"
+_KEPT = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the traceback of a process that failed
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -120,3 +134,28 @@ def rendezvous_error(place: str, rank: int, workers: int, seconds: float, error:
         f"worker {rank} did not meet all {workers} workers at {place} within {seconds:g} s: check that every worker "
         f"was started and can reach this address ({text.splitlines()[0] if text else error!r})"
     )
+
+
+def hide_place(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Take what torchrun set out of the environment."""
+    for name in list(environment):
+        if name in _OF_TORCHRUN or (name.startswith(_OF_ITS_AGENT) and name != _KEPT):
+            del environment[name]
+
+
+def keep_one_device(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Leave this process the CUDA device of its local rank, as its only one; Trainer would use them all.
+
+    More workers than devices share them in turn. Without CUDA nothing changes.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "island = True chooses this worker's CUDA device, but CUDA is in use already: call "
+            "diloco.connect(island=True) before anything is put on a GPU"
+        )
+    count = torch.cuda.device_count()  # asks NVML, which leaves the choice open
+    if not count:
+        return
+    named = environment.get(_VISIBLE)
+    devices = [str(number) for number in range(count)] if named is None else named.split(",")[:count]
+    environment[_VISIBLE] = devices[int(environment.get("LOCAL_RANK", 0)) % count].strip()

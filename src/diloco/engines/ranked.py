@@ -13,8 +13,7 @@ import torch.distributed as dist
 from diloco.engines.base import Connection, Engine
 from diloco.engines.process_groups import new_group
 from diloco.engines.rounds import Member
-from diloco.engines.torch_distributed import TorchDistributedEngine
-from diloco.engines.wave_exchange import LaneGroups
+from diloco.engines.torch_distributed import LaneGroups, TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks, compute_backend
 from diloco.errors import ConfigError, EngineError
 

@@ -3,9 +3,16 @@
 A fragment's parts go through the network in waves, each worker reducing a run of each wave. Parts and their owners
 decide only which worker does the work and how many bytes travel, never a bit of the mean: a part is encoded by itself,
 and its mean is accumulated in worker order wherever that is done.
+
+On a CPU threads work on rows of one tensor side by side (`for_each`), each on one core. torch's own threads share out a
+single operation, which for the few parts that fit into a cache costs more than it gains. Here each thread takes some
+rows through all operations. There are as many threads as torch may use.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 
@@ -30,13 +37,12 @@ from diloco.core.merging import (
     weighted_mean,
 )
 from diloco.engines.rounds import Comparison, Member
-from diloco.engines.row_threads import for_each
 
 _WAVES_WANTED = 16  # few, as each one's messages cost time of their own, but so many that one is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 19
 WAVES_AHEAD = 4
-"""So many travel at a time (wave_exchange.py), a quarter of a large vector: with a sixteenth, a round takes twice as
-long at 200 Mbit/s and 50 ms each way."""
+"""The waves that travel at a time (torch_distributed.py), a quarter of a large vector: with a sixteenth, a round takes
+twice as long at 200 Mbit/s and 50 ms each way."""
 _PRODUCTS_OF_FOUR = 10
 _LEAST_ELEMENTS = 1 << 17  # for one of several threads
 
@@ -291,3 +297,40 @@ def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]
     others, copies = vector.shape[0] - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
     contribution, mean = vector.shape[1], vector.mean.shape[1]
     return others * contribution + copies * mean, copies * contribution + others * mean
+
+
+# Threads
+
+_START_SECONDS = 60.0  # for threads to begin; far more than they need
+_lock = threading.Lock()
+_pools: dict[int, ThreadPoolExecutor] = {}
+os.register_at_fork(after_in_child=_pools.clear)  # a child process has none of its parent's threads
+
+
+def for_each(work: Callable[[slice], None], rows: Sequence[slice]) -> None:
+    """Call `work` for all of `rows`, which must not depend on each other; raises the first error."""
+    threads = min(torch.get_num_threads(), len(rows))
+    if threads <= 1:
+        for some in rows:
+            work(some)
+        return
+    for done in _pool(torch.get_num_threads()).map(work, rows):
+        assert done is None
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    with _lock:
+        if threads not in _pools:
+            started = threading.Barrier(threads + 1, timeout=_START_SECONDS)
+
+            def begin() -> None:
+                torch.set_num_threads(1)  # of this thread; and the default of threads that start later
+                started.wait()
+
+            pool = ThreadPoolExecutor(threads, "diloco-reduce", begin)
+            for _ in range(threads):  # a thread starts with a task if no other is idle
+                pool.submit(lambda: None)
+            started.wait()
+            torch.set_num_threads(threads)  # the default again
+            _pools[threads] = pool
+        return _pools[threads]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diloco
-from diloco.engines.island import hide_place, keep_one_device
+from diloco.engines.connect import hide_place, keep_one_device
 from diloco.errors import ConfigError
 from support.torchrun import Torchrun
 

@@ -180,7 +180,7 @@ def _asynchronous(encoded: int, copy: int, workers: int) -> dict[str, int]:
 
 
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Some waves of the others' contributions to what this worker reduces (engines/wave_exchange.py)."""
+    """Some waves of the others' contributions to what this worker reduces (engines/torch_distributed.py)."""
     plan = list(waves(vector, workers))
     return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
 
