@@ -15,11 +15,11 @@ from diloco.engines.rounds import Member, Report
 from diloco.history.log import read_events
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
-from diloco.training.evaluation import Evaluation
 from diloco.training.loop import Training
 from diloco.training.records.summary import summarize
 from diloco.training.swarm.shard_claims import ShardClaims
 from diloco.training.swarm.validation import SwarmValidation, _Measurement, _Round, add_up
+from diloco.training.validation import Evaluation
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.saved_runs import quick_runs
 

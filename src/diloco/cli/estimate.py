@@ -11,8 +11,8 @@ from rich.text import Text
 from diloco.cli.display.sizes import estimate_table, size_lines
 from diloco.errors import ConfigError
 from diloco.history.log import Event, read_events
+from diloco.training.compute import precision_name
 from diloco.training.config.run import RunConfig
-from diloco.training.precision import precision_name
 from diloco.training.processes.start import check_device
 from diloco.training.sizes.disk import check_disk
 from diloco.training.sizes.estimate import estimate, vocabulary_of

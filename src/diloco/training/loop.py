@@ -26,19 +26,16 @@ from diloco.outer.elastic import ElasticLoop
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.batches import ShardReader, Texts
-from diloco.training.checkpoints.checkpointer import Checkpointer
 from diloco.training.checkpoints.resume import Start
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
-from diloco.training.checkpoints.worker_state import HasState, WorkerState
-from diloco.training.compute import prepare
+from diloco.training.checkpoints.worker_state import Checkpointer, HasState, WorkerState
+from diloco.training.compute import Precision, prepare
 from diloco.training.config.run import RunConfig
-from diloco.training.evaluation import Evaluator
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.micro_batch_size import budget_bytes, choices, estimated, fewest_that_fit, trial_bytes
 from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
-from diloco.training.precision import Precision
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
@@ -49,7 +46,7 @@ from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
 from diloco.training.swarm.peers import SwarmPeers, starting_shards
 from diloco.training.swarm.validation import SwarmValidation
-from diloco.training.validation import Validation
+from diloco.training.validation import Evaluator, Validation
 
 logger = logging.getLogger(__name__)
 

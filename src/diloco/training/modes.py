@@ -14,9 +14,9 @@ from diloco.engines.base import Connection, Engine
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer.loop import OuterLoop
+from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig, learning_rates, num_rounds
 from diloco.training.data_parallel import DataParallel
-from diloco.training.precision import Precision
 
 _LEAST_WEIGHT = 1e-6
 """Of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.history.log import EventLog
+from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig
-from diloco.training.evaluation import Evaluator
 from diloco.training.modes import Mode
-from diloco.training.precision import Precision
 from diloco.training.sharding import norm_value
+from diloco.training.validation import Evaluator
 
 
 @dataclass(frozen=True)

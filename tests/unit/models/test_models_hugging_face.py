@@ -16,8 +16,8 @@ from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.registry import build_model
 from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import InnerConfig
-from diloco.training.evaluation import evaluate
 from diloco.training.inner import inner_optimizer
+from diloco.training.validation import evaluate
 from support.pretrained_models import END, FAMILIES, VOCAB, logits, make_folder, make_tokenizer, some_tokens
 from support.train_runs import write_text
 

@@ -17,7 +17,7 @@ from diloco import atomic_files
 from diloco.engines.rounds import Member, Report
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints import store
-from diloco.training.checkpoints.manifests import Manifest, find_checkpoints, manifest_path, worker_folder
+from diloco.training.checkpoints.manifests import Manifest, Moment, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import CheckpointConfig
 
@@ -46,7 +46,7 @@ def made(
 
 def save(checkpoints: CheckpointStore, *steps: int) -> None:
     for step in steps:
-        checkpoints.save(step, step // 10, TENSORS, {"step": step, "nan": float("nan")})
+        checkpoints.save(step, step // 10, TENSORS, {"step": step, "nan": float("nan")}, warm_steps=min(step, 15))
 
 
 def steps(folder: Path, worker: int = 0) -> list[int]:
@@ -64,7 +64,7 @@ def test_a_saved_state_is_found_with_everything_that_was_said_of_it(tmp_path: Pa
     checkpoints = made(tmp_path, worker=1, workers=3, tell=told)
     save(checkpoints, 20)
     (found,), _ = find_checkpoints(tmp_path)
-    assert (found.step, found.worker, tuple(found.moment)) == (20, 1, (2, 1, 3))
+    assert (found.step, found.worker, found.moment) == (20, 1, Moment(2, 1, 3, 15))
     manifest = found.manifests[0]
     assert manifest.config == {"seed": 1} and manifest.state["step"] == 20 and manifest.state["nan"] != 0
     assert checkpoints.latest == 20

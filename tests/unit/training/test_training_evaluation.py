@@ -12,7 +12,7 @@ from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.rounds import Member, Report
 from diloco.models.native.presets import preset
 from diloco.models.native.transformer import Transformer
-from diloco.training.evaluation import Evaluation, combine, evaluate
+from diloco.training.validation import Evaluation, combine, evaluate
 
 LENGTH = 8
 

@@ -23,8 +23,8 @@ from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.gradient_mean import GradientMean
 from diloco.training.config.run import TrainingConfig
-from diloco.training.evaluation import evaluate
 from diloco.training.micro_batches import MicroBatch, micro_batches
+from diloco.training.validation import evaluate
 from support.pretrained_models import VOCAB, make_folder
 from support.saved_runs import quick_runs, small_config, train
 

@@ -10,8 +10,8 @@ from diloco.errors import ConfigError
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from diloco.optimizer import DiLoCo
+from diloco.training.compute import Precision
 from diloco.training.config.run import ComputeConfig, RunConfig, TrainingConfig
-from diloco.training.precision import Precision
 from support.threads import in_threads
 
 CPU = torch.device("cpu")

@@ -15,10 +15,9 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.lab.simulation.batches import Text
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
-from diloco.training.compute import prepare
+from diloco.training.compute import Precision, prepare
 from diloco.training.config.run import ComputeConfig, InnerConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule
-from diloco.training.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from diloco.lab.simulation.replicas import Beginning, Replicas, Task, learning_r
 from diloco.lab.simulation.ways import build
 from diloco.lab.simulation.workers import Workers
 from diloco.models.native.model import NativeModel
-from diloco.training.precision import Precision
+from diloco.training.compute import Precision
 from diloco.version import __version__
 
 OnProgress = Callable[[Progress], None]

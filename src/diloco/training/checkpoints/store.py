@@ -1,9 +1,9 @@
 """One worker's checkpoints on disk: written beside training, complete or not there at all; old ones are removed.
 
-`save` copies the state (snapshot.py) and returns; a thread writes the tensors, then the manifest, each forced to the
-disk. Training does not depend on the disk: a write that fails (disk full) and a save that is due while the one before
-is still being written are logged, reported as an event and counted, and training goes on; the checkpoints before stay.
-The checkpoint that a start resumed from is never written again: nothing has been trained since.
+`save` copies the state (`take_snapshot`) and returns; a thread writes the tensors, then the manifest, each forced to
+the disk. Training does not depend on the disk: a write that fails (disk full) and a save that is due while the one
+before is still being written are logged, reported as an event and counted, and training goes on; the checkpoints before
+stay. The checkpoint that a start resumed from is never written again: nothing has been trained since.
 
 Old checkpoints are removed only below a step that all workers have reported to have; each reports its latest one with
 every round. So at any time there is a checkpoint that all have. In a swarm each worker's checkpoints are its own.
@@ -14,10 +14,13 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from diloco.atomic_files import replace_file, sync_folder, write_file
 from diloco.engines.rounds import Member
@@ -33,7 +36,6 @@ from diloco.training.checkpoints.manifests import (
     worker_folder,
     worker_folders,
 )
-from diloco.training.checkpoints.snapshot import take_snapshot
 from diloco.training.checkpoints.tensor_files import SUFFIX, write_tensors
 from diloco.training.config.run import CheckpointConfig
 
@@ -318,3 +320,53 @@ def remove_folder(folder: Path, first: Iterable[Path]) -> None:
     shutil.rmtree(folder)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
+
+
+def take_snapshot(tensors: Mapping[str, TensorPieces]) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
+    """Return copies, and what to call before reading them, in any thread. The tensors may change from now on.
+
+    tensors on the CPU   are copied there
+    on a GPU             are copied within its memory if that leaves as much free again: it takes milliseconds, and the
+                         writing thread fetches the copies on a stream of its own
+    on a full GPU        are copied to pinned CPU memory, which is kept for the next time: training waits as long as the
+                         transfer takes, and no longer
+    """
+    live = [piece.tensor.detach() for tensor in tensors.values() for piece in tensor.pieces]
+    copies, wait = _copy_all(live)
+    rest = iter(copies)
+    return {
+        name: replace(tensor, pieces=tuple(replace(piece, tensor=next(rest)) for piece in tensor.pieces))
+        for name, tensor in tensors.items()
+    }, wait
+
+
+def _copy_all(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    if not on_gpu:
+        return [tensor.to("cpu", copy=True) for tensor in tensors], lambda: None
+    room = _has_room(on_gpu)
+    try:
+        copies = [_copy(tensor, within_gpu=room) for tensor in tensors]
+    except torch.OutOfMemoryError:
+        logger.info("no room on the GPU for a copy of the state: it is copied to the CPU")
+        copies = [_copy(tensor, within_gpu=False) for tensor in tensors]
+    done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(on_gpu[0].device))
+    return copies, done.synchronize
+
+
+def _has_room(tensors: Sequence[Tensor]) -> bool:
+    """Whether a copy of all leaves as much free again: training may need more at times."""
+    device = tensors[0].device
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached >= 2 * needed
+
+
+def _copy(tensor: Tensor, *, within_gpu: bool) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True)
+    if within_gpu:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

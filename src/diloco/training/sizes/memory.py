@@ -16,10 +16,9 @@ from diloco.methods.second_moments import moments_codec
 from diloco.models.base import LanguageModel
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
-from diloco.training.compute import WORTH_COMPILING
+from diloco.training.compute import SHORT_TYPES, WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
-from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.activations import native_activations, traced_peak
 from diloco.training.sizes.disk import eager_copies
 

@@ -5,8 +5,8 @@ import time
 
 import torch
 
+from diloco.training.compute import SHORT_TYPES
 from diloco.training.config.run import RunConfig
-from diloco.training.precision import SHORT_TYPES
 from diloco.training.sizes.memory import Place
 
 _SHARE = 0.6

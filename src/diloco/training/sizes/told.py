@@ -9,9 +9,9 @@ import torch
 from diloco.engines.base import Connection
 from diloco.errors import DiLoCoError
 from diloco.history.log import read_events
+from diloco.training.compute import precision_name
 from diloco.training.config.run import RunConfig
 from diloco.training.micro_batch_size import budget_bytes
-from diloco.training.precision import precision_name
 from diloco.training.sizes.estimate import Estimate, device_warning, estimate, memory_warning
 from diloco.training.sizes.memory import Place
 

@@ -30,9 +30,8 @@ from diloco.engines.rounds import Member
 from diloco.history.log import EventLog
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
-from diloco.training.evaluation import Evaluation, Evaluator
 from diloco.training.modes import Mode
-from diloco.training.validation import Validation
+from diloco.training.validation import Evaluation, Evaluator, Validation
 
 _FEWEST = 3
 """Shares whose median one liar cannot move."""
