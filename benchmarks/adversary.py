@@ -21,14 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
-from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import clock, messages
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.node.wire import write_frame
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.wire import write_frame
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker
+from diloco.swarm.trainer import RoundOutcome
 from measuring import write_results
 
 ROUNDS, NUMEL, ROUND_SECONDS = 8, 4_000, 10.0

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
-from diloco.engines.swarm.trust import run_owner
 from diloco.history.log import Event, read_events
+from diloco.swarm.trust import run_owner
 from support.swarm.networks import Internet
 from support.swarm.processes import descendants
 

@@ -154,11 +154,11 @@ def torchft(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[
 
 
 def _swarm_engine(task: Task) -> Any:
-    from diloco.engines.swarm.engine import SwarmEngine
-    from diloco.engines.swarm.run_files import invitation_file, write_private
-    from diloco.engines.swarm.settings import Settings
-    from diloco.engines.swarm.trust.invitation import invite
-    from diloco.engines.swarm.trust.run_key import RunKey
+    from diloco.swarm.engine import SwarmEngine
+    from diloco.swarm.run_files import invitation_file, write_private
+    from diloco.swarm.settings import Settings
+    from diloco.swarm.trust.invitation import invite
+    from diloco.swarm.trust.run_key import RunKey
 
     shared = Path(task.folder) / "invitation"
     folder = Path(task.folder) / f"machine-{task.rank}" / "swarm"

@@ -36,8 +36,8 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.node.proofs import merkle, projections
-from diloco.engines.swarm.node.proofs.certificate import RangeDigest
+from diloco.swarm.audit import merkle, projections
+from diloco.swarm.protocol.certificate import RangeDigest
 from measuring import results_path, write_results
 
 LOOPBACK, LINES = "loopback", ("1000", "100")

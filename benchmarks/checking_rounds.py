@@ -9,7 +9,7 @@ from pathlib import Path
 
 import search_path  # noqa: F401  `support` of the tests
 from attacks.unchecked import CHECKS_OFF, leave_checks_out
-from diloco.engines.swarm.settings import Settings
+from diloco.swarm.settings import Settings
 from measuring import Spread
 from support.swarm.networks import internet
 from support.swarm.processes import Worker, Workers

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from support.swarm.networks import Internet, internet
 
 WORKERS = 4
@@ -37,8 +37,8 @@ def work(given: dict[str, Any]) -> None:
     from msgspec import convert
 
     from diloco.engines.rounds import GlobalState
-    from diloco.engines.swarm.engine import SwarmEngine
     from diloco.errors import RoundFailed
+    from diloco.swarm.engine import SwarmEngine
     from support.rounds import average
 
     def tell(**fields: Any) -> None:

@@ -136,7 +136,7 @@ def _free_port() -> int:
 
 def swarm_worker(settings: Any, pipe: Connection, task: Task, workers: int) -> None:
     """Says its number; begins each round when told so."""
-    from diloco.engines.swarm.engine import SwarmEngine
+    from diloco.swarm.engine import SwarmEngine
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     engine = SwarmEngine(settings)

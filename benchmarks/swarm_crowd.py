@@ -13,12 +13,12 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import RoundFailed
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from measuring import Spread
 
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from diloco.engines.swarm.settings import Settings
+from diloco.swarm.settings import Settings
 
 _MATCHMAKING_SECONDS = 5.0
 _ROUND_SECONDS = 120.0

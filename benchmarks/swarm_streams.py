@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
-from diloco.engines.swarm.network.transport import Stream
-from diloco.engines.swarm.settings import Settings
+from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
+from diloco.swarm.network.transport import Stream
+from diloco.swarm.settings import Settings
 from swarm_hivemind import Exchange
 
 _SECONDS = 120.0

@@ -22,10 +22,10 @@ from diloco.core.digest import digest
 from diloco.core.fragments import PartLayout, span_elements
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.rounds import Contribution, GlobalState, RoundKey
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.settings import Settings
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.settings import Settings
 from support.swarm.trainers import Vector
 from swarm_hivemind import Exchange
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from diloco.engines.swarm.node.node import Node
+from diloco.swarm.node.node import Node
 
 FIRST = int(os.environ.get("ATTACK_FROM", "3"))
 """The first round in which the member attacks."""

@@ -11,13 +11,13 @@ from torch import Tensor
 from attacks import has_begun, instead_of, node
 from diloco.codecs.registry import codec
 from diloco.engines import header
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node.messages import Ready
-from diloco.engines.swarm.node.rounds.outcomes import Outcomes
-from diloco.engines.swarm.node.rounds.participant import Participant
-from diloco.engines.swarm.node.rounds.round import Round
-from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker
-from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol.messages import Ready
+from diloco.swarm.protocol.round import Round
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.trainer import PostedRound, PresentWorker
 
 _SEQUENCE, _WEIGHT, _NORM, _ROUND_WEIGHT, _LAYOUT = 1, 3, 4, 5, 8
 """Places in a header."""

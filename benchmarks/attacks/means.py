@@ -10,16 +10,16 @@ from msgspec import structs
 
 from attacks import has_begun, instead_of, node
 from attacks.contributions import with_fields
-from diloco.engines.swarm.network.transport import Stream
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
-from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.proofs import directions
-from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, range_digests
-from diloco.engines.swarm.node.rounds import comparisons
-from diloco.engines.swarm.node.rounds.outcomes import Outcomes
-from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
-from diloco.engines.swarm.node.wire import write_frame
+from diloco.swarm.audit import directions
+from diloco.swarm.network.transport import Stream
+from diloco.swarm.node import comparisons
+from diloco.swarm.node.heartbeats import Heartbeats
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.certificate import Certificate, RangeDigest, range_digests
+from diloco.swarm.protocol.wire import write_frame
 
 _NAN = bytes.fromhex("007e")  # in fp16
 

@@ -12,18 +12,18 @@ from msgspec import structs
 
 from attacks import has_begun, instead_of, node
 from attacks.rounds import beside
-from diloco.engines.swarm.network.identity import peer_id
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
-from diloco.engines.swarm.node.membership.processes import addressed
-from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.wire import Malformed
-from diloco.engines.swarm.run_files import RUN_KEY_FILE, invitation_file
-from diloco.engines.swarm.trust.credential import PeerRefused
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.network.identity import peer_id
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node.heartbeats import Heartbeats
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.processes import addressed
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.run_files import RUN_KEY_FILE, invitation_file
+from diloco.swarm.trust.credential import PeerRefused
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.run_key import RunKey
 
 _INVENTED = 10_000
 

@@ -8,17 +8,17 @@ from typing import Any
 from msgspec import structs
 
 from attacks import has_begun, instead_of, node
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.calls import Calls
-from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
-from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.own_checks import OwnChecks
-from diloco.engines.swarm.node.plan import Authority, Plan
-from diloco.engines.swarm.node.rounds.leader import Leader
-from diloco.engines.swarm.node.rounds.participant import Participant
-from diloco.engines.swarm.node.trainer import PostedRound
-from diloco.engines.swarm.node.wire import Malformed
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.heartbeats import Heartbeats
+from diloco.swarm.node.leader import Leader
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.own_checks import OwnChecks
+from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.plan import Authority, Plan
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.trainer import PostedRound
 
 _HIGHEST = 1 << 53
 

@@ -7,13 +7,13 @@ from typing import Any
 from msgspec import structs
 
 from attacks import has_begun, instead_of
-from diloco.engines.swarm.network.transport import Stream
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.membership.heartbeats import Heartbeats
-from diloco.engines.swarm.node.trainer import Snapshot
-from diloco.engines.swarm.node.transfers.state_transfer import StateTransfer
-from diloco.engines.swarm.node.wire import encode, write_frame
-from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.swarm.network.transport import Stream
+from diloco.swarm.node.heartbeats import Heartbeats
+from diloco.swarm.node.state_transfer import StateTransfer
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.trainer import Snapshot
 
 _AHEAD = 3
 _TIB = 1 << 40

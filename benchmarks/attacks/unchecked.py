@@ -11,15 +11,15 @@ from typing import Any
 
 from attacks import instead_of
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.node.proofs import merkle
-from diloco.engines.swarm.node.proofs.certificate import RangeDigest
-from diloco.engines.swarm.node.proofs.committed import CommittedParts
-from diloco.engines.swarm.node.proofs.mean_check import MeanCheck
-from diloco.engines.swarm.node.proofs.norms import NormCheck
-from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.proofs.own_contributions import OwnContributions
-from diloco.engines.swarm.node.rounds import transfer
-from diloco.engines.swarm.node.rounds.transfer import Transfer
+from diloco.swarm.audit import merkle
+from diloco.swarm.audit.committed import CommittedParts
+from diloco.swarm.audit.mean_check import MeanCheck
+from diloco.swarm.audit.norms import NormCheck
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit.own_contributions import OwnContributions
+from diloco.swarm.node import transfer
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.certificate import RangeDigest
 
 CHECKS_OFF = "CHECKS_OFF"
 _DIGEST, _SIGNATURE = bytes(32), bytes(64)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from diloco.engines.connect import connect as connect
     from diloco.engines.local import LocalSwarm as LocalSwarm
     from diloco.engines.local import alone as alone
-    from diloco.engines.swarm.join import join_swarm as join_swarm
     from diloco.optimizer import DiLoCo as DiLoCo
+    from diloco.swarm.join import join_swarm as join_swarm
 
 _HOMES = {
     "DiLoCo": "diloco.optimizer",
     "connect": "diloco.engines.connect",
-    "join_swarm": "diloco.engines.swarm.join",
+    "join_swarm": "diloco.swarm.join",
     "alone": "diloco.engines.local",
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",

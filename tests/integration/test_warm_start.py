@@ -10,9 +10,9 @@ from torch import nn
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
 from diloco.engines.local import alone
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus
 from diloco.errors import ConfigError, EngineError
 from diloco.optimizer import DiLoCo
+from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.training.data_parallel import DataParallel
 from diloco.training.processes.swarm_worker import wait_for_warm_start
 from support.elastic import ElasticWorld

@@ -12,9 +12,9 @@ from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.engines.swarm.node.status import RunStatus
 from diloco.errors import EngineError
 from diloco.history.log import Event, EventLog, read_events
+from diloco.swarm.protocol.status import RunStatus
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 import diloco
-from diloco.engines.swarm.network.transport import LEAST_RATE
-from diloco.engines.swarm.node.membership import attendance, quorum
-from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.engines.swarm.node.rounds import leader_watch, shares
-from diloco.engines.swarm.settings import Settings
+from diloco.swarm.network.transport import LEAST_RATE
+from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
+from diloco.swarm.protocol import attendance, leader_watch, quorum, shares
+from diloco.swarm.settings import Settings
 from diloco.swarm.simulator import schedules
 from diloco.training.config.run_file import known_keys
 
@@ -88,7 +87,7 @@ def _defined_tests() -> set[str]:
     return {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))}
 
 
-NODE = ROOT / "src/diloco/engines/swarm/node"
+NODE = ROOT / "src/diloco/swarm"
 PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 
@@ -100,7 +99,7 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
     named = {name for row in rows for name in re.findall(r"[A-Z]\w+", row[1])}
     defined = {
         name
-        for path in ("messages.py", "proofs/messages.py", "plan.py")
+        for path in ("protocol/messages.py", "protocol/proof_messages.py", "protocol/plan.py")
         for name in re.findall(r"^class (\w+)\(", (NODE / path).read_text(), re.MULTILINE)
     }
     assert {"Ready", "Commit"} < named and not named - defined

@@ -32,29 +32,29 @@ from diloco.engines.asynchronous.sockets import _REPLY, _read_reply
 from diloco.engines.header import pack
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import Contribution, RoundKey
-from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
-from diloco.engines.swarm.network.reachability import decode_result
-from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.plan import Entry, parse_header
-from diloco.engines.swarm.node.proofs import merkle
-from diloco.engines.swarm.node.rounds import comparisons
-from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.trainer import PresentWorker, Snapshot
-from diloco.engines.swarm.node.transfers.state_digest import state_digest
-from diloco.engines.swarm.node.wire import Malformed, encode
-from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.engines.swarm.sidecar import snapshots
-from diloco.engines.swarm.trust.credential import Credential, PeerRefused
-from diloco.engines.swarm.trust.invitation import MARK, Invitation, invite
-from diloco.engines.swarm.trust.revocation import Revocation, RevocationClaims
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.text_encoding import encode_text
 from diloco.errors import CheckpointError, ConfigError, DataError, EngineError
 from diloco.history.log import read_events
 from diloco.history.resuming import current
+from diloco.swarm.audit import merkle
+from diloco.swarm.network.known_peers import read_peers
+from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
+from diloco.swarm.network.reachability import decode_result
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node import comparisons
+from diloco.swarm.node.state_digest import state_digest
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.plan import Entry, parse_header
+from diloco.swarm.protocol.status import Status
+from diloco.swarm.protocol.wire import Malformed, encode
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.sidecar import snapshots
 from diloco.swarm.simulator.workers import NAMES, plan
+from diloco.swarm.trainer import PresentWorker, Snapshot
+from diloco.swarm.trust.credential import Credential, PeerRefused
+from diloco.swarm.trust.invitation import MARK, Invitation, invite
+from diloco.swarm.trust.revocation import Revocation, RevocationClaims
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.text_encoding import encode_text
 from diloco.training.checkpoints.manifests import Manifest
 from diloco.training.checkpoints.tensor_files import saved_tensors
 from diloco.training.records.run_description import RunDescription

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-if "diloco.engines.swarm.sidecar" in sys.orig_argv:
+if "diloco.swarm.sidecar" in sys.orig_argv:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from attacks import begin
 

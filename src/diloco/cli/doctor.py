@@ -13,7 +13,7 @@ from diloco.cli.config_parser import HYPHEN
 from diloco.errors import EngineError
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.doctor.machine_checks import Finding
+    from diloco.swarm.doctor.machine_checks import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -55,7 +55,7 @@ def doctor(
 async def _findings(
     invitation: str | None, host: str | None, port: int | None, announce: tuple[str, ...], folder: Path
 ) -> "AsyncIterator[Finding]":
-    from diloco.engines.swarm.doctor import machine_checks
+    from diloco.swarm.doctor import machine_checks
 
     missing = False
     for finding in machine_checks.check_packages():
@@ -65,8 +65,8 @@ async def _findings(
     yield machine_checks.check_disk(folder)
     if missing:
         return  # the other checks import these packages
-    from diloco.engines.swarm.doctor import network_checks, swarm_checks
-    from diloco.engines.swarm.network.addresses import ListenConfig
+    from diloco.swarm.doctor import network_checks, swarm_checks
+    from diloco.swarm.network.addresses import ListenConfig
 
     config = ListenConfig(host, port, announce)
     yield network_checks.check_addresses()
@@ -74,7 +74,7 @@ async def _findings(
     yield port_found
     daemon = await network_checks.check_daemon()
     yield daemon
-    from diloco.engines.swarm.trust.invitation import VARIABLE
+    from diloco.swarm.trust.invitation import VARIABLE
 
     given = [] if invitation is None else [invitation]
     if not (given or os.environ.get(VARIABLE)) or "failed" in (daemon.state, port_found.state):

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli.config_parser import HYPHEN
-from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError
 from diloco.own_command import command
 from diloco.run_lock import is_training
+from diloco.swarm.installed import check_swarm
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.records.run_folder import resume_command
 
@@ -42,8 +42,8 @@ def invite(
         Print this invitation (`-`, `@FILE` or the word) again with the addresses known now, on any machine of the run.
     """
     check_swarm()
-    from diloco.engines.swarm.trust import run_owner
-    from diloco.engines.swarm.trust.invitation import read_invitations
+    from diloco.swarm.trust import run_owner
+    from diloco.swarm.trust.invitation import read_invitations
 
     folder = run_owner.swarm_folder(run)
     if renew is not None:
@@ -85,8 +85,8 @@ def revoke(run: Path, peer: Annotated[str, HYPHEN], /) -> None:
         A worker's number, its peer id, a beginning or end of the id; or an invitation (`-` and `@FILE`, too).
     """
     check_swarm()
-    from diloco.engines.swarm.trust import run_owner
-    from diloco.engines.swarm.trust.invitation import is_word, read_invitations
+    from diloco.swarm.trust import run_owner
+    from diloco.swarm.trust.invitation import is_word, read_invitations
 
     which = peer if is_word(peer) else read_invitations([peer], None)[0].text()
     done = run_owner.revoke(run_owner.swarm_folder(run), which, time.time())

@@ -14,10 +14,10 @@ from diloco.cli.config_parser import parse_config
 from diloco.cli.display.live import PipeSafeConsole
 from diloco.cli.display.run_display import RunDisplay, print_end
 from diloco.cli.runs.ended_run import folder_of, folder_with, summary_of
-from diloco.engines.swarm.installed import check_swarm
 from diloco.errors import ConfigError, Excluded, RendezvousError, RunComplete
 from diloco.own_command import command
 from diloco.sinks.registry import check_installed
+from diloco.swarm.installed import check_swarm
 from diloco.training.config.run import RunConfig, is_shared
 from diloco.training.config.run_file import did_you_mean, known_keys, options
 from diloco.training.processes.swarm_start import SWARM_TEXT, describe_run, join_run
@@ -25,7 +25,7 @@ from diloco.training.records.run_description import RunDescription
 from diloco.training.records.run_folder import resume_command
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.trust.invitation import Invitation
+    from diloco.swarm.trust.invitation import Invitation
 
 _HELP = """\
 [bold]diloco join[/] - | @FILE \\[OPTIONS]
@@ -70,7 +70,7 @@ def join(
     sources = list(takewhile(lambda token: not token.startswith("--"), given))
     asked, rest = estimate_options(given[len(sources) :])
     tokens = check_own_options(rest)
-    from diloco.engines.swarm.trust.invitation import is_word, read_invitations
+    from diloco.swarm.trust.invitation import is_word, read_invitations
 
     def configure(description: RunDescription) -> RunConfig:
         config = joined_config(description, tokens, len(invitations))

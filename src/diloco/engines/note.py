@@ -2,7 +2,7 @@
 
 A note comes from another machine, so it has one form and one reader: fixed fields, each with its bounds, and a length
 that follows from its three counts. `read_note` accepts that and nothing else. A node reads the note of every
-contribution before it counts (swarm/node/plan.py): a note that cannot be read is an offence of its author.
+contribution before it counts (swarm/protocol/plan.py): a note that cannot be read is an offence of its author.
 """
 
 import struct

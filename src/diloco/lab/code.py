@@ -16,7 +16,7 @@ from diloco.version import __version__
 
 _ROOT = Path(diloco.__path__[0])
 _SIMULATOR = "diloco.lab.simulation.simulator"
-_NOT_SIMULATED = "diloco.engines.swarm"
+_NOT_SIMULATED = "diloco.swarm"
 """Simulated workers meet over the local engine: what a swarm's network does changes no result."""
 
 

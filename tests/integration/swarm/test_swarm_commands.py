@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import run as command
-from diloco.engines.swarm.run_files import SWARM_FOLDER
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.models.native.saving import load_model
+from diloco.swarm.run_files import SWARM_FOLDER
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from support.train_runs import Run, start, write_text
 
 WARM = 10

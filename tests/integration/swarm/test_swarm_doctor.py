@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import run
-from diloco.engines.swarm.doctor import machine_checks, network_checks, swarm_checks
-from diloco.engines.swarm.network import reachability
-from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
-from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
-from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.trainer import Snapshot
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.doctor import machine_checks, network_checks, swarm_checks
+from diloco.swarm.network import reachability
+from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.p2pd import transport as p2pd_transport
+from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node.node import Node
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trainer import Snapshot
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.permissions import Permissions
+from diloco.swarm.trust.run_key import RunKey
 
 pytestmark = pytest.mark.timeout(600)
 KEY = RunKey.create()

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from diloco.engines.rounds import GlobalState, RoundKey
-from diloco.engines.swarm import installed, pending_round
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.sidecar import child_process, supervisor
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.swarm import installed, pending_round
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.installed import check_swarm
+from diloco.swarm.settings import Settings
+from diloco.swarm.sidecar import child_process, supervisor
 from support.processes import context
 from support.rounds import contribution, decoded, values
 from support.swarm.sidecars import COMMAND, processes_with, told
@@ -283,7 +283,7 @@ def test_without_its_packages_the_engine_says_what_to_install(monkeypatch: pytes
 LOADED_TWICE = f"""
 import runpy, sys
 from collections import Counter
-from diloco.engines.swarm.sidecar import process
+from diloco.swarm.sidecar import process
 
 def run(fd, build):
     files = Counter(getattr(module, "__file__", None) for module in set(sys.modules.values()))

@@ -17,10 +17,10 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.reduction import reduce_parts
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from support.swarm import networks
 from support.swarm.networks import Internet, internet
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd import incoming
-from diloco.engines.swarm.network.p2pd import transport as p2pd_transport
-from diloco.engines.swarm.network.p2pd.transport import COMMON_FLAGS, P2pdTransport
-from diloco.engines.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 from diloco.errors import ConfigError, RendezvousError
+from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.p2pd import incoming
+from diloco.swarm.network.p2pd import transport as p2pd_transport
+from diloco.swarm.network.p2pd.transport import COMMON_FLAGS, P2pdTransport
+from diloco.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
 
 pytestmark = [
     pytest.mark.slow,
@@ -309,8 +309,8 @@ def test_what_is_asked_while_p2pd_restarts_waits_for_the_new_one(tmp_path: Path)
 _KILLED = """
 import asyncio, sys
 from pathlib import Path
-from diloco.engines.swarm.network.p2pd.transport import P2pdTransport
-from diloco.engines.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.p2pd.transport import P2pdTransport
+from diloco.swarm.network.addresses import ListenConfig
 
 async def main():
     transport = await P2pdTransport.create(Path(sys.argv[1]), "/diloco-test/1", ListenConfig(host="127.0.0.1"))
@@ -336,7 +336,7 @@ def test_no_daemon_is_left_when_its_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_hivemind_itself_is_not_imported() -> None:
-    used = "import sys, diloco.engines.swarm.network.p2pd.transport as d; d.Control('/a', '/b')"
+    used = "import sys, diloco.swarm.network.p2pd.transport as d; d.Control('/a', '/b')"
     code = f"{used}; print({{'torch', 'hivemind'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

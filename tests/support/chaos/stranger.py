@@ -7,18 +7,18 @@ a round, and takes what it can get. `intrude` tells what it got, which must be n
 import asyncio
 from multiprocessing.connection import Connection
 
-from diloco.engines.swarm.network.addresses import ListenConfig
-from diloco.engines.swarm.network.p2pd.transport import P2pdTransport, protocol_of
-from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import guest_messages, messages
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.proofs.certificate import Certificate
-from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.trainer import PresentWorker
-from diloco.engines.swarm.node.wire import PROTOCOL, encode, write_frame
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol.certificate import Certificate
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.status import Status
+from diloco.swarm.protocol.wire import PROTOCOL, encode, write_frame
+from diloco.swarm.settings import Settings
+from diloco.swarm.trainer import PresentWorker
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from diloco.version import __version__
 from support.chaos.worker import Story, Task
 

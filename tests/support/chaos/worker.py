@@ -23,14 +23,14 @@ from diloco.core.merging import MAX_WEIGHT_ROUNDS
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.local import LocalSwarm
 from diloco.engines.rounds import Contribution, RoundKey
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.settings import Settings
 from diloco.errors import DiLoCoError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer
 from diloco.optimizer import DiLoCo
 from diloco.outer.elastic import ElasticLoop
 from diloco.outer.rounds import RoundEvent
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.settings import Settings
 
 H = 10
 LENGTH, BATCH = 32, 8

@@ -16,8 +16,8 @@ def main(given: dict[str, Any]) -> None:
     from msgspec import convert
 
     from diloco.engines.rounds import GlobalState
-    from diloco.engines.swarm.engine import SwarmEngine
-    from diloco.engines.swarm.settings import Settings
+    from diloco.swarm.engine import SwarmEngine
+    from diloco.swarm.settings import Settings
     from support.rounds import average
 
     torch.set_num_threads(1)

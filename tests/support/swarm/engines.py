@@ -20,12 +20,12 @@ import torch
 from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.node.status import MemberStatus
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.protocol.status import MemberStatus
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from support.problem import Story, train
 
 T, W = TypeVar("T"), TypeVar("W")

@@ -81,10 +81,10 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
-    from diloco.engines.swarm.network import hole_punching, reachability
-    from diloco.engines.swarm.network.addresses import ListenConfig
-    from diloco.engines.swarm.network.p2pd.transport import P2pdTransport
-    from diloco.engines.swarm.network.transport import Stream
+    from diloco.swarm.network import hole_punching, reachability
+    from diloco.swarm.network.addresses import ListenConfig
+    from diloco.swarm.network.p2pd.transport import P2pdTransport
+    from diloco.swarm.network.transport import Stream
 
     async def answer(peer: str, request: bytes) -> bytes:
         return f"{peer} said ".encode() + request

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import invite
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.network.known_peers import read_peers
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from support.forks import context
 from support.swarm.networks import Internet, enter
 

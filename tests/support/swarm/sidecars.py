@@ -15,8 +15,12 @@ from typing import Any
 
 from diloco.atomic_files import write_file
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus
-from diloco.engines.swarm.node.trainer import (
+from diloco.errors import ConfigError, RendezvousError
+from diloco.swarm.protocol.status import MemberStatus, RunStatus
+from diloco.swarm.settings import Settings
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.sidecar import process as sidecar
+from diloco.swarm.trainer import (
     FetchedState,
     PostedRound,
     PresentWorker,
@@ -25,10 +29,6 @@ from diloco.engines.swarm.node.trainer import (
     Snapshot,
     Trainer,
 )
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.engines.swarm.sidecar import process as sidecar
-from diloco.errors import ConfigError, RendezvousError
 
 COMMAND = (sys.executable, __file__)
 _TOLD_FILE = "told.json"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.settings import Settings
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.settings import Settings
 
 _RAMP = 7
 """A gradient's elements are its size times 1, 2, …, 7, 1, 2, …"""

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import run
-from diloco.engines.swarm.network import identity
-from diloco.engines.swarm.network.known_peers import KnownPeer, write_peers
-from diloco.engines.swarm.run_files import REVOCATIONS_FILE, write_private
-from diloco.engines.swarm.trust.credential import PeerRefused
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.run_owner import choose_addresses, own_invitation, refresh_invitation
 from diloco.errors import ConfigError
+from diloco.swarm.network import identity
+from diloco.swarm.network.known_peers import KnownPeer, write_peers
+from diloco.swarm.run_files import REVOCATIONS_FILE, write_private
+from diloco.swarm.trust.credential import PeerRefused
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.permissions import Permissions
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.run_owner import choose_addresses, own_invitation, refresh_invitation
 
 OWN = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"
 BOB = "12D3KooWEVzzbXEuipGCBomRsHiLcoXP8rQAV44azxHrqxM9Ch26"

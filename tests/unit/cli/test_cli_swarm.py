@@ -21,13 +21,13 @@ from diloco.cli.display.view import RunView
 from diloco.cli.join import check_seats
 from diloco.cli.main import run
 from diloco.data.preparation.received_corpus import corpus_files
-from diloco.engines.swarm.config import SwarmConfig
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.signatures import sign
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.history.log import Event, EventLog
 from diloco.history.resuming import current
+from diloco.swarm.config import SwarmConfig
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.signatures import sign
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge, to_toml
 from diloco.training.processes.start import check_out

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.engines.swarm.network import addresses, identity, multiaddr
 from diloco.errors import ConfigError
+from diloco.swarm.network import addresses, identity, multiaddr
 
 PEER = identity.peer_id(bytes(range(32)))
 

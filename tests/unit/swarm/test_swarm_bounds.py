@@ -7,22 +7,23 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from diloco.engines.swarm.network.p2pd import streams
-from diloco.engines.swarm.network.p2pd.incoming import IncomingRequests
-from diloco.engines.swarm.network.p2pd.streams import SocketStream
-from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import clock, messages
-from diloco.engines.swarm.node.membership.attendance import Attendance
-from diloco.engines.swarm.node.membership.processes import addressed
-from diloco.engines.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.proofs.certificate import Agreed, Certificate
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.node.wire import encode, write_frame
+from diloco.swarm.network.p2pd import streams
+from diloco.swarm.network.p2pd.incoming import IncomingRequests
+from diloco.swarm.network.p2pd.streams import SocketStream
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
+from diloco.swarm.node.processes import addressed
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.attendance import Attendance
+from diloco.swarm.protocol.certificate import Agreed, Certificate
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.wire import encode, write_frame
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 async def all_post(workers: list[MemoryWorker], sequence: int) -> list[RoundOutcome]:

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from diloco.engines.swarm.node.plan import Authority, Entry, Plan
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import PresentWorker
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.plan import Authority, Entry, Plan
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.workers import MemorySwarm, values
+from diloco.swarm.trainer import PresentWorker
 
 TICKS = range(5)
 

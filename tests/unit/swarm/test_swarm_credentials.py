@@ -9,18 +9,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.engines.swarm.trust.credential import (
+from diloco.errors import ConfigError
+from diloco.swarm.trust.credential import (
     MAX_CREDENTIAL_BYTES,
     Certificate,
     Credential,
     PeerRefused,
     certified_bytes,
 )
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.revocation import MAX_REVOCATION_BYTES, Revocation
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.signatures import sign
-from diloco.errors import ConfigError
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.revocation import MAX_REVOCATION_BYTES, Revocation
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.signatures import sign
 
 NOW = 1_800_000_000.0
 ALICE = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"

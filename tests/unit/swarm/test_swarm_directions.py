@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.engines.swarm.node.plan import POINTS_AGAINST, Entry, Plan
-from diloco.engines.swarm.node.proofs import directions
-from diloco.engines.swarm.node.rounds.led_round import LedRound
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.audit import directions
+from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.plan import POINTS_AGAINST, Entry, Plan
 from diloco.swarm.simulator.lies import tells_directions, tells_that_all_point_against
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker
+from diloco.swarm.trainer import RoundOutcome
 
 NUMEL = 40_000
 COMMON = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))

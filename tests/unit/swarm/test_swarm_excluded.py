@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.sidecar.link import LinkClosed
-from diloco.engines.swarm.sidecar.messages import FetchState
-from diloco.engines.swarm.sidecar.supervisor import SidecarSupervisor
 from diloco.errors import Excluded
+from diloco.swarm.settings import Settings
+from diloco.swarm.sidecar.link import LinkClosed
+from diloco.swarm.sidecar.messages import FetchState
+from diloco.swarm.sidecar.supervisor import SidecarSupervisor
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import MemorySwarm, date, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 @pytest.mark.parametrize("count", [2, 3])

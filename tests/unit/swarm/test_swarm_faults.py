@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.membership.processes import check_process
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.run_files import invitation_file, write_private
 from diloco.errors import Excluded
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node.processes import check_process
+from diloco.swarm.protocol import messages
+from diloco.swarm.run_files import invitation_file, write_private
 from diloco.swarm.simulator.stories import founded, freeze, rounds, sleep, stop, thaw, told, train
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 async def missed(worker: MemoryWorker) -> None:
@@ -28,7 +28,7 @@ def test_a_laptop_that_slept_until_it_was_forgotten_says_hello_catches_up_and_go
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader, or another worker."""
-    monkeypatch.setattr("diloco.engines.swarm.node.membership.heartbeats._MAX_SILENT", 0)
+    monkeypatch.setattr("diloco.swarm.node.heartbeats._MAX_SILENT", 0)
 
     async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], tuple[int, ...]]:
         workers = await founded(swarm, 3)

@@ -5,13 +5,13 @@ import hashlib
 
 import pytest
 
-from diloco.engines.swarm.node.messages import Commit, Waiting
-from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.protocol.messages import Commit, Waiting
+from diloco.swarm.protocol.status import Status
 from diloco.swarm.simulator.lies import accuses
 from diloco.swarm.simulator.network import Fate, request_in
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 async def post(worker: MemoryWorker, sequence: int, seconds: float) -> RoundOutcome:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.membership import attendance
-from diloco.engines.swarm.node.membership.members import DIALS_AT_ONCE, DIALS_PER_SECOND
-from diloco.engines.swarm.node.membership.numbers import give_number
-from diloco.engines.swarm.node.messages import Goodbye, RosterEntry
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.sidecar.process import LogLimit
-from diloco.engines.swarm.trust.invitation import invite
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.members import DIALS_AT_ONCE, DIALS_PER_SECOND
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol import attendance
+from diloco.swarm.protocol.messages import Goodbye, RosterEntry
+from diloco.swarm.protocol.numbers import give_number
+from diloco.swarm.sidecar.process import LogLimit
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
+from diloco.swarm.trust.invitation import invite
 
 INVENTED = [f"{NAMES[5][:-4]}{index:04d}" for index in range(40)]
 
@@ -130,7 +130,7 @@ def test_the_record_of_a_member_is_of_its_key_and_not_of_its_visit(monkeypatch: 
                 worker.node.heartbeats._add(liar.name, liar.node.heartbeats.hello())
         return in_plan
 
-    monkeypatch.setattr("diloco.engines.swarm.node.membership.heartbeats._RETURNS_AT_ONCE", 1000.0)
+    monkeypatch.setattr("diloco.swarm.node.heartbeats._RETURNS_AT_ONCE", 1000.0)
     in_plan = told(story)
     assert in_plan[:3] == [True] * 3 and sum(in_plan[3:]) <= 4
 

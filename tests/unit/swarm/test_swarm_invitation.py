@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diloco.engines.swarm.trust.credential import (
+from diloco.errors import ConfigError
+from diloco.swarm.trust.credential import (
     MAX_EXPIRES,
 )
-from diloco.engines.swarm.trust.invitation import MAX_ADDRESSES, Invitation, invite, is_word, read_invitations
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.signatures import key_id
-from diloco.engines.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
-from diloco.errors import ConfigError
+from diloco.swarm.trust.invitation import MAX_ADDRESSES, Invitation, invite, is_word, read_invitations
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.signatures import key_id
+from diloco.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
 
 NOW = 1_800_000_000.0
 ALICE = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import diloco
-from diloco.engines.swarm import engine as swarm_engine
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import ConfigError
 from diloco.run_lock import is_training
+from diloco.swarm import engine as swarm_engine
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.run_key import RunKey
 
 closing: list[Callable[[], None]] = []
 """What the engines call when they are closed."""

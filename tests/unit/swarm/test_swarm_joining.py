@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.known_peers import read_peers
-from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.guest import Guest
-from diloco.engines.swarm.node.membership.numbers import give_number
-from diloco.engines.swarm.node.messages import OpenState, RosterEntry
-from diloco.engines.swarm.node.proofs.certificate import Certificate
-from diloco.engines.swarm.node.rounds import recent_rounds
-from diloco.engines.swarm.node.status import MAX_NUMBER
-from diloco.engines.swarm.node.transfers import state_transfer
-from diloco.engines.swarm.node.transfers.file_transfer import fetch_file
-from diloco.engines.swarm.node.transfers.places import Place, Places
-from diloco.engines.swarm.node.wire import encode, write_frame
-from diloco.engines.swarm.run_files import PEERS_FILE, invitation_file
-from diloco.engines.swarm.shared_memory import SharedMemory
 from diloco.errors import EngineError, Excluded, RendezvousError
+from diloco.swarm.network.known_peers import read_peers
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock, recent_rounds, state_transfer
+from diloco.swarm.node.file_transfer import fetch_file
+from diloco.swarm.node.guest import Guest
+from diloco.swarm.node.places import Place, Places
+from diloco.swarm.protocol.certificate import Certificate
+from diloco.swarm.protocol.messages import OpenState, RosterEntry
+from diloco.swarm.protocol.numbers import give_number
+from diloco.swarm.protocol.status import MAX_NUMBER
+from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.run_files import PEERS_FILE, invitation_file
+from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, rounds, stop, told, train
 from diloco.swarm.simulator.workers import NAMES, NUMEL, MemorySwarm, MemoryWorker, plan, values
@@ -468,7 +466,7 @@ def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: s
 
 
 def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.engines.swarm.node.membership.joining._SEARCH_SECONDS", 0.7)
+    monkeypatch.setattr("diloco.swarm.node.joining._SEARCH_SECONDS", 0.7)
 
     async def story(swarm: MemorySwarm) -> None:
         await founded(swarm, 1)
@@ -476,7 +474,7 @@ def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) 
         def refuse(*_: Any) -> int:
             raise CallRefused("not today")
 
-        monkeypatch.setattr("diloco.engines.swarm.node.node.give_number", refuse)
+        monkeypatch.setattr("diloco.swarm.node.node.give_number", refuse)
         await swarm.start()
 
     with pytest.raises(

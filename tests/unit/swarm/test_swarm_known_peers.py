@@ -8,8 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diloco.engines.swarm.network import known_peers
-from diloco.engines.swarm.network.known_peers import KnownPeer, PeersFile, read_peers, write_peers
+from diloco.swarm.network import known_peers
+from diloco.swarm.network.known_peers import KnownPeer, PeersFile, read_peers, write_peers
 from diloco.swarm.simulator.workers import MemorySwarm
 
 

@@ -17,12 +17,16 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, Report, RoundKey
-from diloco.engines.swarm.network.transport import CallRefused, Stream
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import decode
-from diloco.engines.swarm.node.plan import Authority, Entry
-from diloco.engines.swarm.node.proofs import directions, merkle
-from diloco.engines.swarm.node.proofs.certificate import (
+from diloco.errors import EngineError
+from diloco.swarm.audit import directions, merkle
+from diloco.swarm.audit.norms import Encoding, are_long
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.network.transport import CallRefused, Stream
+from diloco.swarm.node import clock
+from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.state_digest import state_digest
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.certificate import (
     Certificate,
     CertifiedPlan,
     LongParts,
@@ -34,17 +38,12 @@ from diloco.engines.swarm.node.proofs.certificate import (
     range_digests,
     reducers,
 )
-from diloco.engines.swarm.node.proofs.messages import Proof
-from diloco.engines.swarm.node.proofs.norms import Encoding, are_long
-from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.rounds.led_round import LedRound
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
-from diloco.engines.swarm.node.transfers.state_digest import state_digest
-from diloco.engines.swarm.node.wire import Malformed, encode
-from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.engines.swarm.sidecar.snapshots import write
-from diloco.errors import EngineError
+from diloco.swarm.protocol.messages import decode
+from diloco.swarm.protocol.plan import Authority, Entry
+from diloco.swarm.protocol.proof_messages import Proof
+from diloco.swarm.protocol.wire import Malformed, encode
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.sidecar.snapshots import write
 from diloco.swarm.simulator.lies import (
     NAN,
     accuses,
@@ -56,6 +55,7 @@ from diloco.swarm.simulator.lies import (
 )
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import NUMEL, SEEDS, MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
 
 
 async def all_post(workers: list[MemoryWorker]) -> list[bytes]:

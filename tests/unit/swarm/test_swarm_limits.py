@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.engines.swarm.network.limits import LruCache, TokenBucket
+from diloco.swarm.network.limits import LruCache, TokenBucket
 
 
 def test_a_token_bucket_never_holds_more_than_its_burst() -> None:

@@ -15,8 +15,15 @@ import pytest
 import torch
 
 from diloco.engines.rounds import GlobalState, RoundKey
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus
-from diloco.engines.swarm.node.trainer import (
+from diloco.errors import EngineError
+from diloco.swarm.protocol.status import MemberStatus, RunStatus
+from diloco.swarm.settings import Settings
+from diloco.swarm.shared_memory import KeptMappings, SharedMemory
+from diloco.swarm.sidecar import link as linking
+from diloco.swarm.sidecar import messages, snapshots
+from diloco.swarm.sidecar.child_process import SidecarProcess
+from diloco.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
+from diloco.swarm.trainer import (
     FetchedState,
     PostedRound,
     PresentWorker,
@@ -24,13 +31,6 @@ from diloco.engines.swarm.node.trainer import (
     RoundOutcome,
     Snapshot,
 )
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.shared_memory import KeptMappings, SharedMemory
-from diloco.engines.swarm.sidecar import link as linking
-from diloco.engines.swarm.sidecar import messages, snapshots
-from diloco.engines.swarm.sidecar.child_process import SidecarProcess
-from diloco.engines.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
-from diloco.errors import EngineError
 
 Ends = tuple[Link[Any], Link[Any]]
 

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from diloco.engines.swarm.node.messages import Commit, Complete, Inquire, LedBy, Ready, Superseded, decode
-from diloco.engines.swarm.node.plan import Authority, Plan
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.node.wire import PeerMessage
+from diloco.swarm.protocol.messages import Commit, Complete, Inquire, LedBy, Ready, Superseded, decode
+from diloco.swarm.protocol.plan import Authority, Plan
+from diloco.swarm.protocol.wire import PeerMessage
 from diloco.swarm.simulator.network import Fate, request_in
 from diloco.swarm.simulator.stories import founded, rounds, stop, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 async def all_post(workers: list[MemoryWorker]) -> list[tuple[RoundOutcome, bytes]]:

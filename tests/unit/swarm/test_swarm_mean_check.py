@@ -11,19 +11,19 @@ import torch
 
 from diloco.codecs.registry import codec
 from diloco.core.clipping import clipped_mean
-from diloco.engines.swarm.network.transport import CallRefused, Stream
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import NotHere
-from diloco.engines.swarm.node.proofs import mean_check, merkle, own_contributions, projections
-from diloco.engines.swarm.node.proofs.mean_check import PARTS_AT_ONCE, MeanCheck
-from diloco.engines.swarm.node.proofs.messages import AskPart, Part
-from diloco.engines.swarm.node.rounds import transfer as transfer_module
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.node.wire import Malformed, PeerMessage
+from diloco.swarm.audit import mean_check, merkle, own_contributions, projections
+from diloco.swarm.audit.mean_check import PARTS_AT_ONCE, MeanCheck
+from diloco.swarm.network.transport import CallRefused, Stream
+from diloco.swarm.node import clock
+from diloco.swarm.node import transfer as transfer_module
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.messages import NotHere
+from diloco.swarm.protocol.proof_messages import AskPart, Part
+from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.simulator.lies import reduces_wrongly
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import RoundOutcome
 
 NUMEL = 20_000
 

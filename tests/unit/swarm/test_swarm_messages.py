@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.engines.header import HEADER_BYTES
-from diloco.engines.swarm.network.transport import MAX_CALL_BYTES
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.plan import MAX_NOTE_BYTES, Authority, Plan
-from diloco.engines.swarm.node.status import Status
-from diloco.engines.swarm.node.wire import Malformed, encode
+from diloco.swarm.network.transport import MAX_CALL_BYTES
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.plan import MAX_NOTE_BYTES, Authority, Plan
+from diloco.swarm.protocol.status import Status
+from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.simulator.workers import plan
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from diloco.engines.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
-from diloco.engines.swarm.network.transport import Stream, Unreachable
+from diloco.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
+from diloco.swarm.network.transport import Stream, Unreachable
 from diloco.swarm.simulator import virtual_clock
 
 SLOW, FAST = 125_000.0, 125_000_000.0

@@ -12,12 +12,12 @@ from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, Member, RoundKey
-from diloco.engines.swarm import pending_round
-from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome
-from diloco.engines.swarm.pending_round import RoundMemoryPool, SwarmRound, as_tensor
-from diloco.engines.swarm.sidecar.messages import PostRound, RoundEnded
-from diloco.engines.swarm.sidecar.supervisor import SidecarLost
 from diloco.errors import EngineError, Excluded, RoundFailed
+from diloco.swarm import pending_round
+from diloco.swarm.pending_round import RoundMemoryPool, SwarmRound, as_tensor
+from diloco.swarm.sidecar.messages import PostRound, RoundEnded
+from diloco.swarm.sidecar.supervisor import SidecarLost
+from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
 
 KEY = RoundKey(4, 1)
 

@@ -7,11 +7,11 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node.membership.members import Peer
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node.members import Peer
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import RoundOutcome
 
 _NUMEL = 16 * 1024
 """Every worker has parts to reduce, and can accuse."""

@@ -16,16 +16,16 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.note import Note, write_note
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
-from diloco.engines.swarm.node.messages import Commit, Inquire
-from diloco.engines.swarm.node.proofs.certificate import Certificate
-from diloco.engines.swarm.node.rounds import comparisons, recent_rounds
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.trainer import RoundOutcome
-from diloco.engines.swarm.node.wire import Malformed
-from diloco.engines.swarm.shared_memory import SharedMemory
+from diloco.swarm.node import comparisons, recent_rounds
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.certificate import Certificate
+from diloco.swarm.protocol.messages import Commit, Inquire
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.network import Fate, request_in
 from diloco.swarm.simulator.workers import NUMEL, MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import RoundOutcome
 
 NOTE = write_note(Note({3: (0, 7)}))
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm.network.known_peers import KnownPeer, read_peers
-from diloco.engines.swarm.node.membership.members import NEW_AT_ONCE
-from diloco.engines.swarm.node.messages import RosterEntry
-from diloco.engines.swarm.run_files import PEERS_FILE
-from diloco.engines.swarm.trust.credential import Certificate, Credential, PeerRefused
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import Excluded
+from diloco.swarm.network.known_peers import KnownPeer, read_peers
+from diloco.swarm.node.members import NEW_AT_ONCE
+from diloco.swarm.protocol.messages import RosterEntry
+from diloco.swarm.run_files import PEERS_FILE
 from diloco.swarm.simulator.lies import brings_a_second_key
 from diloco.swarm.simulator.stories import founded, rounds, stop, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, date, values
+from diloco.swarm.trust.credential import Certificate, Credential, PeerRefused
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.permissions import Permissions
+from diloco.swarm.trust.run_key import RunKey
 
 KEY = RunKey.create()
 OWN = invite(KEY, (), 3600.0, 1000.0)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.transport import Stream, Unreachable
-from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.rounds.shares import Shares
-from diloco.engines.swarm.node.wire import Malformed
+from diloco.swarm.network.transport import Stream, Unreachable
+from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.shares import Shares
+from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.engines.swarm.network.p2pd.streams import SocketStream
-from diloco.engines.swarm.network.transport import Unreachable
+from diloco.swarm.network.p2pd.streams import SocketStream
+from diloco.swarm.network.transport import Unreachable
 
 
 @contextlib.contextmanager

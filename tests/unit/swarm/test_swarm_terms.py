@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.transport import CallRefused
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import RoundOutcome
 from unit.swarm.test_swarm_rounds import mean_of, told
 
 OTHERS: list[dict[str, Any]] = [{"layout": "another"}, {"fragment": 1}, {"ratio": 1e9}, {"merge": "clipped"}]

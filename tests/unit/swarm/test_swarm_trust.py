@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm.run_files import REVOCATIONS_FILE, append_line
-from diloco.engines.swarm.trust import permissions as module
-from diloco.engines.swarm.trust.credential import Credential, PeerRefused
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.engines.swarm.trust.run_key import RunKey
+from diloco.swarm.run_files import REVOCATIONS_FILE, append_line
+from diloco.swarm.trust import permissions as module
+from diloco.swarm.trust.credential import Credential, PeerRefused
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.permissions import Permissions
+from diloco.swarm.trust.run_key import RunKey
 
 START = 1_800_000_000.0
 RUN = RunKey(bytes(range(32)))

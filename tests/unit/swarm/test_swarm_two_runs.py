@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from diloco.engines.swarm.node.proofs.certificate import Agreed
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.simulator.stories import founded, rounds, told, train
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import RoundOutcome
 
 
 async def post(worker: MemoryWorker, sequence: int) -> RoundOutcome:

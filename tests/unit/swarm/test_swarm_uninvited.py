@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from diloco.engines.swarm.network.transport import CallRefused, Unreachable
-from diloco.engines.swarm.node import guest_messages, messages
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.status import RunStatus, Status
-from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
-from diloco.engines.swarm.trust.run_key import RunKey
 from diloco.errors import RendezvousError
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.status import RunStatus, Status
+from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
 from diloco.swarm.simulator.network import MemoryTransport
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, date, values
+from diloco.swarm.trust.run_key import RunKey
 
 AUTHORITY = Authority(1, 0, 1)
 

@@ -9,10 +9,10 @@ from msgspec import structs
 from diloco.core.merging import MAX_WEIGHT_ROUNDS
 from diloco.engines.header import pack, unpack
 from diloco.engines.rounds import Contribution, RoundKey
-from diloco.engines.swarm.node.membership.missed_rounds import MissedRounds
-from diloco.engines.swarm.node.trainer import RoundOutcome
+from diloco.swarm.protocol.missed_rounds import MissedRounds
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan, values
+from diloco.swarm.trainer import RoundOutcome
 
 ROUND = 10.0
 

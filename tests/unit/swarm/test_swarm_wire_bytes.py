@@ -11,10 +11,11 @@ import pytest
 from msgspec import structs
 
 from diloco.engines.rounds import Comparison, RoundKey
-from diloco.engines.swarm.node import guest_messages, messages
-from diloco.engines.swarm.node.plan import Authority
-from diloco.engines.swarm.node.proofs import messages as proofs
-from diloco.engines.swarm.node.proofs.certificate import (
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.node import comparisons
+from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol import proof_messages as proofs
+from diloco.swarm.protocol.certificate import (
     Certificate,
     CertifiedPlan,
     LongParts,
@@ -24,10 +25,9 @@ from diloco.engines.swarm.node.proofs.certificate import (
     TwoRanges,
     Vote,
 )
-from diloco.engines.swarm.node.proofs.notary import Notary
-from diloco.engines.swarm.node.rounds import comparisons
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus, Status
-from diloco.engines.swarm.node.wire import PROTOCOL, PeerMessage, encode
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.status import MemberStatus, RunStatus, Status
+from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode
 from diloco.swarm.simulator.workers import NAMES, SEEDS, plan
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "swarm" / "messages.json"

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from diloco.engines.swarm.network.transport import LEAST_RATE, Stream
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.rounds.transfer import Transfer
-from diloco.engines.swarm.node.wire import DataFrames, Quiet, write_frame
+from diloco.swarm.network.transport import LEAST_RATE, Stream
+from diloco.swarm.node import clock
+from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.wire import DataFrames, Quiet, write_frame
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, values

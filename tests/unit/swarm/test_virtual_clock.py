@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.engines.swarm import node
+from diloco.swarm import node
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.workers import MemorySwarm
 

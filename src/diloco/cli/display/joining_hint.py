@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.history.log import EventReader
 from diloco.own_command import command
+from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
 
 _PATIENT_SECONDS = 20.0
@@ -54,7 +54,7 @@ def _print_hint(console: Console, config: RunConfig, folder: Path, founded: bool
         console.print(Text(alone), soft_wrap=True)
     else:
         console.print(Text("the swarm starts here"), soft_wrap=True)
-    from diloco.engines.swarm.trust.run_owner import may_invite, new_invitations
+    from diloco.swarm.trust.run_owner import may_invite, new_invitations
 
     swarm = folder / SWARM_FOLDER
     if not may_invite(swarm):

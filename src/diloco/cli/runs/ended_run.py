@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.cli.display.view import duration
-from diloco.engines.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.errors import ConfigError
 from diloco.history import resuming as history
 from diloco.history.log import read_events
 from diloco.run_lock import is_training
+from diloco.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.training.config.run_file import read_run_file
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary, read_summary
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.trust.invitation import Invitation
+    from diloco.swarm.trust.invitation import Invitation
 
 _RUNS = Path("runs")
 
@@ -40,7 +40,7 @@ def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
 
 def _invitations(runs: Path) -> "Iterator[tuple[Path, Invitation]]":
     """The run folders here, each with its workers' invitations."""
-    from diloco.engines.swarm.trust.invitation import Invitation
+    from diloco.swarm.trust.invitation import Invitation
 
     for path in runs.glob(f"*/{SWARM_FOLDER}/{INVITATION_FILES}"):
         try:

@@ -19,22 +19,22 @@ from rich.text import Text
 from diloco.cli.config_parser import HYPHEN
 from diloco.cli.display.view import duration
 from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
-from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.history.counts import RunCounts
 from diloco.history.log import EVENTS_FILE, read_events
 from diloco.history.notes import printable
 from diloco.history.progress import seconds_left
 from diloco.run_lock import is_training
+from diloco.swarm.installed import check_swarm
+from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run_file import read_run_file
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import Summary
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.node.guest import Guest
-    from diloco.engines.swarm.node.status import MemberStatus, RunStatus
+    from diloco.swarm.node.guest import Guest
+    from diloco.swarm.protocol.status import MemberStatus, RunStatus
 
 _COLUMNS = ("worker", "where", "step", "behind", "steps/s", "loss", "tokens", "gave", "heard", "latency", "")
 _LEFT = ("worker", "where", "")
@@ -76,7 +76,7 @@ def status(
         _print_summary(folder, _summary_without_swarm(folder), as_json=as_json)
         return
     check_swarm()
-    from diloco.engines.swarm.node.guest import Guest
+    from diloco.swarm.node.guest import Guest
 
     invitation = _invitation(run, folder)
     console = Console()
@@ -204,8 +204,8 @@ def _here(folder: Path) -> str:
 
 def _invitation(run: str, folder: Path | None) -> Any:
     """The invitation given, or the one of the run folder with the addresses that are known there."""
-    from diloco.engines.swarm.trust import run_owner
-    from diloco.engines.swarm.trust.invitation import is_word, read_invitations
+    from diloco.swarm.trust import run_owner
+    from diloco.swarm.trust.invitation import is_word, read_invitations
 
     if folder is None:
         if is_word(run) and ("/" in run or run.startswith(".")):

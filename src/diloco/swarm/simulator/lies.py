@@ -11,18 +11,18 @@ import torch
 from msgspec import structs
 
 from diloco.engines.rounds import RoundKey
-from diloco.engines.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.engines.swarm.node import messages
-from diloco.engines.swarm.node.plan import Entry, Plan
-from diloco.engines.swarm.node.proofs import directions
-from diloco.engines.swarm.node.proofs.certificate import Certificate, RangeDigest, certify, range_digests, reducers
-from diloco.engines.swarm.node.rounds import comparisons, led_round
-from diloco.engines.swarm.node.rounds.led_round import LedRound
-from diloco.engines.swarm.node.rounds.transfer import Transfer, TransferFailed
-from diloco.engines.swarm.node.rounds.troubles import Quarrels
-from diloco.engines.swarm.node.trainer import PresentWorker
-from diloco.engines.swarm.node.wire import write_frame
+from diloco.swarm.audit import directions
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import comparisons, led_round
+from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.protocol import messages
+from diloco.swarm.protocol.certificate import Certificate, RangeDigest, certify, range_digests, reducers
+from diloco.swarm.protocol.plan import Entry, Plan
+from diloco.swarm.protocol.troubles import Quarrels
+from diloco.swarm.protocol.wire import write_frame
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
+from diloco.swarm.trainer import PresentWorker
 
 NAN = bytes.fromhex("0000c07f")
 

@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from diloco.engines.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.messages import Addressed, decode
-from diloco.engines.swarm.node.wire import PeerMessage
+from diloco.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Transport, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.protocol.messages import Addressed, decode
+from diloco.swarm.protocol.wire import PeerMessage
 
 Fate = Literal["arrives", "lost", "answer lost", "twice"]
 LATENCY_SECONDS = 0.001

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from diloco.engines.swarm.node.plan import Plan
-from diloco.engines.swarm.node.rounds.round import Round
 from diloco.errors import EngineError, Excluded
+from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.round import Round
 from diloco.swarm.simulator import lies, virtual_clock
 from diloco.swarm.simulator.network import Fate
 from diloco.swarm.simulator.stories import sleep, stop

@@ -16,20 +16,20 @@ from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, Report, RoundKey
-from diloco.engines.swarm.network.identity import peer_id, save_seed
-from diloco.engines.swarm.node import clock
-from diloco.engines.swarm.node.node import Node
-from diloco.engines.swarm.node.plan import Authority, Entry, Plan
-from diloco.engines.swarm.node.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
-from diloco.engines.swarm.run_files import invitation_file, write_private
-from diloco.engines.swarm.settings import Settings
-from diloco.engines.swarm.shared_memory import SharedMemory
-from diloco.engines.swarm.sidecar.snapshots import read, write
-from diloco.engines.swarm.trust.invitation import Invitation, invite
-from diloco.engines.swarm.trust.permissions import Permissions
-from diloco.engines.swarm.trust.run_key import RunKey
-from diloco.engines.swarm.trust.signatures import public_key
+from diloco.swarm.network.identity import peer_id, save_seed
+from diloco.swarm.node import clock
+from diloco.swarm.node.node import Node
+from diloco.swarm.protocol.plan import Authority, Entry, Plan
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.sidecar.snapshots import read, write
 from diloco.swarm.simulator.network import MemoryNetwork, MemoryTransport
+from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome, Snapshot
+from diloco.swarm.trust.invitation import Invitation, invite
+from diloco.swarm.trust.permissions import Permissions
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.signatures import public_key
 
 
 def date() -> float:

@@ -13,12 +13,12 @@ from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.core.schedule import Schedule
 from diloco.data.config import DataConfig
-from diloco.engines.swarm.config import SwarmConfig
 from diloco.errors import ConfigError
 from diloco.methods.growing_rounds import GrowingRounds
 from diloco.models.choice import ModelChoice
 from diloco.models.lora import LoraConfig
 from diloco.models.pretrained import uses_transformers
+from diloco.swarm.config import SwarmConfig
 from diloco.version import __version__
 
 _CHECKPOINT_STEPS = 50  # between checkpoints, at least, if no interval is given

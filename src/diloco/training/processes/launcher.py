@@ -24,9 +24,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from diloco.engines.swarm.run_files import SWARM_FOLDER
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
 from diloco.history.log import EventReader
+from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.local_process import (
     CHECKPOINT_CODE,

@@ -28,8 +28,11 @@ from diloco.data.preparation.received_corpus import (
     receive_metadata,
     received_corpus_folder,
 )
-from diloco.engines.swarm.installed import check_swarm
-from diloco.engines.swarm.run_files import (
+from diloco.errors import ConfigError, DataError, RunComplete
+from diloco.models.native.presets import PRESETS
+from diloco.own_command import command
+from diloco.swarm.installed import check_swarm
+from diloco.swarm.run_files import (
     INVITATION_FILES,
     PEERS_FILE,
     RUN_KEY_FILE,
@@ -37,9 +40,6 @@ from diloco.engines.swarm.run_files import (
     invitation_file,
     write_private,
 )
-from diloco.errors import ConfigError, DataError, RunComplete
-from diloco.models.native.presets import PRESETS
-from diloco.own_command import command
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
@@ -63,9 +63,9 @@ from diloco.training.sizes.machine import free_disk
 from diloco.training.swarm.shard_claims import shards_of
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.node.guest import Guest
-    from diloco.engines.swarm.node.status import RunStatus
-    from diloco.engines.swarm.trust.invitation import Invitation
+    from diloco.swarm.node.guest import Guest
+    from diloco.swarm.protocol.status import RunStatus
+    from diloco.swarm.trust.invitation import Invitation
 
 SWARM_TEXT = "swarm"
 """data.source of a worker that reads its share of the swarm's text."""
@@ -96,7 +96,7 @@ class SwarmWorkers(WayToStart):
         check_network(self.config)
 
     def run(self, folder: Path, observer: Observer) -> EndedRun:
-        from diloco.engines.swarm.trust.run_owner import check_seats, give_seats, may_invite
+        from diloco.swarm.trust.run_owner import check_seats, give_seats, may_invite
 
         config, swarm = self.config, folder / SWARM_FOLDER
         names = [worker_name(index) for index in range(config.workers)]
@@ -143,7 +143,7 @@ class SwarmFounder(SwarmWorkers):
 
     def create_folder(self) -> Path:
         """Make the run folder, with the run's key and the description that joiners receive."""
-        from diloco.engines.swarm.trust.run_key import RunKey
+        from diloco.swarm.trust.run_key import RunKey
 
         folder = create_run_folder(self.config)
         swarm = folder / SWARM_FOLDER
@@ -223,7 +223,7 @@ def join_run(
 
     `observe` also receives the number of members.
     """
-    from diloco.engines.swarm.node.guest import Guest
+    from diloco.swarm.node.guest import Guest
 
     with ExitStack() as visit:
         guest = visit.enter_context(Guest(invitations[0], joins=True))
@@ -237,7 +237,7 @@ def describe_run(
     invitation: "Invitation", configure: Callable[[RunDescription], RunConfig]
 ) -> tuple[RunConfig, int, int]:
     """Ask the swarm for the run's description alone: the configuration here, the vocabulary, the number of members."""
-    from diloco.engines.swarm.node.guest import Guest
+    from diloco.swarm.node.guest import Guest
 
     with Guest(invitation) as guest:
         check_clock(guest.clock())
@@ -252,8 +252,8 @@ def describe_run(
 
 def _write_description(swarm: Path, description: RunDescription) -> None:
     """Signed, on the machine that has the run's key; elsewhere with the signature that it came with."""
-    from diloco.engines.swarm.trust.run_key import RunKey
-    from diloco.engines.swarm.trust.signatures import sign
+    from diloco.swarm.trust.run_key import RunKey
+    from diloco.swarm.trust.signatures import sign
 
     path, signature = swarm / RUN_JSON, ""
     if (swarm / RUN_KEY_FILE).exists():
@@ -284,7 +284,7 @@ def _fetch_description(guest: "Guest") -> RunDescription:
 
 def agreed_description(descriptions: Sequence[RunDescription], run_public: bytes) -> RunDescription:
     """What most members say, of those whose description the run's key has signed. (`steps` may change, unsigned.)"""
-    from diloco.engines.swarm.trust.signatures import is_signed
+    from diloco.swarm.trust.signatures import is_signed
 
     texts = [
         one.text()
@@ -371,8 +371,8 @@ def _future_shards(shards: int, members: int, workers: int) -> list[int]:
 
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
-    from diloco.engines.swarm.network.addresses import check_name, listen_addresses, parse_announced
-    from diloco.engines.swarm.network.listen_port import check_ports
+    from diloco.swarm.network.addresses import check_name, listen_addresses, parse_announced
+    from diloco.swarm.network.listen_port import check_ports
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:

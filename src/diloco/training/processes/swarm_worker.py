@@ -12,12 +12,12 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
-from diloco.engines.swarm.engine import SwarmEngine
-from diloco.engines.swarm.network.listen_port import choose_port
-from diloco.engines.swarm.node.status import MemberStatus, RunStatus
-from diloco.engines.swarm.run_files import SWARM_FOLDER
-from diloco.engines.swarm.settings import Settings
 from diloco.history.log import EventLog
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.network.listen_port import choose_port
+from diloco.swarm.protocol.status import MemberStatus, RunStatus
+from diloco.swarm.run_files import SWARM_FOLDER
+from diloco.swarm.settings import Settings
 from diloco.training.batches import Texts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig

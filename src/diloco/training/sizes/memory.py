@@ -103,7 +103,7 @@ def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) ->
     """Of the processes that carry a swarm worker's rounds; nothing with another engine."""
     if config.engine != "swarm":
         return {}
-    from diloco.engines.swarm.node.rounds.recent_rounds import MAX_BYTES, MAX_ROUNDS  # of the extra `swarm`
+    from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS  # of the extra `swarm`
 
     means = [vector.mean.num_bytes for vector in encoded_vectors(config, shapes) + moments_vectors(config, shapes)]
     kept = min(MAX_ROUNDS * max(means), max(max(means), MAX_BYTES))

@@ -31,7 +31,7 @@ from diloco.training.swarm.token_counts import TokenCounts
 from diloco.training.swarm.validation import SwarmValidation
 
 if TYPE_CHECKING:
-    from diloco.engines.swarm.node.status import MemberStatus, RunStatus
+    from diloco.swarm.protocol.status import MemberStatus, RunStatus
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,0 @@
-"""Runs a sidecar: `python -m diloco.engines.swarm.sidecar FD`, as the supervisor starts it."""
-
-import sys
-
-from diloco.engines.swarm.sidecar.assembly import build
-from diloco.engines.swarm.sidecar.process import run
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), build)

@@ -1,0 +1,82 @@
+"""The norms of what arrives in a transfer: of parts against their sender's header, of a mean against all headers."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from diloco.codecs.base import Codec
+from diloco.codecs.registry import codec
+from diloco.swarm.audit import merkle
+from diloco.swarm.protocol.certificate import LongParts
+from diloco.swarm.protocol.plan import Plan, parse_header
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.trainer import PostedRound
+
+
+class Encoding(NamedTuple):
+    """How the contributions to a fragment's rounds are encoded, the same by all workers of a run."""
+
+    layout_digest: str
+    codec: str
+    part_elements: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, posted: PostedRound) -> "Encoding":
+        layout = parse_header(0, posted.header).layout_digest
+        return cls(layout, posted.codec, posted.part_elements, posted.num_parts)
+
+
+@torch.no_grad()
+def norm_of(name: str, parts: Sequence[bytes | memoryview], part_elements: int) -> float:
+    """The norm of some encoded parts; infinite if one is not finite."""
+    values, squares = torch.empty(1, part_elements), 0.0
+    for part in parts:
+        codec(name).decode(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(1, -1), values)
+        squares += float(torch.linalg.vector_norm(values.double())) ** 2
+    return math.sqrt(squares) if math.isfinite(squares) else math.inf
+
+
+def are_long(lie: LongParts, encoding: Encoding) -> bool:
+    """Whether these are parts of the contribution, and longer than its header claims. Its signature is checked."""
+    header, used = parse_header(0, lie.contribution.header), codec(encoding.codec)
+    width, total = used.part_bytes(encoding.part_elements), encoding.num_parts
+    if len({shown.part for shown in lie.parts}) != len(lie.parts) or any(len(one.data) != width for one in lie.parts):
+        return False
+    for shown in lie.parts:
+        leaf = merkle.leaves(memoryview(shown.data), width)
+        try:
+            if merkle.root_from(leaf, range(shown.part, shown.part + 1), total, shown.proof) != lie.contribution.root:
+                return False
+        except Malformed:
+            return False
+    norm = norm_of(encoding.codec, [shown.data for shown in lie.parts], encoding.part_elements)
+    return not norm <= header.claim.norm * used.norm_slack
+
+
+class NormCheck:
+    """Of one transfer."""
+
+    def __init__(self, plan: Plan, codec: Codec) -> None:
+        self._plan, self._codec = plan, codec
+        self._squares = dict.fromkeys((entry.peer for entry in plan.contributors), 0.0)
+        """Of the parts that have arrived from each contributor."""
+
+    def add(self, squares: list[float]) -> tuple[str, str] | None:
+        """More parts of each contributor. One that has sent more than the norm in its header, and the reason why."""
+        for entry, square in zip(self._plan.contributors, squares, strict=True):
+            claimed = entry.parsed.claim.norm
+            total = self._squares[entry.peer] = self._squares[entry.peer] + square
+            norm = math.sqrt(total) if math.isfinite(total) else math.inf
+            if not norm <= claimed * self._codec.norm_slack:
+                return entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}"
+        return None
+
+    def fault_of_mean(self, squares: float) -> str | None:
+        """A mean is finite, and never longer than the longest contribution in it."""
+        longest, slack = self._plan.longest, self._codec.norm_slack * self._codec.for_means.norm_slack
+        if math.isfinite(squares) and math.sqrt(squares) <= longest * slack:
+            return None
+        return f"its part of the mean is longer than any contribution ({longest:.3g})"

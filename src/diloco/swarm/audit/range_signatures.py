@@ -1,0 +1,48 @@
+"""The digests of a mean's ranges, taken while their parts arrive, and their reducers' signatures."""
+
+from diloco.swarm.audit.directions import size
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.protocol.certificate import RangeDigest, SignedRange, Vote
+from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.wire import Malformed
+
+SIGNATURE_BYTES = 64
+
+
+class RangeSignatures:
+    """Of one plan."""
+
+    def __init__(self, plan: Plan, num_parts: int, part_bytes: int, notary: Notary) -> None:
+        self._plan, self._num_parts, self._notary = plan, num_parts, notary
+        self._digests = {peer: RangeDigest(part_bytes) for peer in plan.ranges(num_parts)}
+        self._signed: dict[str, SignedRange] = {}
+
+    def add(self, reducer: str, parts: memoryview) -> None:
+        """The next whole parts of its range."""
+        self._digests[reducer].add(parts)
+
+    def sign(self, me: str, directions: bytes) -> None:
+        """This worker's own range is whole; `directions`: of the contributions to it."""
+        self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest(), directions)
+
+    def own(self, me: str) -> bytes:
+        """Directions and signature."""
+        signed = self._signed[me]
+        return signed.directions + signed.signature
+
+    def record(self, reducer: str, told: bytes) -> None:
+        """The range is whole, and its reducer says that these are directions and its signature. Raises Malformed."""
+        directions, signature = told[:-SIGNATURE_BYTES], told[-SIGNATURE_BYTES:]
+        signed = SignedRange(self._digests[reducer].digest(), signature, directions)
+        if len(directions) != size(self._plan) or not self._notary.has_signed_range(self._plan, reducer, signed):
+            raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
+        self._signed[reducer] = signed
+
+    @property
+    def ranges(self) -> tuple[SignedRange, ...]:
+        """Of the whole mean."""
+        return tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
+
+    def vote(self) -> Vote:
+        """For the whole mean."""
+        return self._notary.vote(self._plan, self._num_parts, self.ranges)

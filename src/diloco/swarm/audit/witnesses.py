@@ -1,0 +1,163 @@
+"""Witnesses of a state: before a worker takes over a member's state, others tell the digest of theirs.
+
+A state cannot be checked by itself. All members that have merged the same rounds have the same one, so others are asked
+while it arrives. It is taken over if more than half of all members that have the state, its source included, have the
+same: as many are asked as that takes, and others in place of those that do not tell or have another one. A member that
+claims to be ahead of all others has no witness. If only one member has the state, there is none to ask.
+"""
+
+import asyncio
+import logging
+import random
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.members import Members
+from diloco.swarm.node.state_digest import state_digest
+from diloco.swarm.protocol.proof_messages import AskStateDigest, StateDigest
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.trainer import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 4
+_MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
+_PAUSE_SECONDS = 1.0
+_POLL_SECONDS = 0.25
+
+
+class Witnesses:
+    def __init__(self, members: Members, calls: Calls, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
+        """`snapshot`: this worker's state now."""
+        self._members, self._calls, self._snapshot = members, calls, snapshot
+        self._known: dict[int, bytes] = {}
+        """The digests of this worker's last states, by the first round that is not in each."""
+        self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._taken_at = -_PAUSE_SECONDS
+        self._taken_of, self._takes = (-1, -1), 0
+        """The last round that had ended when states were last taken for others, the next one, and how many were."""
+        self._random = random.Random(members.me)
+
+    # As a witness
+
+    def answer(self, request: AskStateDigest) -> StateDigest:
+        """The digest, or that it is being computed; neither if this worker does not have that state."""
+        status = self._members.status
+        if request.sequence in self._known:
+            return StateDigest(self._known[request.sequence])
+        # Rounds that have failed are behind a state too: on the smaller side of a split all do.
+        if not status.has_state or not status.ended_round < request.sequence <= status.next_round:
+            return StateDigest()
+        if (now := (status.ended_round, status.next_round)) != self._taken_of:
+            self._taken_of, self._takes = now, 0
+        may_come = request.sequence == status.ended_round + 1 or self._takes < _MOST_TAKES
+        if self._task is None and may_come and clock.now() - self._taken_at > _PAUSE_SECONDS:
+            self._takes += 1
+            self._task = self._members.faults.start(self._take(), "taking the digest of the state")
+        return StateDigest(pending=may_come or self._task is not None)
+
+    async def _take(self) -> None:
+        try:
+            snapshot = await self._snapshot()
+            if snapshot is not None:
+                await self.digest(snapshot, own=True)
+        except Malformed as problem:
+            logger.warning("this worker's own state: %s", problem)
+        finally:
+            self._task, self._taken_at = None, clock.now()
+
+    async def digest(self, snapshot: Snapshot, *, own: bool) -> bytes:
+        """Raises Malformed."""
+        if own and self._last is not None and self._last[0]() is snapshot.data:  # several joiners share one
+            return self._last[1]
+        found = await asyncio.get_running_loop().run_in_executor(None, state_digest, snapshot)
+        if own:
+            self._last = (weakref.ref(snapshot.data), found)
+            self._known[snapshot.numbers["sequence"]] = found
+            while len(self._known) > _KEPT:
+                del self._known[min(self._known)]
+        return found
+
+    def forget(self) -> None:
+        """This worker takes over another state."""
+        self._known.clear()
+        self._last, self._takes = None, 0
+
+    # Asking witnesses
+
+    def of(self, source: str) -> list[str]:
+        """All other members that have the state, in the order in which they are asked about that of `source`."""
+        others = [peer for peer in self._members.with_state() if peer.name != source]
+        self._random.shuffle(others)
+        known = self._members.peers.get(source)
+        ended = -1 if known is None else known.status.ended_round
+        # Those that have been in rounds first, and of them those that have come as far.
+        others.sort(key=lambda peer: (peer.status.contributed_round < 0, peer.status.ended_round < ended))
+        return [peer.name for peer in others]
+
+    async def ask(self, names: list[str], sequence: int, digest: bytes, seconds: float) -> dict[str, bytes]:
+        """The digests of those that have the state before this round, or get it within `seconds`.
+
+        No more of them than it takes: one that never comes so far does not hold up a worker that is sure already, and
+        is asked for no longer than `lost_seconds` before another one is asked beside it.
+        """
+        end, rest, patience = clock.now() + seconds, list(names), self._members.settings.lost_seconds
+        asked, waiting = dict[asyncio.Task[bytes | None], str](), set[asyncio.Task[bytes | None]]()
+        found, quiet = dict[str, bytes](), 0
+        try:
+            while True:
+                same = 1 + sum(other == digest for other in found.values())
+                missing = (1 + len(names)) // 2 + 1 - same
+                for _ in range(missing + quiet - len(waiting)):
+                    if rest:
+                        task = asyncio.create_task(self._ask(rest[0], sequence, end))
+                        asked[task] = rest.pop(0)
+                        waiting.add(task)
+                if missing <= 0 or len(waiting) + len(rest) < missing:
+                    return found
+                done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                quiet += not done
+                found |= {asked[task]: told for task in done if (told := task.result()) is not None}
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _ask(self, name: str, sequence: int, end: float) -> bytes | None:
+        ended, moved = -1, clock.now()
+        while clock.now() < end:
+            try:
+                answer = await self._calls.ask(name, AskStateDigest(sequence))
+                if isinstance(answer, StateDigest) and answer.digest is not None:
+                    return answer.digest
+                if not (isinstance(answer, StateDigest) and answer.pending):
+                    peer = self._members.peers.get(name)
+                    if peer is None or not peer.live or peer.status.ended_round + 1 >= sequence:
+                        return None
+                    if peer.status.ended_round > ended:  # it is behind, and may come so far
+                        ended, moved = peer.status.ended_round, clock.now()
+                    if clock.now() - moved > self._members.settings.stall_seconds:
+                        return None
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("%s is no witness of a state: %s", name, problem)
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+
+def most_have(digest: bytes, witnesses: Mapping[str, bytes], *, asked: int) -> bool:
+    """Whether a state with this digest is that of most: of its source and all others, `asked` in number."""
+    same = 1 + sum(other == digest for other in witnesses.values())
+    return 2 * same > 1 + asked
+
+
+def none_has_more(digest: bytes, witnesses: Mapping[str, bytes]) -> bool:
+    """Whether no other state has more members behind it."""
+    others = Counter(other for other in witnesses.values() if other != digest)
+    same = 1 + sum(other == digest for other in witnesses.values())
+    return same >= max(others.values(), default=0)

@@ -1,0 +1,106 @@
+"""Where a peer listens and which addresses it announces: the options --host, --port and --announce as multiaddrs.
+
+Nothing is connected to here, and only names that the user has written are looked up.
+"""
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+from diloco.swarm.network import multiaddr
+
+_CALLABLE = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/[0-9]+(/|$)")
+
+
+@dataclass(frozen=True)
+class ListenConfig:
+    """Where this peer listens, and which addresses it announces."""
+
+    host: str | None = None
+    """An address or name of this machine; None: all its addresses, IPv4 and IPv6."""
+    port: int | None = None
+    """None: any free port."""
+    announce: tuple[str, ...] = ()
+    """The addresses that others call, instead of those that this machine finds itself."""
+    guest: bool = False
+    """This peer only calls others, for a short while: it relays nothing and needs no relay."""
+
+    def listen_addresses(self) -> list[str]:
+        return listen_addresses(self.host, self.port)
+
+    def announced_addresses(self) -> list[str]:
+        return [parse_announced(text, self.port) for text in self.announce]
+
+
+def listen_addresses(host: str | None, port: int | None) -> list[str]:
+    """The multiaddrs to listen at: all IPv4 and IPv6 addresses, or those of one address or name of this machine."""
+    number = _checked_port(port, "port") if port is not None else 0
+    if host is None:
+        return [f"/ip4/0.0.0.0/tcp/{number}", f"/ip6/::/tcp/{number}"]
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is not an address or name of this machine ({error}); leave it out") from error
+    addresses = dict.fromkeys(ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in found)
+    return [f"/ip{ip.version}/{ip}/tcp/{number}" for ip in addresses]
+
+
+def parse_announced(text: str, port: int | None) -> str:
+    """The multiaddr of what a user wrote after --announce: ADDRESS, ADDRESS:PORT, [IPV6]:PORT or a multiaddr."""
+    if text.startswith("/"):
+        return _announced_multiaddr(text)
+    name, number = _name_and_port(text, port)
+    try:
+        ip = ipaddress.ip_address(name)
+        host = f"/ip{ip.version}/{ip}"
+    except ValueError:
+        parts = name.rstrip(".").split(".")
+        if not all(part.replace("-", "").isalnum() for part in parts) or parts[-1].isdecimal():
+            raise ConfigError(f"announce {text!r} is not ADDRESS, ADDRESS:PORT or a multiaddr") from None
+        host = f"/dns/{name}"
+    if number is None:
+        raise ConfigError(f"announce {text!r} has no port and none was chosen: write {text}:PORT or set the port too")
+    return f"{host}/tcp/{number}"
+
+
+def _announced_multiaddr(text: str) -> str:
+    multiaddr.to_bytes(text)
+    if "/tcp/0" in text:
+        raise ConfigError(f"announce {text!r}: name the port that others must call, not 0")
+    if not _CALLABLE.match(text):
+        raise ConfigError(f"announce {text!r} does not say where to call: write /ip4/ADDRESS/tcp/PORT, say")
+    return text.partition("/p2p/")[0]
+
+
+def check_name(address: str) -> None:
+    """ConfigError if an address to be announced has a name that the domain name system says does not exist."""
+    found = _CALLABLE.match(address)
+    if found is None or not found["kind"].startswith("dns"):
+        return
+    try:
+        socket.getaddrinfo(found["host"], None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise ConfigError(f"announce {found['host']!r}: no machine of that name is known") from error
+
+
+def _name_and_port(text: str, port: int | None) -> tuple[str, int | None]:
+    if text.startswith("["):
+        name, _, rest = text[1:].partition("]")
+        return name, _checked_port(rest[1:], f"announce {text!r}: port") if rest else port
+    if text.count(":") == 1:
+        name, _, rest = text.partition(":")
+        return name, _checked_port(rest, f"announce {text!r}: port")
+    return text, port
+
+
+def _checked_port(port: int | str, what: str) -> int:
+    try:
+        number = int(port)
+    except ValueError:
+        number = 0
+    if not 0 < number < 65536:
+        raise ConfigError(f"{what} {port!r} is not between 1 and 65535")
+    return number

@@ -1,0 +1,287 @@
+"""p2pd's control socket: requests to the daemon, calls that it carries to and from other peers, and streams.
+
+The protocol is Hivemind's: protobuf messages, each after its length. All calls share one connection; each stream is a
+connection of its own, over a plain socket, so that bytes go directly between memory and the daemon. The daemon's errors
+are raised as they are (`DaemonError`); errors.py says what they mean.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+from diloco.swarm.network import multiaddr
+from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
+from diloco.swarm.network.p2pd.process import messages
+
+_MAX_MESSAGE_BYTES = 8 << 20
+_SOCKET_BUFFER = 1 << 20
+_READER_LIMIT = 4 << 20
+_HEADER_SECONDS = 10.0
+
+Message = Any
+"""One of Hivemind's generated protobuf classes, which have no types."""
+OnRequest = Callable[[str, bytes], Awaitable[bytes]]
+
+
+async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:
+    """One message: its length as a varint, then that many bytes. Nothing that follows it is read."""
+    size = shift = 0
+    while True:
+        byte = (await read_exactly(1))[0]
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+        if shift > 28:
+            raise DaemonGone("p2pd sent a message length that is not valid")
+    if size > _MAX_MESSAGE_BYTES:
+        raise DaemonGone(f"p2pd sent a message of {size} bytes; at most {_MAX_MESSAGE_BYTES} are allowed")
+    return await read_exactly(size)
+
+
+async def _receive_message(sock: socket.socket, message: Message) -> Message:
+    loop = asyncio.get_running_loop()
+
+    async def read_exactly(size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            got = await loop.sock_recv_into(sock, view)
+            if got == 0:
+                raise DaemonGone("p2pd closed the connection")
+            view = view[got:]
+        return bytes(data)
+
+    message.ParseFromString(await _read_frame(read_exactly))
+    return message
+
+
+def _frame(message: Message) -> bytes:
+    data: bytes = message.SerializeToString()
+    return multiaddr.varint(len(data)) + data
+
+
+class Control:
+    """A client of p2pd. `path` is p2pd's socket; at `streams` we accept the streams that other peers open."""
+
+    def __init__(self, path: str, streams: str) -> None:
+        self._path, self._streams_path = path, streams
+        self._messages: ModuleType = messages()
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._handlers: dict[str, OnRequest] = {}
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+
+    async def connect(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(self._path, limit=_READER_LIMIT)
+        request = self._messages.Request(type=self._messages.Request.PERSISTENT_CONN_UPGRADE)
+        self._writer.write(_frame(request))
+        answer = self._messages.Response()
+        answer.ParseFromString(await _read_frame(reader.readexactly))
+        self._raise_if_failed(answer)
+        self._start(self._read(reader))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        for task in [*self._tasks.values(), *self._background]:
+            task.cancel()
+        if self._background:
+            await asyncio.wait(self._background, timeout=1)
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        if self._listener is not None:
+            self._listener.close()
+        self._fail_all("this transport was closed")
+
+    # Requests, each on a connection of its own
+
+    async def _ask(self, request: Message) -> tuple[Message, socket.socket]:
+        """The answer, and the connection: after a request to open a stream it is that stream."""
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(sock, self._path)
+            await loop.sock_sendall(sock, _frame(request))
+            answer = await _receive_message(sock, self._messages.Response())
+            self._raise_if_failed(answer)
+        except OSError as error:
+            sock.close()
+            raise DaemonGone(f"p2pd does not answer ({error})") from error
+        except BaseException:
+            sock.close()
+            raise
+        return answer, sock
+
+    def _raise_if_failed(self, answer: Message) -> None:
+        if answer.type == self._messages.Response.ERROR:
+            raise DaemonError(answer.error.msg)
+
+    async def _ask_once(self, kind: str, **fields: Message) -> Message:
+        answer, sock = await self._ask(self._messages.Request(type=getattr(self._messages.Request, kind), **fields))
+        sock.close()
+        return answer
+
+    async def identify(self) -> tuple[str, list[str]]:
+        """This peer's id and its addresses, without those of unknown kinds."""
+        answer = await self._ask_once("IDENTIFY")
+        found = []
+        for address in answer.identify.addrs:
+            with contextlib.suppress(ValueError):
+                found.append(multiaddr.to_text(address))
+        return multiaddr.peer_id_to_text(answer.identify.id), found
+
+    async def connect_peer(self, peer: str, addresses: list[str], seconds: float) -> None:
+        request = self._messages.ConnectRequest(
+            peer=multiaddr.peer_id_to_bytes(peer),
+            addrs=[multiaddr.to_bytes(address) for address in addresses],
+            timeout=max(1, round(seconds)),
+        )
+        await self._ask_once("CONNECT", connect=request)
+
+    async def disconnect_peer(self, peer: str) -> None:
+        request = self._messages.DisconnectRequest(peer=multiaddr.peer_id_to_bytes(peer))
+        await self._ask_once("DISCONNECT", disconnect=request)
+
+    async def list_peers(self) -> dict[str, list[str]]:
+        """The peers that p2pd is connected to now, and over which addresses."""
+        answer = await self._ask_once("LIST_PEERS")
+        return {multiaddr.peer_id_to_text(p.id): [multiaddr.to_text(a) for a in p.addrs] for p in answer.peers}
+
+    async def open_stream(self, peer: str, protocol: str, seconds: float) -> socket.socket:
+        request = self._messages.StreamOpenRequest(
+            peer=multiaddr.peer_id_to_bytes(peer), proto=[protocol], timeout=max(1, round(seconds))
+        )
+        kind = self._messages.Request.STREAM_OPEN
+        _, sock = await self._ask(self._messages.Request(type=kind, streamOpen=request))
+        return sock
+
+    # Streams that other peers open
+
+    async def accept_streams(self, protocol: str, on_stream: Callable[[str, socket.socket], Awaitable[None]]) -> None:
+        """`on_stream` owns the socket that it is given."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._listener.bind(self._streams_path)
+        self._listener.listen(128)
+        self._start(self._accept(self._listener, on_stream))
+        request = self._messages.StreamHandlerRequest(
+            addr=multiaddr.to_bytes(f"/unix{self._streams_path}"), proto=[protocol], balanced=False
+        )
+        await self._ask_once("STREAM_HANDLER", streamHandler=request)
+
+    async def _accept(self, listener: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            sock.setblocking(False)
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+            self._start(self._read_header(sock, on_stream))
+
+    async def _read_header(self, sock: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(_HEADER_SECONDS):
+                header = await _receive_message(sock, self._messages.StreamInfo())
+        except (TimeoutError, DaemonGone, OSError):
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        await on_stream(multiaddr.peer_id_to_text(header.peer), sock)
+
+    # Calls, all over one connection
+
+    async def call(self, peer: str, protocol: str, data: bytes) -> bytes:
+        request = self._messages.CallUnaryRequest(peer=multiaddr.peer_id_to_bytes(peer), proto=protocol, data=data)
+        return await self._exchange(callUnary=request)
+
+    async def answer_calls(self, protocol: str, handler: OnRequest) -> None:
+        self._handlers[protocol] = handler
+        await self._exchange(addUnaryHandler=self._messages.AddUnaryHandlerRequest(proto=protocol, balanced=False))
+
+    async def _exchange(self, **fields: Message) -> bytes:
+        name = secrets.token_bytes(16)  # tells calls apart, also at the other peer's daemon
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = future
+        try:
+            await self._send(self._messages.PersistentConnectionRequest(callId=name, **fields))
+            return await future
+        except asyncio.CancelledError:
+            cancel = self._messages.PersistentConnectionRequest(callId=name, cancel=self._messages.Cancel())
+            if self._writer is not None and not self._writer.is_closing():
+                self._writer.write(_frame(cancel))
+            raise
+        finally:
+            self._waiting.pop(name, None)
+
+    async def _send(self, message: Message) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise DaemonGone("p2pd has closed the connection")
+        try:
+            self._writer.write(_frame(message))
+            await self._writer.drain()
+        except OSError as error:
+            raise DaemonGone(f"p2pd has closed the connection ({error})") from error
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = self._messages.PersistentConnectionResponse()
+                message.ParseFromString(await _read_frame(reader.readexactly))
+                self._dispatch(message)
+        except (asyncio.IncompleteReadError, DaemonGone, OSError):
+            pass
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._fail_all("p2pd has closed the connection")
+
+    def _fail_all(self, reason: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(DaemonGone(reason))
+
+    def _dispatch(self, message: Message) -> None:
+        name, kind = message.callId, message.WhichOneof("message")
+        if kind == "requestHandling":
+            task = asyncio.create_task(self._answer(name, message.requestHandling))
+            self._tasks[name] = task
+            task.add_done_callback(lambda _: self._tasks.pop(name, None))
+            return
+        if kind == "cancel" and name in self._tasks:
+            self._tasks[name].cancel()
+            return
+        future = self._waiting.get(name)
+        if future is None or future.done():
+            return  # the caller has stopped waiting
+        if kind == "daemonError":
+            future.set_exception(DaemonError(message.daemonError.message))
+        elif kind == "callUnaryResponse" and message.callUnaryResponse.WhichOneof("result") == "error":
+            future.set_exception(HandlerError(message.callUnaryResponse.error.decode(errors="replace")))
+        else:
+            future.set_result(message.callUnaryResponse.response if kind == "callUnaryResponse" else b"")
+
+    async def _answer(self, name: bytes, request: Message) -> None:
+        response = self._messages.CallUnaryResponse()
+        try:
+            handler = self._handlers[request.proto]
+            response.response = await handler(multiaddr.peer_id_to_text(request.peer), request.data)
+        except Exception as error:  # noqa: BLE001 - the caller gets the error
+            response.error = str(error).encode()[:2000]
+        with contextlib.suppress(DaemonGone):
+            await self._send(self._messages.PersistentConnectionRequest(callId=name, unaryResponse=response))

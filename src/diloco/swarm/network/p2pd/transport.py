@@ -1,0 +1,307 @@
+"""The swarm's transport on the internet: Hivemind's p2pd, with libp2p's connections, encryption and relays.
+
+libp2p authenticates peers and encrypts all traffic (TLS 1.3). Which peer may say what is decided above; the limits here
+keep an unknown peer from costing much: on the size of a call, and on how many calls and streams are handled at a time.
+Hivemind's Python package is not imported, only its daemon is run.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from diloco.errors import RendezvousError
+from diloco.swarm.network import hole_punching, identity, multiaddr
+from diloco.swarm.network import reachability as reach
+from diloco.swarm.network.addresses import ListenConfig, listen_addresses
+from diloco.swarm.network.hole_punching import Endpoint, HolePuncher
+from diloco.swarm.network.limits import LruCache
+from diloco.swarm.network.p2pd import relay as p2pd_relay
+from diloco.swarm.network.p2pd.control import Control
+from diloco.swarm.network.p2pd.errors import (
+    DaemonError,
+    DaemonGone,
+    HandlerError,
+    is_not_served,
+    is_only_backoff,
+    to_unreachable,
+    was_never_sent,
+)
+from diloco.swarm.network.p2pd.incoming import IncomingRequests
+from diloco.swarm.network.p2pd.process import Daemon
+from diloco.swarm.network.reachability import DialBackResult, Reachability
+from diloco.swarm.network.reachability_monitor import ReachabilityMonitor
+from diloco.swarm.network.transport import (
+    MAX_CALL_BYTES,
+    CallRefused,
+    OnCall,
+    OnStream,
+    Stream,
+    Transport,
+    Unreachable,
+)
+
+_OVERHEAD_BYTES = 64 << 10
+"""More than the message around a call's bytes."""
+_RECONNECT_SECONDS = 3.0
+_ASK_SECONDS = 5.0
+_MAX_KNOWN = 4096
+"""Peers whose addresses are remembered."""
+COMMON_FLAGS = [
+    "-noise=0",  # TLS only: with the processor's AES it is the faster one
+    f"-persistentConnMaxMsgSize={MAX_CALL_BYTES + _OVERHEAD_BYTES}",
+    "-idleTimeout=60s",
+]
+
+
+def protocol_of(run_id: str) -> str:
+    """The libp2p protocol of a run: peers of other runs do not answer it."""
+    return f"/diloco/{run_id}"
+
+
+class P2pdTransport(Transport):
+    """Made by `create`. `ended` gets a reason when p2pd has died: from then on nothing works."""
+
+    def __init__(self, key: Path, protocol: str, config: ListenConfig) -> None:
+        self.peer = identity.load_or_create(key)
+        self.reachability = reach.guess_reachability(config)
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._flags = [f"-id={key}", *COMMON_FLAGS]
+        self._protocol, self._config = protocol, config
+        self._daemon: Daemon | None = None
+        self._control = Control("", "")
+        self._restarting = asyncio.Lock()
+        self._monitoring: asyncio.Task[None] | None = None
+        self._addresses: list[str] = []
+        self._incoming = IncomingRequests()
+        self.heard_at = self._incoming.heard_at  # type: ignore[method-assign]
+        self._dial_back = reach.DialBack()
+        self._puncher = HolePuncher(self.peer, protocol)
+        self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
+        """Addresses by peer, without /p2p/PEER."""
+        self._not_punchable: LruCache[None] = LruCache(_MAX_KNOWN)
+        self._gone: LruCache[None] = LruCache(_MAX_KNOWN)
+        """Peers whose last dial was refused: for a while p2pd then says only that it does not try again."""
+
+    @classmethod
+    async def create(cls, key: Path, protocol: str, config: ListenConfig, seeds: Sequence[str] = ()) -> "P2pdTransport":
+        """`key`: the file of this peer's identity, made if missing. `protocol` names the run.
+
+        `seeds` are addresses of peers that may be up: one of them is asked whether this machine can be reached, and
+        if it cannot, they relay for it. Nothing is raised if none of them answers.
+        """
+        transport = cls(key, protocol, config)
+        await transport._start()
+        if config.guest:
+            return transport
+        try:
+            monitor = ReachabilityMonitor(transport, config)
+            await monitor.find_out(seeds)
+        except BaseException:
+            await transport.close()
+            raise
+        transport._monitoring = asyncio.create_task(monitor.run())
+        return transport
+
+    # p2pd's life
+
+    async def _start(self) -> None:
+        self._daemon = daemon = await p2pd_relay.start_daemon(self.reachability, self._config, self._flags)
+        self._control = Control(daemon.control, daemon.streams)
+        daemon.ended.add_done_callback(self._on_daemon_end)
+        try:
+            await self._control.connect()
+            peer, _ = await self._control.identify()
+            assert peer == self.peer
+            if self._incoming.on_call is not None:
+                await self._register()
+        except (DaemonError, DaemonGone, OSError, asyncio.IncompleteReadError) as error:
+            await self._stop()
+            raise RendezvousError(f"p2pd started but does not answer ({error}){daemon.recent_output()}") from error
+
+    def _on_daemon_end(self, ended: "asyncio.Future[str]") -> None:
+        if not ended.cancelled():
+            self.fail(ended.result())
+
+    def fail(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    async def restart(self, reachability: Reachability, config: ListenConfig) -> None:
+        """All connections end, and what is asked meanwhile waits for the new p2pd, within its own time limit."""
+        async with self._restarting:
+            self.reachability, self._config = reachability, config
+            await self._stop()
+            await self._start()
+
+    async def close(self) -> None:
+        if self._monitoring is not None:
+            self._monitoring.cancel()
+            await asyncio.wait([self._monitoring])
+        await self._stop()
+
+    async def _stop(self) -> None:
+        self._puncher.close()
+        self._incoming.close_streams()
+        if self._daemon is not None:
+            self._daemon.ended.remove_done_callback(self._on_daemon_end)
+            await self._control.close()
+            await self._daemon.stop()
+            self._daemon = None
+
+    # Answers to others
+
+    async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
+        self._incoming.on_call, self._incoming.on_stream = on_call, on_stream
+        await self._register()
+
+    async def _register(self) -> None:
+        control = self._control
+        await self._incoming.register(control, self._protocol)
+        await control.answer_calls(f"{self._protocol}/reach", partial(self._dial_back.answer, control))
+        await control.answer_calls(f"{self._protocol}/punch", partial(self._puncher.answer_as_relay, control))
+        await control.answer_calls(f"{self._protocol}/punched", self._answer_punched)
+
+    async def _answer_punched(self, peer: str, request: bytes) -> bytes:
+        if not any(relay.endswith(f"/p2p/{peer}") for relay in self.reachability.relays):
+            raise CallRefused("not a relay of this peer")
+        return self._puncher.answer_as_target(self._control, request, await self._p2pd_endpoint())
+
+    # Addresses
+
+    async def addresses(self) -> list[str]:
+        """Public ones first; loopback only if there are no others. While p2pd restarts, those it had."""
+        try:
+            _, found = await self._control.identify()
+        except (DaemonError, DaemonGone):
+            return self._addresses
+        useful = [address for address in found if not multiaddr.is_loopback(address)] or found
+        ordered = sorted(dict.fromkeys(useful), key=lambda a: (multiaddr.CIRCUIT in a, not multiaddr.is_public(a)))
+        self._addresses = [f"{address}/p2p/{self.peer}" for address in ordered]
+        return self._addresses
+
+    async def port_and_addresses(self) -> tuple[int, list[str]]:
+        """The port that others would call, and the direct addresses that this machine knows of itself."""
+        async with self._running(self.peer) as control:
+            _, found = await control.identify()
+        direct = [address for address in found if "/tcp/" in address and multiaddr.CIRCUIT not in address]
+        direct = [address for address in direct if not multiaddr.is_loopback(address)] or direct
+        ports = [int(address.split("/tcp/")[1].split("/")[0]) for address in sorted(direct)]
+        return next(iter(ports), 0), direct
+
+    def known_addresses(self) -> list[str]:
+        """Of this peer's relays and of all peers that it was told to connect to."""
+        peers = ((peer, self._known.get(peer) or []) for peer in list(self._known))
+        return [*self.reachability.relays, *(f"{route}/p2p/{peer}" for peer, routes in peers for route in routes)]
+
+    async def connections(self) -> dict[str, list[str]]:
+        """The peers that this one is connected to now, and over which addresses."""
+        async with self._running(self.peer) as control:
+            return await control.list_peers()
+
+    async def _p2pd_endpoint(self) -> Endpoint:
+        """Where this machine's own p2pd listens, for a connection from this machine."""
+        port, _ = await self.port_and_addresses()
+        first = multiaddr.ip_of(listen_addresses(self._config.host, port or None)[0])
+        return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
+
+    # Calls and streams to others
+
+    async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
+        routes = [route for route in (multiaddr.route_to(peer, address) for address in addresses) if route is not None]
+        if not routes:
+            raise Unreachable(f"no address of {peer} is known", gone=True)
+        self._known.put(peer, routes)
+        async with self._running(peer, seconds) as control:
+            if self.reachability.kind == "private" and await self._punch(peer, routes):
+                return
+            await control.connect_peer(peer, routes, seconds)
+            used = (await control.list_peers()).get(peer, [])
+            # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
+            self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
+
+    async def _punch(self, peer: str, routes: list[str]) -> bool:
+        """Two private peers may still get a direct connection; see hole_punching.py. One attempt for each peer."""
+        relays = hole_punching.relays_in(routes)
+        if not relays or peer in self._not_punchable or peer in await self._control.list_peers():
+            return False
+        if await self._puncher.connect(self._control, relays[0], peer, await self._p2pd_endpoint()):
+            return True
+        self._not_punchable.put(peer, None)
+        return False
+
+    async def disconnect(self, peer: str) -> None:
+        with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
+            async with asyncio.timeout(_RECONNECT_SECONDS):
+                await self._control.disconnect_peer(peer)
+
+    async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
+        if len(request) > MAX_CALL_BYTES:  # p2pd would end over it
+            raise ValueError(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
+        async with self._running(peer, seconds) as control:
+            protocol = f"{self._protocol}/call"
+            try:
+                return await control.call(peer, protocol, request)
+            except DaemonError as error:
+                await self._reconnect(peer, error)
+                if not was_never_sent(error):  # it may have been carried out: the caller must know
+                    raise Unreachable(f"the connection with {peer} broke during a call, and is up again") from error
+            return await control.call(peer, protocol, request)
+
+    async def open_stream(self, peer: str, seconds: float) -> Stream:
+        async with self._running(peer, seconds) as control:
+            protocol = f"{self._protocol}/stream"
+            try:
+                sock = await control.open_stream(peer, protocol, seconds)
+            except DaemonError as error:
+                await self._reconnect(peer, error)
+                sock = await control.open_stream(peer, protocol, seconds)
+        return self._incoming.track(peer, sock)
+
+    async def _reconnect(self, peer: str, error: DaemonError) -> None:
+        """p2pd forgets a peer's addresses when the connection ends; we do not. Raises if the peer stays unreachable."""
+        if is_not_served(error):
+            raise error
+        try:
+            async with asyncio.timeout(_RECONNECT_SECONDS):
+                await self._control.connect_peer(peer, self._known.get(peer) or [], _RECONNECT_SECONDS)
+        except DaemonError as again:
+            raise error if is_only_backoff(again) else again from None
+        except TimeoutError:
+            raise Unreachable(f"the connection with {peer} broke, and could not be made again at once") from None
+
+    async def ask_dial_back(self, peer: str) -> DialBackResult | None:
+        """Has that peer connect back to where it sees this one; None: it cannot tell."""
+        port, _ = await self.port_and_addresses()
+        async with self._running(peer) as control:
+            answer = await control.call(peer, f"{self._protocol}/reach", reach.encode_request(port))
+            return reach.decode_result(answer)
+
+    async def relay_limit(self, peer: str) -> int:
+        """How many bytes a connection through that peer may carry; 0: it relays nothing."""
+        async with self._running(peer) as control:
+            return await p2pd_relay.relay_limit(control, peer)
+
+    @contextlib.asynccontextmanager
+    async def _running(self, peer: str, seconds: float = _ASK_SECONDS) -> AsyncIterator[Control]:
+        """A running p2pd's control, for a request about this peer: its errors become Unreachable and CallRefused."""
+        try:
+            async with asyncio.timeout(seconds):
+                async with self._restarting:
+                    control = self._control
+                yield control
+            self._gone.drop(peer)
+        except HandlerError as error:
+            raise CallRefused.read(str(error)) from None
+        except DaemonError as error:
+            unreachable = to_unreachable(peer, error, gone_before=peer in self._gone)
+            if unreachable.gone:
+                self._gone.put(peer, None)
+            else:
+                self._gone.drop(peer)
+            raise unreachable from None
+        except DaemonGone as error:
+            raise Unreachable(f"this machine's p2pd has ended, or is starting again: {error}") from None
+        except TimeoutError:
+            raise Unreachable(f"{peer} did not answer within {seconds:g} s") from None

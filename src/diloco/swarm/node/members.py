@@ -1,0 +1,344 @@
+"""The members of the swarm as one node sees them: which are live, which of them leads, which numbers are taken.
+
+There is no master. The live member with the lowest number that has the state leads rounds (node/leader.py) and gives
+numbers to joiners (numbers.py); when it is lost, the next one does. The views of two nodes may differ for a moment:
+rounds are safe all the same, since every message of a leader carries an authority (plan.py). heartbeats.py keeps the
+view up to date. No peer is a member without a credential.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from diloco.swarm.network.limits import PeerRateLimit
+from diloco.swarm.network.transport import Transport
+from diloco.swarm.node import clock
+from diloco.swarm.node.faults import Faults
+from diloco.swarm.protocol.attendance import Attendance
+from diloco.swarm.protocol.messages import RosterEntry
+from diloco.swarm.protocol.status import Status
+from diloco.swarm.run_files import REVOCATIONS_FILE
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.credential import PeerRefused
+from diloco.swarm.trust.permissions import MAX_PEERS, Permissions
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 16
+MAX_TOLD_ADDRESSES, MAX_TELLERS = 8, 8
+"""Addresses that one member may tell of another; members whose word about one is kept."""
+NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
+"""New members that one member may name."""
+DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
+"""Calls to addresses that one member has told, without an answer of the peer that it named."""
+_LATEST_ROUNDS = 3
+_HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
+_MOST_SILENT = 12.0  # and after more than half have
+
+
+@dataclass
+class Peer:
+    """A peer is live from its first answer until it is lost or leaves. Times are those of the node's clock."""
+
+    name: str
+    credential: bytes
+    addresses: tuple[str, ...]
+    """As the peer itself has told them."""
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses that other members have told while it is not live here, by teller."""
+    status: Status = field(default_factory=Status)
+    heard_at: float = 0.0
+    """0 for a peer that other members have named, and that has not proved its key here."""
+    asked_at: float = 0.0
+    live: bool = False
+    left: bool = False
+    """It has said goodbye."""
+    lost_at: float = 0.0
+    gone: bool = False
+    """It is known to be dead or to have left; a lost peer that is not gone may only be cut off."""
+    rejects: bool = False
+    """It refuses this node: banned or revoked."""
+    rival: tuple[str, float] = ("", 0.0)
+    """A second process that has said hello with this peer's identity, and when it first did."""
+    latency_seconds: float = 0.0
+    knows: frozenset[str] | None = None
+    """The live members as the peer last reported them, by the ends of their names."""
+
+    def roster_entry(self) -> RosterEntry:
+        return RosterEntry(self.name, self.credential, self.addresses[:MAX_TOLD_ADDRESSES], self.status.number)
+
+
+class Members:
+    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: Status) -> None:
+        """`status`: this worker's own."""
+        self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
+        permissions.is_known_to_most = self._is_known_to_most
+        self.peers: dict[str, Peer] = {}
+        self.numbers: dict[str, int] = {}
+        """Peer -> worker number, of all that this node has heard with one: a worker that returns keeps its number.
+        What others say of a peer is not in it, so that no invented one counts in a quorum."""
+        self.attendance = Attendance()
+        self.addresses: tuple[str, ...] = ()
+        """This node's own."""
+        self.excluded: str | None = None
+        """Why this node is no longer a member: revoked, banned or replaced."""
+        self.counted_tokens = 0
+        """This worker's, when a round had its contribution for the last time."""
+        self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
+        self.faults = Faults(lambda *event: self.on_event(*event))
+        self._waiters: dict[asyncio.Event, None] = {}
+        """In their order: what a node does next must not depend on addresses in memory."""
+        self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
+        self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
+
+    @property
+    def me(self) -> str:
+        return self.transport.peer
+
+    # Views
+
+    def live(self) -> list[Peer]:
+        """The other live members, in worker order."""
+        live = [peer for peer in self.peers.values() if peer.live and peer.status.number >= 0]
+        return sorted(live, key=lambda peer: peer.status.number)
+
+    def with_state(self) -> list[Peer]:
+        """The other live members that have the global state."""
+        return [peer for peer in self.live() if peer.status.has_state]
+
+    def is_live(self, name: str) -> bool:
+        return name == self.me or (name in self.peers and self.peers[name].live)
+
+    def number_of(self, name: str) -> int:
+        """−1 if it has none."""
+        if name == self.me:
+            return self.status.number
+        peer = self.peers.get(name)
+        return -1 if peer is None else peer.status.number
+
+    def roster(self) -> tuple[int, ...]:
+        """The numbers of the live members that have the state."""
+        own = [self.status.number] if self.status.has_state else []
+        return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
+
+    def leader(self) -> str | None:
+        """The live member with the lowest number that has the state and leads well; None if no member has the state."""
+        candidates = [(peer.status.number, peer.name) for peer in self.with_state()]
+        if self.status.has_state:
+            candidates.append((self.status.number, self.me))
+        good = [one for one in candidates if self.attendance.may_lead(one[1])]
+        return min(good or candidates)[1] if candidates else None
+
+    def most_ended(self, sequence: int) -> bool:
+        """Whether at least half of the members with the state say that this round has ended.
+
+        Only members whose contributions are in the latest rounds are counted, where there are any: many joiners or
+        returning workers at once cannot outvote them. What is known of the others may be some beats old, and they count
+        all the same: else a single one that claims to be ahead would outvote them.
+        """
+        holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
+        latest = self.status.ended_round
+        voters = [
+            s for s in holders if latest >= 0 and s.contributed_round >= max(0, latest - _LATEST_ROUNDS)
+        ] or holders
+        return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
+
+    def may_go_on(self) -> bool:
+        """False for a while after most members have fallen silent: this machine's own network may be cut.
+
+        Peers that are known to be dead do not count. If half of the members are silent the others wait briefly, if
+        most are, about a minute; then a swarm that has really lost them goes on.
+        """
+        now = clock.now()
+        silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.has_state]
+        present = 1 + len(self.with_state())
+        for share, wait in ((1, _HALF_SILENT), (0, _MOST_SILENT)):
+            recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
+            if recent > present - share:
+                return False
+        return True
+
+    # Changes
+
+    def changed(self) -> None:
+        """A member has come, gone or said something new: wake all that wait for it."""
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Return at the next change, or after `seconds`."""
+        waiter = asyncio.Event()
+        self._waiters[waiter] = None
+        try:
+            async with asyncio.timeout(seconds):
+                await waiter.wait()
+        except TimeoutError:
+            pass
+        finally:
+            del self._waiters[waiter]
+
+    def _is_known_to_most(self, name: str) -> bool | None:
+        """Of the other live members that tell which ones they know; None if none does."""
+        told = [name[-8:] in peer.knows for peer in self.live() if peer.name != name and peer.knows is not None]
+        return 2 * sum(told) > len(told) if told else None
+
+    def drop_unknown(self) -> None:
+        """Workers with an expired invitation that most members turn out not to know are no members."""
+        for name in self.permissions.drop_unknown():
+            peer = self.peers.pop(name, None)
+            if peer is not None:
+                reason = "expired: its invitation has expired, and most members do not know it"
+                self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": reason})
+                self.changed()
+
+    def add(self, name: str, credential: bytes, addresses: tuple[str, ...], *, named: bool = False) -> Peer:
+        """Raises PeerRefused. `named`: by another member; it has not said hello itself."""
+        self.permissions.admit(name, credential, named=named)
+        self.permissions.check(name)
+        peer = self.peers.setdefault(name, Peer(name, credential, ()))
+        peer.credential = credential
+        if not named:
+            peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
+        return peer
+
+    def add_roster(self, teller: str, entries: Iterable[RosterEntry]) -> None:
+        """Peers that another member knows. Each is live here from its first answer to this node.
+
+        New ones cost signatures to check: of one teller at most a whole roster at once, and a few in a second.
+        """
+        for entry in entries:
+            if entry.peer == self.me:
+                continue
+            if entry.peer in self.peers:
+                self._hear_addresses(self.peers[entry.peer], teller, entry.addresses)
+                continue
+            if not self._new_from.take(teller, clock.now()):
+                return
+            try:
+                peer = self.add(entry.peer, entry.credential, (), named=True)
+            except PeerRefused as reason:
+                logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
+            else:
+                peer.status.number = entry.number
+                self._hear_addresses(peer, teller, entry.addresses)
+
+    def take_seats(self, teller: str, seats: Iterable[tuple[str, bytes]]) -> None:
+        """Of workers that are away or banned, as another member shows by their credentials."""
+        for name, credential in seats:
+            if name not in self.peers and name != self.me and self._new_from.take(teller, clock.now()):
+                self.permissions.take_seat_for(name, credential)
+
+    def _hear_addresses(self, peer: Peer, teller: str, addresses: tuple[str, ...]) -> None:
+        """A peer that is not live here, and is elsewhere, may be there. The addresses that it told itself are kept."""
+        addresses = addresses[:MAX_TOLD_ADDRESSES]
+        if peer.live or peer.left or not addresses or peer.told.get(teller) == addresses:
+            return
+        peer.told[teller] = addresses
+        if len(peer.told) > MAX_TELLERS:
+            del peer.told[next(iter(peer.told))]
+        if peer.heard_at and addresses != peer.addresses[:MAX_TOLD_ADDRESSES] and self._dials.take(teller, clock.now()):
+            peer.asked_at = 0.0  # it has moved: try now
+
+    def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
+        """Where to call a peer now: its own addresses, and those of tellers that may have this node call them; with
+        these tellers. Each may have it call some peers that do not answer, and then one every ten seconds: a member
+        that invents others, or gives the address of a third party for them, has that called no more often."""
+        now = clock.now()
+        tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
+        told = [address for teller in tellers for address in peer.told[teller]]
+        return list(dict.fromkeys([*peer.addresses, *told])), tellers
+
+    def record_dialled(self, peer: Peer, tellers: Iterable[str]) -> None:
+        """The peer has answered at an address that these members told: they were right."""
+        peer.told.clear()
+        for teller in tellers:
+            self._dials.give_back(teller)
+
+    def add_revocations(self, records: Iterable[bytes]) -> None:
+        if [record for record in records if self.permissions.add_revocation(record)]:
+            self.permissions.save_revocations(self.settings.path(REVOCATIONS_FILE))
+            self.expel()
+
+    def expel(self) -> None:
+        """Remove the peers that have been revoked or banned."""
+        self.check_self()
+        for name in list(self.peers):
+            try:
+                self.permissions.check(name)
+            except PeerRefused as reason:
+                peer = self.peers.pop(name)
+                self.on_event("member_expelled", {"peer": name, "number": peer.status.number, "reason": str(reason)})
+        self.changed()
+
+    def check_self(self) -> None:
+        try:
+            self.permissions.check(self.me)
+        except PeerRefused as reason:
+            self.exclude_self(str(reason))
+
+    def exclude_self(self, reason: str) -> None:
+        """This node is revoked, banned or replaced, and takes no part in rounds any more."""
+        if self.excluded is None:
+            lost = max(0, self.status.tokens - self.counted_tokens)
+            self.excluded = f"{reason}. Its work on {lost:,} tokens since its last round is not in the run"
+            reason = self.excluded
+            self.on_event("excluded", {"number": self.status.number, "reason": reason})
+        self.status.has_state = False
+
+    # One peer
+
+    def record_heard(self, peer: Peer, status: Status) -> None:
+        """The peer has said something: it is live."""
+        peer.heard_at = clock.now()
+        number = peer.status.number
+        if status.has_state and not peer.status.has_state:
+            self.attendance.record_state(peer.name)
+        peer.status = status
+        if status.number < 0 or (0 <= number != status.number and self._is_taken(status.number, peer.name)):
+            status.number = number  # a member that has a number cannot take another one's
+        if status.number >= 0:
+            self.numbers[peer.name] = status.number
+        appeared = not peer.live and not peer.left
+        if appeared:  # what is known of its attendance stays: it belongs to the key, and not to the visit
+            peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
+        if status.number >= 0 and (appeared or number < 0):
+            self.emit_about("member_joined", peer.name)
+        self.changed()
+
+    def _is_taken(self, number: int, name: str) -> bool:
+        heard = [other for other in self.peers.values() if other.heard_at]
+        numbers = {other.name: other.status.number for other in heard} | {self.me: self.status.number}
+        return any(its == number for other, its in numbers.items() if other != name)
+
+    def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
+        if not peer.live:
+            return
+        peer.live, peer.lost_at, peer.gone = False, clock.now(), gone
+        self.emit_about("member_lost", peer.name, reason=reason)
+        self.changed()
+
+    def record_left(self, name: str) -> None:
+        """A peer has said goodbye."""
+        peer = self.peers.get(name)
+        if peer is not None and not peer.left:
+            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, clock.now()
+            self.emit_about("member_left", peer.name)
+            self.changed()
+
+    def record_rejected(self, peer: Peer, reason: str, code: str) -> None:
+        """The peer has banned this node, knows that it was revoked, or holds another process of its identity.
+
+        One peer alone cannot exclude a node. If more reject it than are live, it is excluded; of two processes with
+        one identity the later one also if as many do, so that the earlier one stays.
+        """
+        peer.rejects, peer.live, peer.lost_at = True, False, clock.now()
+        rejecting = sum(other.rejects for other in self.peers.values())
+        if rejecting + (code == "twice") > sum(other.live for other in self.peers.values()):
+            self.exclude_self(reason)
+        self.changed()
+
+    def emit_about(self, type_: str, name: str, **more: object) -> None:
+        """An event about a member, or about this worker itself."""
+        label = self.peers[name].status.label if name in self.peers else ""
+        self.on_event(type_, {"peer": name, "number": self.number_of(name), "label": label, **more})

@@ -1,0 +1,365 @@
+"""How rounds end for this worker, and what a late worker gets.
+
+A round that this worker was in ends with its mean (`succeed`). Members keep the last rounds (recent_rounds.py): a
+worker that missed the end of a round asks one of them for the outcome (`resolve`). If its contribution is in the plan,
+it fetches the mean and the round has succeeded for it too. If not, and most others have ended the round, the round has
+failed for this worker (I6) and it must fetch their state. A single worker that went on alone is not followed.
+
+No mean counts without a certificate (protocol/certificate.py): that most workers of its plan have voted for its digest.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from diloco.engines.rounds import Comparison, RoundPhases
+from diloco.swarm.audit.liars import Liars
+from diloco.swarm.audit.mean_check import MeanCheck
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.network.limits import LruCache
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.heartbeats import Heartbeats
+from diloco.swarm.node.recent_rounds import RecentRounds
+from diloco.swarm.protocol.certificate import Agreed, Certificate
+from diloco.swarm.protocol.messages import (
+    END_BYTES,
+    MOST_ENDS,
+    AskEnds,
+    AskLastPlan,
+    AskOutcome,
+    Done,
+    Ends,
+    OpenMean,
+    Outcome,
+    RoundsLost,
+)
+from diloco.swarm.protocol.missed_rounds import MissedRounds
+from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
+from diloco.swarm.protocol.quorum import FEWEST, Quorum
+from diloco.swarm.protocol.round import Round
+from diloco.swarm.protocol.wire import DataFrames, Malformed, encode, write_frame
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.25
+_TELL_LOST_SECONDS = 60.0
+_CHUNK_BYTES = 1 << 20
+
+
+class Outcomes:
+    def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary) -> None:
+        self.heartbeats, self.members, self.calls, self.notary = heartbeats, heartbeats.members, calls, notary
+        self.liars = Liars(self.members, calls, notary)
+        self.check = MeanCheck(self.members, calls, self.liars)
+        self.recent = RecentRounds(Path(self.members.settings.folder))
+        self.quorum = Quorum(self.members)
+        self.liars.is_majority = self.quorum.was_majority
+        self.heartbeats.ended_plan = self._ended_plan
+        self.heartbeats.on_other_end = self._compare_ends
+        self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
+        """When each member last told of lost rounds."""
+        self._settled: deque[tuple[int, bytes]] = deque(maxlen=64)
+        """Rounds that have ended in two ways, and the plans of the other members."""
+        self._comparing: set[str] = set()
+        """Members that are asked how a round has ended, which they have ended with another plan."""
+        self.missed = MissedRounds()
+        self.on_end: Callable[[Agreed], None] = lambda _: None
+        self._ends: dict[int, tuple[bytes, int]] = {}
+        """The rounds whose mean is in this worker's state -> the plan of each, and this worker's tokens at its end."""
+        self._stall_seconds = self.members.settings.stall_seconds
+
+    def has_ended(self, sequence: int) -> bool:
+        return sequence in self.recent or sequence <= self.members.status.ended_round
+
+    # Two ends of a round
+
+    def _ended_plan(self, sequence: int) -> bytes:
+        """The beginning of the digest of the plan that this round has ended with, for heartbeats."""
+        kept = self.recent.get(sequence)
+        return b"" if kept is None else kept.plan.digest[:END_BYTES]
+
+    def _compare_ends(self, peer: str, sequence: int) -> None:
+        """A member has ended this round with another plan, as its heartbeat says: workers that a leader keeps apart, so
+        that they meet in no plan, find that out so."""
+        if peer not in self._comparing:
+            self._comparing.add(peer)
+            self.members.faults.start(self._ask_for_end(peer, sequence), "comparing the ends of a round")
+
+    async def _ask_for_end(self, peer: str, sequence: int) -> None:
+        try:
+            await self.ask(peer, sequence)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: %s does not show its end: %s", sequence, peer, problem)
+        finally:
+            self._comparing.discard(peer)
+
+    # The end of a round
+
+    def commit(self, round_: Round, plan: bytes, certificate: Certificate) -> bool:
+        """End the round, if this worker has the mean that most workers of the plan have voted for."""
+        if round_.plan is None or round_.vote is None or round_.plan.digest != plan:
+            return False
+        try:
+            self.notary.check(round_.plan, certificate)
+        except Malformed as problem:
+            logger.warning("a commit without a valid certificate: %s", problem)
+            return False
+        if not self.quorum.accepts(Agreed(round_.plan, certificate)):
+            logger.info("round %d: most members that count have not voted for it", round_.sequence)
+            return False
+        if certificate.mean != round_.vote.mean:
+            self.liars.compare(round_.plan, (round_.vote, certificate))
+            return False
+        round_.certificate = certificate
+        self.succeed(round_, round_.plan)
+        return True
+
+    def succeed(self, round_: Round, plan: Plan) -> None:
+        """The mean of this plan counts: it has a certificate."""
+        assert round_.certificate is not None
+        round_.stop_transfer()
+        status, decision = self.members.status, plan.decision
+        if plan.has_mean:
+            self.recent.add_copy(plan, round_.posted.mean, round_.certificate)
+        else:
+            self.recent.add(plan, b"", round_.certificate)
+        self.quorum.record(Agreed(plan, round_.certificate))
+        # A contribution that points against the others' is not in the mean, and its worker does not carry it on.
+        self.missed.record(plan.key.fragment, [*(entry.peer for entry in plan.contributors), *plan.opposed_peers])
+        status.ended_round = max(status.ended_round, round_.sequence)
+        if round_.number in decision.contributors:
+            status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
+        refused = round_.number in decision.refused and round_.number not in plan.opposed
+        if decision.resync and refused:  # this worker's anchor differs
+            self.record_divergence()
+        else:
+            self.record_end(plan)
+        if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
+            self.recent.next_to_merge = round_.sequence + 1
+        agreed = Agreed(plan, round_.certificate)
+        self.on_end(agreed)
+        kept = self.recent.get(round_.sequence)
+        if kept is not None:
+            self.check.begin(agreed, round_.posted, round_.leaves, kept.mean, self.recent.copied)
+        round_.succeed(plan)
+        self.members.changed()
+
+    def record_divergence(self) -> None:
+        """This worker's state is not the others': it takes over theirs, from a snapshot."""
+        self.members.status.has_state, self.recent.next_to_merge = False, None
+
+    def record_end(self, plan: Plan) -> None:
+        """The mean of this plan is in this worker's state."""
+        if plan.has_mean:
+            self._ends[plan.key.sequence] = plan.digest[:END_BYTES], self.members.status.tokens
+            while len(self._ends) > MOST_ENDS:
+                del self._ends[next(iter(self._ends))]
+
+    async def ask_ends(self, peer: str) -> dict[int, bytes]:
+        """How the rounds that this worker has counted have ended for `peer`, as far as it knows: the beginnings of the
+        plans' digests. Raises Unreachable, CallRefused or Malformed."""
+        if not self._ends:
+            return {}
+        answer = await self.calls.ask(peer, AskEnds(first := min(self._ends)))
+        if not isinstance(answer, Ends):
+            raise Malformed(f"{type(answer).__name__} instead of Ends")
+        ends = {first + index: answer.plan(index) for index in range(len(answer.plans) // END_BYTES)}
+        return {number: plan for number, plan in ends.items() if plan}
+
+    def take_over(self, ends: dict[int, bytes], plans: Sequence[Plan], sequence: int) -> None:
+        """This worker has taken over a state before round `sequence`, with these ends of rounds in it, and these plans
+        at last. Tell its own user, and the other members, of the rounds that it had counted and that are not in it."""
+        status, plan_of = self.members.status, ends | {plan.key.sequence: plan.digest[:END_BYTES] for plan in plans}
+        lost = [
+            number
+            for number, (plan, _) in self._ends.items()
+            if number >= sequence or plan_of.get(number, plan) != plan
+        ]
+        kept = [tokens for number, (_, tokens) in self._ends.items() if number < min(lost, default=0)]
+        for number in lost:
+            del self._ends[number]
+        for plan in plans:
+            self.record_end(plan)
+        if lost:
+            told = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
+            rounds, tokens = told.rounds, told.tokens
+            self.members.on_event("diverged", {"number": status.number, "rounds": rounds, "tokens": tokens})
+            for peer in self.members.live():
+                self.members.faults.start(self._tell_lost(peer.name, told), "telling of lost rounds")
+
+    async def _tell_lost(self, peer: str, message: RoundsLost) -> None:
+        try:
+            await self.calls.ask(peer, message)
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("%s was not told of lost rounds: %s", peer, problem)
+
+    def answer_lost(self, peer: str, message: RoundsLost) -> Done:
+        """Told once a minute of one member at most: any member can say so."""
+        if clock.now() - (self._told_lost.get(peer) or -_TELL_LOST_SECONDS) >= _TELL_LOST_SECONDS:
+            self._told_lost.put(peer, clock.now())
+            self.members.emit_about("rounds_lost", peer, rounds=message.rounds, tokens=message.tokens)
+        return Done()
+
+    def answer_ends(self, request: AskEnds) -> Ends:
+        last = min(max(self._ends, default=-1), request.first + MOST_ENDS - 1)
+        known = [self._ends.get(number, (bytes(END_BYTES), 0))[0] for number in range(request.first, last + 1)]
+        return Ends(b"".join(known))
+
+    def record_missed(self, sequence: int) -> None:
+        """A round has ended that this worker has not posted: it no longer has the state."""
+        status = self.members.status
+        status.ended_round, status.has_state = max(status.ended_round, sequence), False
+        self.members.changed()
+
+    async def resolve(self, round_: Round, peer: str) -> None:
+        """`peer` has ended this round: with this worker in it, or without."""
+        agreed: Agreed | None = None
+        try:
+            agreed = await self.ask(peer, round_.sequence)
+            if agreed is not None and self.quorum.accepts(agreed):
+                own = agreed.plan.entry(self.members.me)
+                if own is not None and own.contribution.header == round_.posted.header:
+                    async with round_.fetching:
+                        if not round_.ended:
+                            await self._fetch_own_mean(round_, agreed, peer)
+                        if not round_.ended:  # its deadline may have passed meanwhile
+                            round_.certificate = agreed.certificate
+                            self.succeed(round_, agreed.plan)
+                    return
+        except (Unreachable, CallRefused, Malformed) as problem:
+            logger.info("round %d: %s does not give its outcome: %s", round_.sequence, peer, problem)
+            if isinstance(problem, Unreachable):
+                self.heartbeats.suspect(peer, problem)
+                await asyncio.sleep(_RETRY_SECONDS)
+                return
+        decided = agreed is not None and self.quorum.has_decided(agreed)
+        if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
+            self.members.status.has_state = False
+            if agreed is not None and self._has_another_anchor(round_, agreed.plan):
+                self.record_divergence()
+            round_.fail("the others ended it without this worker", resync=True)
+
+    def _has_another_anchor(self, round_: Round, plan: Plan) -> bool:
+        """Whether this worker's anchor before the round was not the others': their means are not for its state."""
+        own = parse_header(round_.number, round_.posted.header)
+        theirs = {entry.parsed.claim.anchor_digest for entry in plan.contributors}
+        return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
+
+    async def _fetch_own_mean(self, round_: Round, agreed: Agreed, peer: str) -> None:
+        posted, mean = round_.posted, agreed.certificate.mean
+        same_plan = round_.plan is not None and round_.plan.digest == agreed.plan.digest
+        if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
+            return
+        round_.stop_transfer()
+        round_.vote, round_.comparison, round_.phases = None, Comparison(), RoundPhases()
+        data = await self.fetch_mean(agreed, peer)
+        if len(data) != posted.mean.num_bytes:
+            raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")
+        if not round_.ended:
+            posted.mean.view[:] = data
+            round_.bytes_received += len(data)
+
+    # Asking others
+
+    async def ask(self, peer: str, sequence: int) -> Agreed | None:
+        """The plan that a round has ended with; None if it has not ended, or is too old. Raises Malformed, too."""
+        return await self._ask(peer, AskOutcome(sequence))
+
+    async def ask_last(self, peer: str, sequence: int) -> Agreed | None:
+        """The last round that has ended for `peer`, which has given this worker the state before round `sequence`.
+
+        Most of the members that say that their work was in it, or in a later one, must have voted for it: by it this
+        worker knows which members count. Raises Malformed, too.
+        """
+        agreed = await self._ask(peer, AskLastPlan())
+        last = sequence - 1 if agreed is None else min(sequence - 1, agreed.plan.key.sequence)
+        in_it = {one.name for one in self.members.with_state() if 0 <= last <= one.status.contributed_round}
+        voted = set() if agreed is None else in_it.intersection(agreed.certificate.signatures)
+        if len(in_it) >= FEWEST and 2 * len(voted) <= len(in_it):
+            raise Malformed(f"{len(voted)} of {len(in_it)} members have voted for the last round that it shows")
+        return agreed
+
+    async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Agreed | None:
+        answer = await self.calls.ask(peer, request)
+        if not isinstance(answer, Outcome):
+            raise Malformed(f"{type(answer).__name__} instead of Outcome")
+        if answer.plan is None:
+            return None
+        for signer, credential in answer.credentials.items():
+            self.members.permissions.remember(signer, credential)
+        try:
+            right = not isinstance(request, AskOutcome) or answer.plan.key.sequence == request.sequence
+            if not right or answer.certificate is None:
+                raise Malformed("another round, or one without a certificate")
+            self.notary.check(answer.plan, answer.certificate)
+        except Malformed as lie:
+            self.liars.record_unproved(peer, str(lie))
+            raise
+        agreed, own = Agreed(answer.plan, answer.certificate), self.recent.get(answer.plan.key.sequence)
+        if own is not None and (own.plan.digest, own.certificate.mean) != (agreed.plan.digest, agreed.certificate.mean):
+            self._settle_ends(Agreed(own.plan, own.certificate), agreed)
+        return agreed
+
+    def _settle_ends(self, own: Agreed, other: Agreed) -> None:
+        """Once for each round and plan."""
+        ends = (own.plan.key.sequence, other.plan.digest)
+        if ends not in self._settled:
+            self._settled.append(ends)
+            self.liars.compare_ends(own, other)
+
+    async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
+        """The encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or Malformed."""
+        sequence = agreed.plan.key.sequence
+        stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
+        try:
+            await write_frame(stream, encode(OpenMean(sequence)), self._stall_seconds)
+            size = int.from_bytes(await stream.read(8, self._stall_seconds), "little")
+            if size > self.recent.max_mean_bytes:
+                raise Malformed(f"a mean of {size} bytes")
+            data = bytearray(size)
+            frames = DataFrames(stream, self._stall_seconds, self._stall_seconds)
+            view, received = memoryview(data), 0
+            while received < size:
+                received += await frames.read_into(view[received:])
+                moved()
+            await stream.write(b"\1", self._stall_seconds)
+        finally:
+            stream.close()
+        check = self.notary.check_mean
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, check, agreed.plan, agreed.certificate, data)
+        except Malformed as lie:
+            self.liars.record_unproved(peer, str(lie))
+            raise
+        return bytes(data)
+
+    # Answering others
+
+    def answer(self, peer: str, request: AskOutcome) -> Outcome:
+        self.recent.touch(peer)
+        ended = self.recent.get(request.sequence)
+        return Outcome() if ended is None else self._outcome(ended.plan, ended.certificate)
+
+    def answer_last(self) -> Outcome:
+        last = self.quorum.agreed
+        return Outcome() if last is None else self._outcome(last.plan, last.certificate)
+
+    def _outcome(self, plan: Plan, certificate: Certificate) -> Outcome:
+        known = {peer: self.members.permissions.credential_of(peer) for peer in certificate.signatures}
+        return Outcome(plan, certificate, {peer: one for peer, one in known.items() if one is not None})
+
+    async def serve_mean(self, stream: Stream, request: OpenMean) -> None:
+        await self.recent.copied()
+        ended = self.recent.get(request.sequence)
+        if ended is None:
+            return
+        await stream.write(len(ended.mean).to_bytes(8, "little"), self._stall_seconds)
+        view = memoryview(ended.mean)
+        for first in range(0, len(view), _CHUNK_BYTES):
+            await write_frame(stream, view[first : first + _CHUNK_BYTES], self._stall_seconds)
+            self.recent.touch(stream.peer)
+        await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit

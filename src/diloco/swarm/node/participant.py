@@ -1,0 +1,413 @@
+"""One worker's part in its rounds: it posts, follows the leader's plan, and ends with the whole mean or with none.
+
+    post      the header goes to the leader (Ready), and to the next leader if that one is lost
+    plan      its workers exchange parts (transfer.py); each tells the leader when it has the whole mean (Complete)
+    commit    the mean counts, since all live workers in the plan have it
+    late      others have ended the round: outcomes.py
+
+A message of a leader counts only if no higher authority (plan.py) has sent one in this round.
+"""
+
+import asyncio
+import logging
+
+from msgspec import structs
+
+from diloco.engines.rounds import Comparison, RoundPhases
+from diloco.swarm.audit.directions import find_opposed
+from diloco.swarm.audit.norms import Encoding
+from diloco.swarm.audit.own_contributions import hash_parts
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.joining import settle_number
+from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.protocol.certificate import Vote
+from diloco.swarm.protocol.giving_up import check_majority, look_back, record_too_few
+from diloco.swarm.protocol.leader_watch import LeaderWatch, check_term
+from diloco.swarm.protocol.messages import (
+    Commit,
+    Complete,
+    Done,
+    Ended,
+    Inquire,
+    LedBy,
+    NotPosted,
+    OpenParts,
+    Opposed,
+    Posted,
+    Ready,
+    Superseded,
+    Trouble,
+    Voted,
+    Waiting,
+)
+from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.refusals import OUT_OF_THE_RUN
+from diloco.swarm.protocol.round import Round
+from diloco.swarm.protocol.terms import own_terms
+from diloco.swarm.protocol.transfer_times import TransferTimes
+from diloco.swarm.protocol.wire import Malformed, PeerMessage
+from diloco.swarm.trainer import PostedRound, RoundOutcome
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
+_MAX_PROMISES = 16
+_MOST_BACK_OFF = 4.0  # seconds until a refused worker asks again
+_ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
+
+
+class Participant:
+    def __init__(self, outcomes: Outcomes) -> None:
+        self.outcomes, self.calls = outcomes, outcomes.calls
+        self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
+        self.settings = self.members.settings
+        self.transfers = TransferTimes()
+        self._promised: dict[int, Authority] = {}
+        """The highest authority that has inquired about a round which this worker has not posted."""
+        self.leaders = LeaderWatch(self.members, self.transfers)
+        self.layout: str | None = None
+        """Of what this worker trains, once it has posted."""
+        self.rounds: dict[int, Round] = {}
+        """Rounds that this worker has posted and that have not ended, by sequence."""
+
+    # Posting
+
+    async def post(self, posted: PostedRound) -> RoundOutcome:
+        """Returns when the round has ended, or its deadline is over."""
+        await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
+        status, leaves = self.members.status, await hash_parts(posted)
+        authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
+        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
+        self.layout = own_terms(posted).layout
+        self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
+        status.next_round = max(status.next_round, round_.sequence)
+        status.waiting_round = min(self.rounds)
+        if round_.sequence <= self.outcomes.quorum.voted:
+            round_.fail("this worker has voted in it before, and given it up")
+        try:
+            async with asyncio.timeout(posted.deadline_seconds):
+                while not round_.ended:
+                    if self.members.excluded is not None:
+                        round_.fail(self.members.excluded, fatal=True)
+                        break
+                    await look_back(round_, self.outcomes, self.rounds)
+                    check_majority(round_, self.outcomes)
+                    await self._announce(round_)
+                    await self._watch(round_)
+                    self._watch_leader(round_)
+        except TimeoutError:
+            if ahead := self._first_ahead(round_.sequence):
+                await self.outcomes.resolve(round_, ahead)
+            round_.fail(f"no result within {posted.deadline_seconds:g} s")
+        finally:
+            round_.stop_transfer()
+            self.rounds.pop(round_.sequence, None)
+            status.waiting_round = min(self.rounds, default=-1)
+        await self.outcomes.check.own.copied()
+        if round_.certificate is None:
+            self.outcomes.missed.record(posted.key.fragment, ())
+        status.next_round = max(status.next_round, round_.sequence + 1)
+        return round_.outcome.result()
+
+    async def _announce(self, round_: Round) -> None:
+        """Send the header to the leader."""
+        if round_.ended:
+            return
+        leader = round_.leader or self.members.leader()
+        round_.leader = None
+        if leader is None:
+            # This worker missed rounds, and all members that have the state are gone: only a resync can settle it.
+            round_.fail("no live member has the state of the run", resync=True)
+            return
+        try:
+            answer = await self.calls.ask(leader, Ready(round_.contribution, *round_.limits))
+        except Unreachable as problem:
+            self.heartbeats.suspect(leader, problem)
+        except CallRefused as reason:
+            if reason.code in OUT_OF_THE_RUN and leader in self.members.peers:  # it counts when most say so
+                self.members.record_rejected(self.members.peers[leader], str(reason), reason.code)
+            elif reason.code == "model":
+                self._record_other_model(round_, str(reason))
+            elif reason.code == "few":
+                record_too_few(round_, self.outcomes, leader)
+                return
+            elif reason.code == "number" and await settle_number(self.heartbeats):
+                round_.number, round_.refusals = self.members.status.number, 0
+            logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
+            self.heartbeats.beat_soon(leader)
+            round_.refusals += 1
+            await asyncio.wait({round_.outcome}, timeout=min(_MOST_BACK_OFF, _POLL_SECONDS * 2**round_.refusals))
+        except Malformed as problem:
+            logger.info("round %d: %s", round_.sequence, problem)
+        else:
+            if isinstance(answer, Waiting):
+                round_.leader, round_.refusals = leader, 0
+                return
+            if isinstance(answer, Ended):
+                await self.outcomes.resolve(round_, leader)
+                self.leaders.record_ended(leader, round_)
+            else:  # NotLeader: the views of both settle within a beat
+                self.heartbeats.beat_soon(leader)
+        await self.members.wait_for_change(_POLL_SECONDS)
+
+    def _record_other_model(self, round_: Round, reason: str) -> None:
+        """The leader says that this worker trains another model. If the last round had this one's, the leader errs."""
+        last = self.outcomes.quorum.last
+        if last is None or self.layout not in {entry.parsed.layout_digest for entry in last.entries}:
+            round_.fail(reason, fatal=True)
+
+    async def _watch(self, round_: Round) -> None:
+        """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
+        others_ended: float | None = None
+        ask_again = clock.now() + _ASK_AGAIN_SECONDS
+        while not round_.ended and round_.leader is not None and clock.now() < ask_again:
+            await asyncio.wait({round_.outcome}, timeout=_POLL_SECONDS)
+            if round_.leader is not None and not self.members.is_live(round_.leader):
+                round_.leader = None
+            self._watch_leader(round_)
+            if (ahead := self._first_ahead(round_.sequence)) is not None and not round_.ended:
+                others_ended = others_ended or clock.now()
+                if clock.now() - others_ended > _COMMIT_SHARE * self.settings.lost_seconds:
+                    await self.outcomes.resolve(round_, ahead)
+
+    def _watch_leader(self, round_: Round) -> None:
+        """Rounds end in their order: no leader is to blame for one that waits for an earlier one."""
+        is_next = round_.sequence == min(self.rounds)
+        self.leaders.watch(round_, may_go_on=is_next and self.members.may_go_on() and self.outcomes.quorum.is_here())
+
+    def _first_ahead(self, sequence: int) -> str | None:
+        """A live member that has ended this round."""
+        return next((peer.name for peer in self.members.live() if peer.status.ended_round >= sequence), None)
+
+    # Messages of leaders
+
+    def answer_plan(self, sender: str, plan: Plan) -> PeerMessage:
+        round_ = self.rounds.get(plan.key.sequence)
+        if (refusal := self._refusal(sender, plan.key.sequence, plan.authority)) is not None or round_ is None:
+            return refusal or NotPosted()
+        if round_.plan is not None and round_.plan == plan:
+            return Done()  # it was offered again, since the first answer was lost
+        if plan.authority <= round_.authority:
+            return Superseded(round_.authority)
+        round_.check_plan(plan, sender, self.members.me)
+        self._check_seats(round_, plan)
+        self.outcomes.quorum.check_plan(plan)
+        if (peer := self.outcomes.missed.find_excess(plan)) is not None:
+            raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
+        self._check_opposed(round_, plan)
+        round_.stop_transfer()
+        round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
+        round_.comparison, round_.planned_at, round_.phases = Comparison(), clock.now(), RoundPhases()
+        if plan.has_mean:
+            self.outcomes.check.own.keep(plan, round_.posted, round_.leaves)
+            seconds, patience = self.settings.stall_seconds, self.transfers.patience(plan, self.settings.lost_seconds)
+            round_.transfer = Transfer(
+                plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience
+            )
+        round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
+        round_.planned.set()
+        return Done()
+
+    def _check_seats(self, round_: Round, plan: Plan) -> None:
+        """Raises CallRefused if a worker of the plan is not known here to have an invitation of its own.
+
+        It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. If it
+        does not for `lost_seconds`, one of the two is told to be a second key of an invitation: a quarrel
+        (troubles.py), since each member may have met another one of the two keys first.
+        """
+        unknown = [entry.peer for entry in plan.entries if not self.members.permissions.has_seat(entry.peer)]
+        if not unknown:
+            round_.unknown_since = None
+            return
+        self.heartbeats.beat_soon(plan.leader)
+        reason = f"the worker {unknown[0]} has no invitation that is known here, or one of another worker"
+        round_.unknown_since = round_.unknown_since or clock.now()
+        if clock.now() - round_.unknown_since > self.settings.lost_seconds:
+            round_.unknown_since = clock.now()
+            trouble = Trouble(round_.sequence, plan.authority, unknown[0], reason[:200], lie=True)
+            self.members.faults.start(self._tell_leader(round_, plan, trouble), "telling of a worker without a seat")
+        raise CallRefused(reason, "seat")
+
+    def _check_opposed(self, round_: Round, plan: Plan) -> None:
+        """A leader cannot have a contribution refused for its direction that this worker has seen to be right.
+
+        In a first plan only those are refused that were so in the last round. Raises CallRefused.
+        """
+        last = self.outcomes.quorum.last
+        right = set(round_.cleared)
+        if plan.authority.attempt == 1 and last is not None:
+            right |= {entry.peer for entry in last.entries} - {*last.opposed_peers}
+        if wronged := right.intersection(plan.opposed_peers):
+            raise CallRefused(f"the contribution of {min(wronged)} does not point against the others", "plan")
+
+    def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
+        refusal = self._refusal(sender, commit.sequence, commit.authority)
+        if refusal is not None:
+            return Done() if isinstance(refusal, Ended) else refusal
+        round_ = self.rounds[commit.sequence]
+        if not self.outcomes.commit(round_, commit.plan, commit.certificate):
+            # A new leader has found that another worker has ended the round, or this worker has another mean.
+            self.members.faults.start(self.outcomes.resolve(round_, sender), "fetching the end of a round")
+        return Done()
+
+    def answer_inquiry(self, sender: str, inquire: Inquire) -> PeerMessage:
+        """A new leader asks for the state of a round. From here on leaders of lower authority are refused."""
+        if (leader := self.leaders.usurped(sender, inquire.sequence, self.rounds.get(inquire.sequence))) is not None:
+            return LedBy(leader)
+        refusal = self._refusal(sender, inquire.sequence, inquire.authority)
+        round_ = self.rounds.get(inquire.sequence)
+        if round_ is None or refusal is not None:
+            leader = round_.leader if isinstance(refusal, Superseded) and round_ is not None else None
+            if leader not in (None, sender) and self.members.is_live(leader):  # a leader that begins again is told how
+                return LedBy(leader)
+            return refusal or NotPosted()
+        seen, round_.authority = round_.authority, inquire.authority
+        if round_.plan is None or round_.vote is None:
+            return Posted(round_.contribution, *round_.limits, None, seen)
+        return Posted(round_.contribution, *round_.limits, Voted(round_.plan, round_.vote), seen)
+
+    def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
+        """Why a leader's message is not obeyed, if so."""
+        if self.outcomes.has_ended(sequence):
+            return Ended()
+        round_ = self.rounds.get(sequence)
+        if -authority.minus_number != self.members.number_of(sender):
+            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
+        if round_ is None:
+            return self._promise(sequence, authority)
+        check_term(authority, round_.authority)
+        return Superseded(round_.authority) if authority.leader < round_.authority.leader else None
+
+    def _promise(self, sequence: int, authority: Authority) -> PeerMessage:
+        """This worker has not posted the round yet, and will obey no leader of a lower authority in it."""
+        before = self._promised.get(sequence, NO_AUTHORITY)
+        check_term(authority, before)
+        if authority.leader < before.leader:
+            return Superseded(before)
+        self._promised[sequence] = max(before, authority)
+        while len(self._promised) > _MAX_PROMISES:
+            past = [sequence for sequence in self._promised if self.outcomes.has_ended(sequence)]
+            del self._promised[min(past, default=max(self._promised))]  # a promise of a near round is not forgotten
+        return NotPosted()
+
+    async def _follow(self, round_: Round, plan: Plan) -> None:
+        """Exchange parts as the plan says, and tell the leader how that went."""
+        message: PeerMessage
+        try:
+            if round_.transfer is not None:
+                started = clock.now()
+                await round_.transfer.run()
+                self.transfers.record(plan, clock.now() - started, round_.transfer.rates)
+            if round_.authority.leader > plan.authority.leader:
+                return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
+            if round_.transfer is not None and self._is_opposed(round_, plan):
+                ranges = round_.transfer.ranges
+                message = Opposed(round_.sequence, plan.authority, round_.posted.num_parts, ranges)
+                await self._tell_leader(round_, plan, message)
+                return
+            vote = self._vote(round_, plan)
+            self.outcomes.quorum.record_vote(plan)
+            round_.transferred(vote)
+            message = Complete(round_.sequence, plan.authority, vote)
+        except TransferFailed as problem:
+            logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
+            if not problem.lie:
+                self.heartbeats.beat_soon(problem.peer)
+            self._record_lie(plan, problem)
+            message = Trouble(
+                round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie, problem.withheld
+            )
+        await self._tell_leader(round_, plan, message)
+        await self._compare_votes(plan, message)
+
+    def _is_opposed(self, round_: Round, plan: Plan) -> bool:
+        """Whether a contribution to this plan points against the others': then it is not voted for."""
+        assert round_.transfer is not None
+        found = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
+        round_.cleared = {entry.peer for entry in plan.contributors} - found.keys()
+        for peer, cosine in found.items():
+            logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
+        if found:
+            self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, found.keys())
+        return bool(found)
+
+    async def _tell_leader(self, round_: Round, plan: Plan, message: PeerMessage) -> None:
+        """Until it answers."""
+        while not round_.ended:  # another plan cancels this task
+            try:
+                await self.calls.ask(plan.leader, message)
+                break
+            except (CallRefused, Malformed) as refused:
+                logger.info("round %d: its leader refuses a message: %s", round_.sequence, refused)
+            except Unreachable as unreachable:
+                self.heartbeats.suspect(plan.leader, unreachable)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
+        """What the other worker has signed proves its lie to this one, and to all others if it is shown."""
+        reason = f"round {plan.key.sequence}: {problem}"
+        if problem.proof is not None:
+            self.outcomes.liars.record(problem.proof, reason)
+        elif problem.signed:
+            self.outcomes.liars.ban(problem.peer, reason)
+
+    async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
+        """No commit comes: if the leader has given workers different means, the ranges in their votes prove it.
+
+        The vote itself is for the leader: else others could make a certificate of a plan that the leader has given up.
+        """
+        await asyncio.sleep(self.settings.lost_seconds)
+        if isinstance(message, Complete):
+            message = structs.replace(message, vote=structs.replace(message.vote, signature=bytes(64)))
+            others = [entry.peer for entry in plan.entries if entry.peer not in (self.members.me, plan.leader)]
+            await self.ask_all(message.sequence, others, message)
+
+    async def ask_all(self, sequence: int, peers: list[str], message: PeerMessage) -> dict[str, PeerMessage]:
+        """The answers of the peers that give one."""
+
+        async def ask(peer: str) -> PeerMessage | None:
+            try:
+                return await self.calls.ask(peer, message)
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("round %d: %s does not answer: %s", sequence, peer, problem)
+                if isinstance(problem, Unreachable):
+                    self.heartbeats.suspect(peer, problem)
+                return None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in peers))
+        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
+
+    def compare_ranges(self, message: Complete) -> PeerMessage:
+        """A worker of the plan that this one follows tells its mean, as reducers have signed it. Raises Malformed."""
+        round_ = self.rounds.get(message.sequence)
+        if round_ is not None and round_.plan is not None and round_.plan.authority == message.authority:
+            self.outcomes.notary.check_ranges(round_.plan, message.vote.num_parts, message.vote.ranges)
+            if round_.vote is not None:
+                self.outcomes.liars.compare(round_.plan, (round_.vote, message.vote))
+        return Done()
+
+    def _vote(self, round_: Round, plan: Plan) -> Vote:
+        if round_.transfer is not None:
+            return round_.transfer.vote
+        return self.outcomes.notary.vote(plan, round_.posted.num_parts, ())
+
+    async def serve_parts(self, stream: Stream, request: OpenParts) -> None:
+        """Another worker's parts, which may arrive before the plan that they belong to."""
+        end = clock.now() + self.settings.lost_seconds
+        while clock.now() < end:
+            round_ = self.rounds.get(request.sequence)
+            if round_ is not None and round_.transfer is not None and round_.authority == request.authority:
+                if round_.plan is not None and round_.plan.entry(stream.peer) is not None:
+                    await round_.transfer.serve(stream)
+                return
+            if round_ is None or round_.authority > request.authority:
+                return
+            round_.planned.clear()
+            try:
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await round_.planned.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,335 @@
+"""The global state for a joiner, or for a worker that missed rounds.
+
+A source serves a snapshot that its trainer makes beside training; no worker waits for the transfer. The means of rounds
+that end during it follow: all members keep some, and the source keeps all since its snapshot until the reader has the
+state (node/recent_rounds.py), on its disk where they are large. So a slow line catches up, and a worker that missed a
+round or two needs no snapshot at all. Slow readers hold no place of others (places.py). If a source dies or is slow,
+another one is asked (slow_sources.py). A state is taken over only if other members have the same (witnesses.py), and a
+mean only with its certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and
+numbers).
+"""
+
+import asyncio
+import logging
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import EngineError, Excluded
+from diloco.swarm.audit.witnesses import Witnesses, most_have, none_has_more
+from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node import clock
+from diloco.swarm.node.members import Peer
+from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.node.places import Place, Places
+from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
+from diloco.swarm.node.slow_sources import Attempt, fetch_first
+from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
+from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.wire import Malformed, encode, read_frame, write_frame
+from diloco.swarm.shared_memory import SharedMemory
+from diloco.swarm.trainer import FetchedState, RoundMean, Snapshot, Trainer
+
+logger = logging.getLogger(__name__)
+
+LARGEST_STATE = 1 << 42
+_CHUNK_BYTES = 1 << 20
+_MAX_HEAD_BYTES = 1 << 16
+_MAX_READERS = 3
+_TURN = 2.0  # times `lost_seconds`: so long a reader keeps its place, though others wait and it is slow
+_IDLE = 4.0  # times `stall_seconds`: a reader that asks for nothing for so long is not waited for with means
+_POLL_SECONDS = 0.25
+_TELL_SECONDS = 1.0
+_MANY = 3
+_PATIENCE_SHARE = (
+    0.5  # times `stall_seconds` without a piece of the state: then another source is asked beside this one
+)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The state that the means are added to: a snapshot, or the trainer's own state (None)."""
+
+    snapshot: Snapshot | None
+    sequence: int
+
+
+class _NotTheSame(Exception):
+    """Other members have another state than the source."""
+
+
+class _NotVotedFor(Exception):
+    """Most members that count have not voted for a mean that the source shows."""
+
+
+class _NoLongerKept(Exception):
+    """The means that the trainer lacks are too old: it needs a snapshot."""
+
+
+class StateTransfer:
+    def __init__(self, outcomes: Outcomes, trainer: Trainer) -> None:
+        self.outcomes, self.recent, self._trainer = outcomes, outcomes.recent, trainer
+        self.members, self.heartbeats = outcomes.members, outcomes.heartbeats
+        self._stall_seconds = self.members.settings.stall_seconds
+        self._places = Places(_MAX_READERS, _TURN * self.members.settings.lost_seconds)
+        self._snapshot: asyncio.Future[Snapshot | None] | None = None
+        self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
+        self.most_bytes = LARGEST_STATE
+        """Of a state of this run, as the trainer says."""
+        self._refused_since: float | None = None
+        """When this worker first refused a state that other members do not have."""
+        self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
+        """Of the state that was fetched last: how rounds have ended for its source, and the plans of later means."""
+        self._without_means: set[str] = set()
+        """Sources that no longer keep the means which the trainer lacks, or show others."""
+        self._failed: set[str] = set()
+        """Sources that were asked and have not given the state."""
+        self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
+
+    # Serving
+
+    async def serve(self, stream: Stream) -> None:
+        async with self._places.take(stream.peer) as place:
+            await place.run(self._send(stream, place))
+
+    async def _send(self, stream: Stream, place: Place) -> None:
+        snapshot = await self._shared_snapshot()
+        if snapshot is None:
+            await write_frame(stream, encode(NotHere()), self._stall_seconds)
+            return
+        self.recent.hold(stream.peer, snapshot.numbers["sequence"])
+        view, digest = snapshot.data.view, await self.witnesses.digest(snapshot, own=True)
+        head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
+        await write_frame(stream, encode(head), self._stall_seconds)
+        for first in range(0, len(view), _CHUNK_BYTES):
+            piece = view[first : first + _CHUNK_BYTES]
+            await stream.write(piece, self._stall_seconds)
+            place.sent_bytes += len(piece)
+            self.recent.touch(stream.peer)
+        await stream.read(1, self._stall_seconds)  # the receiver confirms; closing earlier may lose bytes in transit
+
+    def release_held(self) -> None:
+        """Let go of means that were kept for members which have the state now, are lost, or ask for nothing more."""
+        for peer, first in self.recent.held().items():
+            known = self.members.peers.get(peer)
+            caught_up = known is not None and known.status.has_state and known.status.next_round >= first
+            idle = self.recent.idle_seconds(peer) > _IDLE * self._stall_seconds
+            if known is None or not known.live or caught_up or idle:
+                self.recent.release(peer)
+
+    async def _shared_snapshot(self) -> Snapshot | None:
+        """Several requests at the same moment share one snapshot."""
+        if self._snapshot is None:
+            self._snapshot = asyncio.ensure_future(self._trainer.snapshot())
+            self._snapshot.add_done_callback(lambda _: setattr(self, "_snapshot", None))
+        return await asyncio.shield(self._snapshot)
+
+    # Fetching
+
+    async def fetch(self) -> FetchedState | None:
+        """The others' state; None if this worker has it, or no other worker has a later one. Raises EngineError."""
+        status, last_source = self.members.status, clock.now()
+        while not status.has_state:
+            if self.members.excluded is not None:
+                raise Excluded(self.members.excluded)
+            sources = self._sources()
+            if sources:
+                last_source = clock.now()
+            joiner = self.recent.next_to_merge is None
+            if clock.now() - last_source > (4 * self._stall_seconds if joiner else self._stall_seconds / 4):
+                if joiner:
+                    raise EngineError(
+                        "no worker that has the state of this run answers: the others have ended or cannot be reached. "
+                        "Ask for a new invitation, or resume from a checkpoint where there is one"
+                    )
+                status.has_state = True  # all other workers are gone: this worker's state is the latest
+                return None
+            fetched, slow = await fetch_first(sources, self._fetch_from, _PATIENCE_SHARE * self._stall_seconds)
+            for source in slow:
+                self._tell_refused(source, "it is slow, or its state no other member's: another one gave it first")
+            if fetched is not None:
+                self._record(fetched)
+                return fetched
+            if not joiner and len(sources) == 1 and self._refused_seconds > 8 * self._stall_seconds:
+                status.has_state = True  # one member alone is left, and cannot show that it is ahead
+                return None
+            if joiner and self._refused_seconds > 8 * self._stall_seconds:
+                raise EngineError(
+                    "the members of this run do not agree on its state, and none has it as most others have: ask the "
+                    "owner of the run which of them to trust"
+                )
+            await self.members.wait_for_change(_POLL_SECONDS)
+        return None
+
+    def _sources(self) -> list[Peer]:
+        """Members with the state: those that have failed last, of the others the furthest first, equal ones in random
+        order. One that says that it is ahead of all others is not asked before these: any member can say so. Nor are
+        some that are far ahead of most: they are a run of their own, if this worker has only missed a few rounds."""
+        sources, first = self.members.with_state(), self.recent.next_to_merge
+        self._random.shuffle(sources)
+        furthest = sorted(peer.status.ended_round for peer in sources)[-2:]
+        far = {peer.name for peer in sources if first is not None and peer.status.ended_round >= first + MAX_ROUNDS}
+        far = far if 2 * len(far) < len(sources) else set()
+
+        def order(peer: Peer) -> tuple[bool, bool, int]:
+            return peer.name in self._failed, peer.name in far, -min(peer.status.ended_round, furthest[0])
+
+        return sorted(sources, key=order)
+
+    async def _fetch_from(self, attempt: Attempt) -> FetchedState | None:
+        source = attempt.source
+        self._failed.add(source.name)  # until it has not
+        try:
+            base = await self._fetch_base(attempt)
+            if base is None:
+                return None
+            ends: dict[int, bytes] = {}
+            if base.snapshot is not None:
+                self.outcomes.quorum.adopt(await self.outcomes.ask_last(source.name, base.sequence))
+                ends = await self.outcomes.ask_ends(source.name)
+                ends = {number: plan for number, plan in ends.items() if number < base.sequence}
+            means, plans, sequence = await self._fetch_means(base.sequence, attempt)
+            self._ended = (ends, plans)
+            return FetchedState(base.snapshot, means, sequence, self._position())
+        except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame, _NotVotedFor) as problem:
+            logger.info("no state from %s: %s", source.name, problem)
+            if isinstance(problem, _NotTheSame):
+                self._refused_since = self._refused_since or clock.now()
+                self._tell_refused(source, str(problem))
+            if isinstance(problem, _NoLongerKept | _NotVotedFor):  # its state, as most have it, tells
+                self._without_means.add(source.name)
+            if isinstance(problem, Unreachable):
+                self.heartbeats.suspect(source.name, problem)
+            return None
+
+    def _tell_refused(self, source: Peer, reason: str) -> None:
+        self.members.emit_about("state_refused", source.name, reason=reason)
+
+    async def _fetch_base(self, attempt: Attempt) -> _Base | None:
+        """Nothing is fetched if the source still keeps all means that the trainer lacks."""
+        first, source = self.recent.next_to_merge, attempt.source
+        if first is not None and source.name not in self._without_means:
+            agreed = await self.outcomes.ask(source.name, first)
+            if first > source.status.ended_round or agreed is not None:
+                return _Base(None, first)
+        snapshot = await self._fetch_snapshot(source.name, attempt.moved)
+        return None if snapshot is None else _Base(snapshot, snapshot.numbers["sequence"])
+
+    async def _fetch_snapshot(self, peer: str, moved: Callable[[], None]) -> Snapshot | None:
+        stream = await self.members.transport.open_stream(peer, self._stall_seconds)
+        asking: asyncio.Task[dict[str, bytes]] | None = None
+        try:
+            await write_frame(stream, encode(OpenState()), self._stall_seconds)
+            head = decode(await read_frame(stream, _MAX_HEAD_BYTES, 4 * self._stall_seconds))
+            if not isinstance(head, StateHead):
+                return None
+            if head.size > self.most_bytes:
+                self.outcomes.liars.record_unproved(peer, "it offered a state that is larger than this run's")
+                raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
+            data = SharedMemory.create(head.size)  # the trainer reads it there
+            told, asked, snapshot = clock.now(), self.witnesses.of(peer), _snapshot(head, data)
+            if not asked:
+                await self._check_lone_source(peer, snapshot.numbers["sequence"])
+            asking = asyncio.create_task(
+                self.witnesses.ask(asked, snapshot.numbers["sequence"], head.digest, 4 * self._stall_seconds)
+            )
+            for first in range(0, head.size, _CHUNK_BYTES):
+                await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
+                moved()
+                if asking.done():
+                    self._compare(head.digest, asking.result(), asked)
+                if clock.now() - told >= _TELL_SECONDS:
+                    told, received = clock.now(), min(head.size, first + _CHUNK_BYTES)
+                    self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
+            await stream.write(b"\1", self._stall_seconds)
+            if await self.witnesses.digest(snapshot, own=False) != head.digest:
+                self.outcomes.liars.record_unproved(peer, "it sent another state than it said")
+                raise _NotTheSame("it sent another state than it said")
+            self._compare(head.digest, await asking, asked)
+            return snapshot
+        finally:
+            if asking is not None:
+                asking.cancel()
+            stream.close()
+
+    async def _check_lone_source(self, peer: str, sequence: int) -> None:
+        """No third member has the state. One that was in rounds of three and more wants to see a certificate then."""
+        last = self.outcomes.quorum.last
+        if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
+            return
+        if await self.outcomes.ask(peer, sequence - 1) is None:
+            raise _NotTheSame(f"no other member is there, and it shows no certificate of round {sequence - 1}")
+
+    @property
+    def _refused_seconds(self) -> float:
+        return 0.0 if self._refused_since is None else clock.now() - self._refused_since
+
+    def _compare(self, digest: bytes, witnesses: dict[str, bytes], asked: list[str]) -> None:
+        """Raises _NotTheSame. If none is that of most for long, a member takes one that half of all members have; and
+        when a smaller side may go on as a run of its own, one that none outnumbers."""
+        if most_have(digest, witnesses, asked=len(asked)):
+            return
+        same = sum(other == digest for other in witnesses.values())
+        if self.recent.next_to_merge is not None:  # it has been in rounds
+            half = 2 * (1 + same) >= 1 + len(asked) and self._refused_seconds > self._stall_seconds
+            alone = self._refused_seconds > self.members.settings.minority_seconds
+            if half or (alone and none_has_more(digest, witnesses)):
+                return
+        raise _NotTheSame(f"{same} of {len(asked)} other members have the same state")
+
+    async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], list[Plan], int]:
+        """The means of this round and all later ones that have ended, and their plans; and the round after them."""
+        source = attempt.source
+        means: list[RoundMean] = []
+        plans: list[Plan] = []
+        held = 0
+        while True:
+            agreed = await self.outcomes.ask(source.name, sequence)
+            if agreed is None:
+                if sequence <= source.status.ended_round:
+                    raise _NoLongerKept(f"round {sequence} is no longer kept")
+                return tuple(means), plans, sequence
+            if not self.outcomes.quorum.accepts(agreed):
+                raise _NotVotedFor(f"most members that count have not voted for the mean of round {sequence}")
+            plan = agreed.plan
+            mean = await self.outcomes.fetch_mean(agreed, source.name, attempt.moved) if plan.has_mean else b""
+            if plan.has_mean:
+                held += len(mean)
+                means.append(RoundMean(plan.key, self._keep(mean, held > MAX_BYTES), plan.decision.plain))
+            self.recent.add(plan, mean, agreed.certificate)
+            self.outcomes.quorum.record(agreed)
+            plans.append(plan)
+            sequence += 1
+
+    def _keep(self, mean: bytes, on_disk: bool) -> SharedMemory:
+        try:
+            return SharedMemory.copy_of(mean, Path(self.members.settings.folder) if on_disk else None)
+        except OSError as error:
+            raise EngineError(
+                f"there is no room for the means of rounds that ended while the state arrived ({error}): make room in "
+                f"{self.members.settings.folder}, or use a faster line"
+            ) from error
+
+    def _position(self) -> int:
+        positions = [peer.status.position for peer in self.members.with_state()]
+        return int(statistics.median(positions)) if positions else 0
+
+    def _record(self, fetched: FetchedState) -> None:
+        status = self.members.status
+        status.ended_round, status.next_round, status.has_state = fetched.sequence - 1, fetched.sequence, True
+        status.position = max(status.position, fetched.position)
+        self.recent.next_to_merge, self._refused_since = fetched.sequence, None
+        self.outcomes.quorum.take_over(status.ended_round)
+        self.outcomes.take_over(*self._ended, fetched.sequence)
+        self._without_means.clear()
+        self._failed.clear()
+        self.witnesses.forget()
+        self.outcomes.missed.forget()
+        for peer in self.members.live():  # the leader must expect this worker at once
+            self.heartbeats.beat_soon(peer.name)
+
+
+def _snapshot(head: StateHead, data: SharedMemory) -> Snapshot:
+    return Snapshot(data, head.numbers, head.layout_digest, head.note)

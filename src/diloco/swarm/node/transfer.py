@@ -1,0 +1,432 @@
+"""The bytes of one attempt at a round: encoded parts to their reducers, and the means back.
+
+Each contributor reduces a range of parts. Between two workers there is one stream in each direction: the opener sends
+its parts of the other's range, and gets the mean of that range back, chunk by chunk as it is ready. A reducer
+accumulates in fp32 in worker order and encodes once, so that all decode the same bytes; all engines use
+`engines.reduction.reduce_parts`, so the bits are those of the local engine.
+
+Every worker checks what it receives: a contribution against the norm that its header claims, a mean against the
+largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows.
+
+All waits are bounded. A reducer that must wait for others sends an empty frame every second, which is no progress: it
+names the contributor whose parts do not come before the others, which wait longer, name the reducer itself.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from diloco.codecs.encoded import scratch
+from diloco.codecs.registry import codec
+from diloco.engines.reduction import compare_nothing, reduce_parts
+from diloco.engines.rounds import Comparison
+from diloco.memory import blank
+from diloco.swarm.audit import directions, merkle
+from diloco.swarm.audit.committed import MAX_PROOF_BYTES, CommittedParts
+from diloco.swarm.audit.norms import NormCheck, norm_of
+from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES, RangeSignatures
+from diloco.swarm.network.transport import Stream, Transport, Unreachable
+from diloco.swarm.node import clock, comparisons
+from diloco.swarm.protocol.certificate import LongParts, ShownPart, SignedRange, Vote
+from diloco.swarm.protocol.messages import OpenParts, Withheld
+from diloco.swarm.protocol.plan import Entry, Plan
+from diloco.swarm.protocol.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
+from diloco.swarm.trainer import PostedRound
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 22
+_BATCH_ELEMENTS = 1 << 19  # decoded at a time: as many as scratch memory has
+_CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
+_ALIVE_SECONDS = 1.0
+_LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
+_LEAST_MEASURED_BYTES = 1 << 16
+_MOST_PROOF_BYTES = 1 << 19
+_EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
+# One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
+_reducer = ThreadPoolExecutor(1, "diloco-reduce")
+
+
+class TransferFailed(Exception):
+    """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off.
+
+    `withheld`: it answers, and does not send its parts, or the mean of its range. `signed`: it has signed the lie, so
+    that this worker is certain of it. `proof`: others can check it too.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        reason: str,
+        *,
+        lie: bool = False,
+        withheld: Withheld | None = None,
+        signed: bool = False,
+        proof: LongParts | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.peer, self.lie, self.withheld = peer, lie, withheld
+        self.signed, self.proof = signed, proof
+
+
+class Transfer:
+    """`run` returns when the whole mean is here; other workers may send and fetch parts until `close`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        posted: PostedRound,
+        transport: Transport,
+        stall_seconds: float,
+        notary: Notary,
+        leaves: Sequence[bytes],
+        patience_seconds: float,
+    ) -> None:
+        """`patience_seconds`: how long the next parts of a contributor may take."""
+        self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
+        self._leaves, self._patience, self._codec = leaves, patience_seconds, codec(posted.codec)
+        self._means = self._codec.for_means
+        self._width = self._codec.part_bytes(posted.part_elements)
+        self._mean_width = self._means.part_bytes(posted.part_elements)
+        self._ranges = plan.ranges(posted.num_parts)
+        self._mine = self._ranges.get(transport.peer, range(0))
+        size = len(self._mine) * self._width
+        self._parts = {e.peer: blank(0 if e.peer == transport.peer else size) for e in plan.contributors}
+        if transport.peer in self._parts:
+            self._parts[transport.peer] = self._contribution(self._mine)
+        self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
+        self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
+        self._norms = NormCheck(plan, self._codec)
+        self._own_comparison = self._others_comparison = compare_nothing(len(plan.contributors))
+        self._reduced = 0
+        self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
+        self._notary = notary
+        self._news = asyncio.Event()
+        self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Read, also if `run` is over.
+        self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._streams, self._tasks = set[Stream](), list[asyncio.Task[None]]()
+        self.bytes_sent = self.bytes_received = 0
+        self.reduce_seconds = 0.0
+        self.rates: dict[str, float] = {}  # bytes a second at which the parts of others have arrived
+
+    def _contribution(self, rows: range) -> memoryview:
+        return self.posted.contribution.view[rows.start * self._width : rows.stop * self._width]
+
+    def _mean(self, rows: range) -> memoryview:
+        return self.posted.mean.view[rows.start * self._mean_width : rows.stop * self._mean_width]
+
+    @property
+    def _chunk_rows(self) -> int:
+        """Few enough that the first means are soon on their way; each chunk costs several turns of the loop."""
+        wanted = max(-(-len(self._mine) // _CHUNKS), _LEAST_ELEMENTS // self.posted.part_elements)
+        return max(1, min(_CHUNK_BYTES // max(self._width, self._mean_width), wanted))
+
+    # As a contributor
+
+    async def run(self) -> None:
+        """Raises TransferFailed; the exchange then goes on until `close`, so that others find out the same lie."""
+        contributors, me = self.plan.contributors, self._transport.peer
+        others = [entry for entry in contributors if entry.peer != me and len(self._ranges[entry.peer])]
+        tasks = [asyncio.create_task(work) for work in (self._reduce(), *(self._exchange(e) for e in others))]
+        self._tasks = tasks
+        waiting = {*tasks, asyncio.ensure_future(self._trouble)}
+        while any(not task.done() for task in tasks):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _exchange(self, reducer: Entry) -> None:
+        """Send this worker's parts of the reducer's range, and fetch the mean of that range."""
+        rows = self._ranges[reducer.peer]
+        try:
+            stream = await self._transport.open_stream(reducer.peer, self._stall)
+            self._streams.add(stream)
+            opening = OpenParts(self.plan.key.sequence, self.plan.authority)
+            await write_frame(stream, encode(opening), self._stall)
+            contributes = self._transport.peer in self._parts
+            async with asyncio.TaskGroup() as both:
+                if contributes:
+                    signed = self._own_signature + merkle.prove(self._leaves, rows)
+                    await write_frame(stream, signed, self._stall)
+                    both.create_task(self._send(stream, self._contribution(rows)))
+                fetched = both.create_task(self._fetch(stream, rows))
+            self._close_stream(stream)
+            if (fault := self._norms.fault_of_mean(fetched.result())) is not None:
+                raise TransferFailed(reducer.peer, fault, lie=True, signed=True)
+        except (Unreachable, Malformed, ExceptionGroup) as problem:
+            if not isinstance(cause := _first(problem), _EXPECTED):
+                raise cause from None
+            withheld: Withheld | None = "mean" if isinstance(cause, Quiet) else None
+            raise TransferFailed(reducer.peer, str(cause), withheld=withheld) from None
+
+    @cached_property
+    def _own_signature(self) -> bytes:
+        own = self.plan.entry(self._transport.peer)
+        assert own is not None
+        return self._notary.sign_contribution(self.plan.key, own.contribution)
+
+    async def _send(self, stream: Stream, data: memoryview) -> None:
+        for first in range(0, len(data), _CHUNK_BYTES):
+            await stream.write(data[first : first + _CHUNK_BYTES], self._stall)
+
+    async def _fetch(self, stream: Stream, rows: range) -> float:
+        """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
+        into, width = self._mean(rows), self._mean_width
+        loop, contributors = asyncio.get_running_loop(), len(self.plan.contributors)
+        received = checked = 0  # bytes, rows
+        frames = DataFrames(stream, self._stall, _LONGER * self._patience)
+        norms: list[asyncio.Future[float]] = []
+        while received < len(into):
+            received += await frames.read_into(into[received:])
+            if received // width - checked >= self._chunk_rows or received == len(into):
+                part = range(rows.start + checked, rows.start + received // width)
+                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))
+                checked = received // width
+        if rows:
+            data = await read_frame(stream, comparisons.size(contributors), self._stall)
+            self._others_comparison += comparisons.unpack(data, contributors, len(rows))
+        squares = sum(await asyncio.gather(*norms))
+        if rows:
+            told = directions.size(self.plan) + SIGNATURE_BYTES
+            self._signatures.record(stream.peer, await read_frame(stream, told, self._stall))
+        return squares
+
+    @property
+    def vote(self) -> Vote:
+        """For the mean, once `run` has returned."""
+        return self._signatures.vote()
+
+    @property
+    def ranges(self) -> tuple[SignedRange, ...]:
+        """Of the mean, once `run` has returned."""
+        return self._signatures.ranges
+
+    @property
+    def comparison(self) -> Comparison:
+        """Of the contributions, once `run` has returned; the reducers may lie about it."""
+        return self._others_comparison + self._own_comparison
+
+    # As a reducer
+
+    async def serve(self, stream: Stream) -> None:
+        """A worker of this round has opened a stream: receive its parts, send the mean of this worker's range."""
+        self._streams.add(stream)
+        try:
+            async with asyncio.TaskGroup() as both:
+                if stream.peer in self._parts:
+                    both.create_task(self._receive(stream))
+                both.create_task(self._send_mean(stream))
+        except ExceptionGroup as problem:
+            incomplete = self._arrived.get(stream.peer, math.inf) < len(self._mine)
+            expected = isinstance(cause := _first(problem), _EXPECTED)
+            silent = isinstance(cause, Unreachable) and not (cause.broken or cause.gone)
+            withheld: Withheld | None = "parts" if silent else None
+            if incomplete and not self._trouble.done():
+                failed = TransferFailed(stream.peer, str(cause), withheld=withheld)
+                self._trouble.set_exception(failed if expected else cause)
+            if not expected:
+                raise cause from None
+        finally:
+            self._close_stream(stream)
+
+    async def _receive(self, stream: Stream) -> None:
+        into, width = self._parts[stream.peer], self._width
+        signed = await read_frame(stream, SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
+        signature, proof = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        sender = self.plan.entry(stream.peer)
+        assert sender is not None
+        if not self._notary.has_signed_contribution(sender.peer, self.plan.key, sender.contribution, signature):
+            raise Malformed("it has not signed its contribution")
+        self._committed.signatures[stream.peer] = signature
+        self._committed.proofs[stream.peer] = proof
+        await stream.read_into(into[:1], self._stall)
+        started = clock.now()
+        for first in range(0, len(self._mine), self._chunk_rows):
+            last = min(first + self._chunk_rows, len(self._mine))
+            await stream.read_into(into[max(1, first * width) : last * width], self._stall)
+            self._arrived[stream.peer] = last
+            self._notify()
+        if len(into) >= _LEAST_MEASURED_BYTES:
+            self.rates[stream.peer] = len(into) / max(clock.now() - started, 1e-6)
+
+    async def _send_mean(self, stream: Stream) -> None:
+        sent, width = 0, self._mean_width
+        mean = self._mean(self._mine)
+        while sent < len(self._mine):
+            await self._wait_until(partial(self._is_reduced, sent + 1), _ALIVE_SECONDS)
+            last = min(self._reduced, sent + self._chunk_rows)
+            await write_frame(stream, mean[sent * width : last * width], self._stall)
+            sent = last
+        if len(self._mine):
+            await write_frame(stream, comparisons.pack(self._own_comparison), self._stall)
+            await write_frame(stream, self._signatures.own(self._transport.peer), self._stall)
+
+    async def _reduce(self) -> None:
+        """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
+        loop, width = asyncio.get_running_loop(), self._mean_width
+        into = self._mean(self._mine)
+        for first in range(0, len(self._mine), self._chunk_rows):
+            last = min(first + self._chunk_rows, len(self._mine))
+            if not await self._wait_until(partial(self._have_arrived, last), self._patience):
+                late = min(self._arrived, key=lambda peer: self._arrived[peer])
+                raise TransferFailed(late, "its parts do not come", withheld="parts")
+            started = clock.now()
+            mean, squares, comparison = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
+            self.reduce_seconds += clock.now() - started
+            if (excess := self._norms.add(squares)) is not None:
+                raise await self._too_long(*excess, last)
+            self._own_comparison += comparison
+            into[first * width : last * width] = mean.view(-1).numpy().data
+            if last == len(self._mine):
+                if (stranger := self._committed.stranger()) is not None:
+                    raise TransferFailed(stranger, "its parts are not those that it is bound to", lie=True)
+                self._signatures.sign(self._transport.peer, await loop.run_in_executor(_reducer, self._compare))
+            self._reduced = last
+            self._notify()
+
+    async def _too_long(self, peer: str, reason: str, rows: int) -> TransferFailed:
+        """The parts of a worker, of which so many are reduced, are longer than it claims: with a proof where it can be
+        had. For that all parts of the range must be here, and fit what the worker is bound to."""
+        whole = await self._wait_until(lambda: self._arrived[peer] == len(self._mine), self._patience)
+        if whole:
+            self._committed.add(peer, self._parts[peer][rows * self._width :])
+        if not whole or not self._committed.is_bound(peer):
+            return TransferFailed(peer, reason, lie=True)
+        proof = await asyncio.get_running_loop().run_in_executor(_reducer, self._prove, peer)
+        return TransferFailed(peer, reason, lie=True, signed=True, proof=proof)
+
+    def _prove(self, peer: str) -> LongParts | None:
+        """The longest parts of a contribution, as many as are longer than its header claims; None if that is too many
+        for a message."""
+        entry, width = self.plan.entry(peer), self._width
+        assert entry is not None
+        data = {
+            self._mine.start + row: self._parts[peer][row * width : (row + 1) * width] for row in range(len(self._mine))
+        }
+        name, elements = self.posted.codec, self.posted.part_elements
+        norms = {part: norm_of(name, [one], elements) for part, one in data.items()}
+        chosen: list[int] = []
+        for part in sorted(norms, key=lambda part: -norms[part]):
+            chosen.append(part)
+            if (len(chosen) + 1) * (width + MAX_PROOF_BYTES) > _MOST_PROOF_BYTES:
+                return None
+            if math.hypot(*(norms[one] for one in chosen)) > entry.parsed.claim.norm * self._codec.norm_slack:
+                break
+        else:
+            return None
+        shown = tuple(ShownPart(part, bytes(data[part]), self._committed.proof_of(peer, part)) for part in chosen)
+        contribution = structs.replace(entry.contribution, note=b"")
+        return LongParts(peer, contribution, self._committed.signatures[peer], shown)
+
+    def _is_reduced(self, rows: int) -> bool:
+        return self._reduced >= rows
+
+    def _have_arrived(self, rows: int) -> bool:
+        return min(self._arrived.values()) >= rows
+
+    def _notify(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _wait_until(self, met: Callable[[], bool], seconds: float) -> bool:
+        """Return when `met()`, or after `seconds`; whether it is met."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not met():
+                    await self._news.wait()
+        except TimeoutError:
+            return met()
+        return True
+
+    # Arithmetic, in the reducing threads
+
+    @torch.no_grad()
+    def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], Comparison]:
+        """The mean of these rows of this worker's range, the squared norm of each contribution, and a comparison."""
+        squares = [0.0] * len(self.plan.contributors)
+        here = slice(rows.start * self._width, rows.stop * self._width)
+        parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
+        for entry in self.plan.contributors:
+            self._committed.add(entry.peer, self._parts[entry.peer][here])
+        mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
+        weights = self.plan.decision.weights
+        part, first = self.posted.part_elements, self._mine.start + rows.start
+        comparison = reduce_parts(
+            self._codec,
+            parts,
+            weights,
+            part,
+            mean,
+            scales=self.plan.decision.scales,
+            merge=self.plan.decision.merge,
+            squares=squares,
+            first_part=first,
+            batch_elements=_BATCH_ELEMENTS,
+        )
+        self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
+        return mean, squares, comparison
+
+    @torch.no_grad()
+    def _compare(self) -> bytes:
+        """What this reducer tells of the directions of the contributions."""
+        sampled = directions.sampled_parts(self.plan, self._transport.peer, self.posted.num_parts)
+        if not sampled:
+            return b""
+        values, width = [], self._width
+        for entry in self.plan.contributors:
+            rows = [self._parts[entry.peer][(part - self._mine.start) * width :][:width] for part in sampled]
+            decoded = torch.empty(len(rows), self.posted.part_elements)
+            self._codec.decode(torch.stack([_rows(row, 1)[0] for row in rows]), decoded)
+            values.append(decoded)
+        return directions.compare(values)
+
+    @torch.no_grad()
+    def _squared_norm(self, rows: range, reducer: str) -> float:
+        """Of these rows of the mean, which go into the digest of the reducer's range."""
+        self._signatures.add(reducer, self._mean(rows))
+        squares, encoded = 0.0, _rows(self._mean(rows), len(rows))
+        for some in torch.split(encoded, max(1, _BATCH_ELEMENTS // self.posted.part_elements)):
+            values = scratch("decoded", (len(some), self.posted.part_elements), some.device)
+            self._means.decode(some, values)
+            squares += float(torch.linalg.vector_norm(values)) ** 2
+        return squares
+
+    # The end
+
+    def _close_stream(self, stream: Stream) -> None:
+        if stream in self._streams:
+            self._streams.discard(stream)
+            self.bytes_sent += stream.bytes_sent
+            self.bytes_received += stream.bytes_received
+            stream.close()
+
+    def close(self) -> None:
+        """The round has ended, or goes on with another attempt."""
+        for task in self._tasks:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.cancel()
+        for stream in list(self._streams):
+            self._close_stream(stream)
+        if not self._trouble.done():
+            self._trouble.cancel()
+
+
+def _rows(memory: memoryview, count: int) -> Tensor:
+    """A memory of encoded parts as [count, part_bytes] uint8."""
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, -1)
+
+
+def _first(problem: Exception) -> Exception:
+    """The cause, where a group of tasks has failed with it."""
+    while isinstance(problem, ExceptionGroup):
+        problem = problem.exceptions[0]
+    return problem

@@ -1,0 +1,201 @@
+"""What workers sign of a mean, and the certificate that makes it count (docs/protocol.md).
+
+Each contributor of a plan reduces a range of parts, and signs the digest of that range (`SignedRange`). A worker that
+has the whole mean signs its digest (`Vote`). A majority of the plan's workers with one digest is a `Certificate`: the
+mean counts. Two ranges with different digests that one reducer has signed for one plan are proof that it lies
+(`TwoRanges`), which every member can check.
+
+A digest of a range is made of the digests of its parts, and that of a mean of its ranges'. So one part can be shown
+later, and checked alone.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from diloco.engines.rounds import RoundKey
+from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
+from diloco.swarm.protocol.status import PeerName
+from diloco.swarm.trainer import PresentWorker
+from diloco.swarm.trust.signatures import Signature
+
+Bytes = bytes | bytearray | memoryview
+Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The digest of the parts of a mean that one worker has reduced, signed by that worker."""
+
+    digest: Sha256
+    signature: Signature
+    directions: Annotated[bytes, Meta(max_length=1 << 12)] = b""
+    """The cosines of the contributions in some of these parts (directions.py), which the signature covers too."""
+
+
+Ranges = Annotated[tuple[SignedRange, ...], Meta(max_length=MAX_WORKERS)]
+"""In the order of the plan's contributors, without those that reduce no part."""
+
+
+class Vote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker has the whole mean of a plan, and signs the digest of it."""
+
+    num_parts: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ranges: Ranges
+    signature: Signature
+
+    @property
+    def mean(self) -> bytes:
+        return mean_digest(self.num_parts, self.ranges)
+
+
+class Certificate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Most workers of a plan have voted for one mean."""
+
+    num_parts: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ranges: Ranges
+    signatures: Annotated[dict[PeerName, Signature], Meta(max_length=MAX_WORKERS)]
+
+    @property
+    def mean(self) -> bytes:
+        return mean_digest(self.num_parts, self.ranges)
+
+
+class Agreed(NamedTuple):
+    """How a round has ended: its plan, and that its mean counts."""
+
+    plan: Plan
+    certificate: Certificate
+
+    @property
+    def late(self) -> list[str]:
+        """The workers of the plan that had not voted when it was committed."""
+        return [entry.peer for entry in self.plan.entries if entry.peer not in self.certificate.signatures]
+
+
+class CertifiedPlan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a round has ended, to show it to others."""
+
+    plan: Plan
+    certificate: Certificate
+
+
+class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Proof against the workers that have voted for two plans of one round and authority, and against a leader that has
+    got two plans of one term certified. No honest worker votes so; and the votes of honest workers reach their
+    leader only, which commits one plan in a term."""
+
+    one: CertifiedPlan
+    other: CertifiedPlan
+    credentials: Annotated[dict[PeerName, Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=MAX_WORKERS)]
+    """Of the voters: the receiver may not have met them."""
+
+    def voters(self) -> list[str]:
+        """Those whose votes are in both; their signatures are checked."""
+        if self.one.plan.authority != self.other.plan.authority:
+            return []
+        return sorted(self.one.certificate.signatures.keys() & self.other.certificate.signatures.keys())
+
+    def leader(self) -> str | None:
+        """The leader of both plans in one term, if that is one."""
+        one, other = self.one.plan, self.other.plan
+        return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None
+
+
+class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Proof against `peer`: it has signed two means of its range in one plan."""
+
+    key: RoundKey
+    plan: Sha256
+    peer: PeerName
+    one: SignedRange
+    other: SignedRange
+
+
+class ShownPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An encoded part of a contribution, and the proof that its author was bound to it (merkle.py)."""
+
+    part: Annotated[int, Meta(ge=0, le=1 << 40)]
+    data: bytes
+    proof: Annotated[bytes, Meta(max_length=4096)]
+
+
+class LongParts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Proof against `peer`: parts of its contribution are longer than its header claims, or not finite."""
+
+    peer: PeerName
+    contribution: PresentWorker
+    signature: Signature
+    """The author's, under its contribution."""
+    parts: Annotated[tuple[ShownPart, ...], Meta(max_length=1024)]
+
+
+def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
+    parts = (hashlib.sha256(one.digest + one.directions).digest() for one in ranges)
+    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(parts)).digest()
+
+
+def reducers(plan: Plan, num_parts: int) -> list[str]:
+    """The workers whose ranges are in a mean, in order."""
+    return [peer for peer, rows in plan.ranges(num_parts).items() if rows] if plan.has_mean else []
+
+
+def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
+    """Of an encoded mean that has arrived whole."""
+    width = len(mean) // num_parts if num_parts else 0
+    view = memoryview(mean)
+    found = []
+    for rows in plan.ranges(num_parts).values() if plan.has_mean else ():
+        digest = RangeDigest(width)
+        digest.add(view[rows.start * width : rows.stop * width])
+        found += [digest.digest()] if rows else []
+    return found
+
+
+class RangeDigest:
+    """Takes in a range some whole parts at a time, in order."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes, self._hash = part_bytes, hashlib.sha256()
+
+    def add(self, parts: memoryview) -> None:
+        for first in range(0, len(parts), max(1, self._part_bytes)):
+            self._hash.update(hashlib.sha256(parts[first : first + self._part_bytes]).digest())
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def largest_group(votes: Mapping[str, Vote]) -> dict[str, Vote]:
+    """The voters for the mean that most have voted for."""
+    means = [vote.mean for vote in votes.values()]
+    most = max(means, key=means.count, default=b"")
+    return {peer: vote for peer, vote in votes.items() if vote.mean == most}
+
+
+def is_most(plan: Plan, voters: Iterable[str]) -> bool:
+    """More than half of the plan's workers: of two both, of one itself."""
+    return 2 * sum(plan.entry(peer) is not None for peer in set(voters)) > len(plan.entries)
+
+
+def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
+    """None: no mean has the votes of most workers of the plan."""
+    group = largest_group(votes)
+    if not group or not is_most(plan, group):
+        return None
+    vote = next(iter(group.values()))
+    return Certificate(vote.num_parts, vote.ranges, {peer: one.signature for peer, one in sorted(group.items())})
+
+
+def find_two_ranges(plan: Plan, some: Sequence[Vote | Certificate]) -> TwoRanges | None:
+    """Proof against a reducer, where votes differ; their ranges have been checked."""
+    for one in some:
+        for other in some:
+            names = reducers(plan, one.num_parts)
+            if one.num_parts != other.num_parts:
+                continue
+            for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
+                if (first.digest, first.directions) != (second.digest, second.directions):
+                    return TwoRanges(plan.key, plan.digest, peer, first, second)
+    return None

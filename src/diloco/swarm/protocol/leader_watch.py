@@ -1,0 +1,108 @@
+"""A worker's view of leaders: it follows the one with the lowest number, unless that one lets its round wait."""
+
+from collections import Counter
+
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node import clock
+from diloco.swarm.node.members import Members, Peer
+from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.round import Round
+from diloco.swarm.protocol.transfer_times import TransferTimes
+
+_MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
+_MOST_INQUIRIES = 8
+"""Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
+that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
+_ALONE_SHARE = 2.0
+_PLAN_SHARE = 2.0  # times `lost_seconds`: how long a leader may take for a plan when all have posted
+
+
+class LeaderWatch:
+    def __init__(self, members: Members, transfers: TransferTimes) -> None:
+        self._members, self._settings, self._transfers = members, members.settings, transfers
+        self.attendance = members.attendance
+        self.patience_seconds = 0.0
+        """How long a leader waits for the last workers, as this node would."""
+        self._inquiries: Counter[str] = Counter()
+        self._next_inquiry: dict[str, float] = {}
+        self._sequence = -1
+
+    def usurped(self, sender: str, sequence: int, round_: Round | None) -> str | None:
+        """The leader of a round for which another peer asks too early or too often; None: it may."""
+        leader = self._members.leader()
+        if sender in (leader, self._members.me) or leader is None:
+            return None
+        if sequence > self._sequence:
+            self._inquiries.clear()
+            self._next_inquiry.clear()
+            self._sequence = sequence
+        now, lost_seconds = clock.now(), self._settings.lost_seconds
+        waits = 0.0 if round_ is None else now - round_.started
+        if (waits < lost_seconds and self._inquiries[sender]) or now < self._next_inquiry.get(sender, 0.0):
+            return leader
+        self._inquiries[sender] += 1
+        above = self._inquiries[sender] - _MOST_INQUIRIES
+        if above >= 0:
+            self._next_inquiry[sender] = now + lost_seconds * 2**above
+        return None
+
+    def record_ended(self, leader: str, round_: Round) -> None:
+        """The leader has ended this round: without a mean that counts here, it was in a run of its own, and is passed
+        over. So the side of a split that has a majority goes on, and the other takes over its state."""
+        now = clock.now()
+        round_.ended_alone_since = None if round_.ended else round_.ended_alone_since or now
+        since = round_.ended_alone_since
+        if (
+            since is not None
+            and now - since > _ALONE_SHARE * self._settings.lost_seconds
+            and leader != self._members.me
+        ):
+            round_.ended_alone_since = None
+            self._pass_over(leader, round_)
+
+    def watch(self, round_: Round, *, may_go_on: bool) -> None:
+        """Pass over a leader that has what it needs and does not go on. `may_go_on`: a majority is here."""
+        leader, now = round_.leader, clock.now()
+        if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
+            round_.stuck_since = None
+            return
+        if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
+            round_.stuck_since = max(round_.stuck_since, round_.planned_at)
+        round_.stuck_since = round_.stuck_since or now
+        if now - round_.stuck_since > self._longest(round_):
+            assert leader is not None
+            self._pass_over(leader, round_)
+
+    def _pass_over(self, leader: str, round_: Round) -> None:
+        self.attendance.pass_over(leader)
+        round_.leader, round_.stuck_since = None, None
+        self._members.emit_about("leader_passed_over", leader, round=round_.sequence)
+        self._members.changed()
+
+    def _most_wait(self, sequence: int) -> bool:
+        """Most live members that have the state have posted this round."""
+        there = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return 2 * sum(status.is_in(sequence) for status in there) > len(there)
+
+    def _longest(self, round_: Round) -> float:
+        """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
+        posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
+        stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
+        if round_.plan is not None:
+            return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
+        missing = self._missing(round_.sequence)
+        if not missing:
+            return _PLAN_SHARE * self._settings.lost_seconds
+        slowest = max(peer.status.step_seconds for peer in missing)
+        return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)
+
+    def _missing(self, sequence: int) -> list[Peer]:
+        """The members that a leader waits for before it makes a plan."""
+        expected = [peer for peer in self._members.with_state() if self.attendance.expects(peer.name)]
+        return [peer for peer in expected if not peer.status.is_in(sequence)]
+
+
+def check_term(authority: Authority, seen: Authority) -> None:
+    """No answer, and so no promise, to a term that is far ahead of all that this worker has seen in the round."""
+    if authority.term > seen.term + _MOST_TERMS:
+        raise CallRefused(f"term {authority.term} is too far ahead of the last one, {seen.term}", "term")

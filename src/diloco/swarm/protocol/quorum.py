@@ -1,0 +1,169 @@
+"""Whether enough of the last agreed members are here to end a round (docs/protocol.md).
+
+The members that count are those of the last round that has ended here: of its plan, or live and in an earlier mean;
+less those whose contribution to it no honest worker sends, and those that are known to be dead (their machine refuses
+connections), to have left or to be banned. Silence is no death: a silent member may be on the other side of a network
+split, and go on there. So with three or more that count, more than half of them must be here. A side without them
+ends no round and changes no anchor; its workers train on, and lose nothing when the split heals. After
+`minority_seconds` of silence it goes on as a run of its own.
+
+Two members cannot tell a split from a death: each goes on without the other, as with `swarm.quorum = any`.
+"""
+
+from collections.abc import Collection
+
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node import clock
+from diloco.swarm.node.members import Members, Peer
+from diloco.swarm.protocol.certificate import Agreed
+from diloco.swarm.protocol.plan import Plan
+
+FEWEST = 3
+_MOST_VOTES = 1024
+_KEPT = 16
+
+
+class Quorum:
+    def __init__(self, members: Members) -> None:
+        self._members, self._settings = members, members.settings
+        self.agreed: Agreed | None = None
+        """Of the last round that has ended here, or at the worker that gave this one its state."""
+        self._counted: dict[int, frozenset[str]] = {}
+        """The members that counted for the last rounds, by round."""
+        self._votes: dict[int, int] = {}
+        """The last round that this worker has voted in, by the last one that had ended for it then."""
+
+    @property
+    def last(self) -> Plan | None:
+        return None if self.agreed is None else self.agreed.plan
+
+    @property
+    def last_ended(self) -> int:
+        return -1 if self.last is None else self.last.key.sequence
+
+    def check_plan(self, plan: Plan) -> None:
+        """Its leader must know the last round: else other members count for it; and most that count must be in it, as
+        this worker sees them: else the leader may be asked again, when it has heard the same. Raises CallRefused."""
+        if self.last is not None and self.last.majority and plan.last_ended < self.last_ended:
+            raise CallRefused(f"round {self.last_ended} has ended, and the plan's leader does not know that", "plan")
+        if not self.is_majority([entry.peer for entry in plan.entries]):
+            raise CallRefused("the plan does not have most of the members that count", "minority")
+
+    def counted(self) -> set[str]:
+        """The members of the last round, less the dead; empty if any number is enough: fewer than three are left.
+
+        A leader that leaves live members out of its plan does not make the others fewer than they are: those that
+        counted before count on.
+        """
+        if self.last is None:
+            return set()
+        there = {peer.name for peer in self._members.with_state()}
+        return self._present(self._named() | (self._counted.get(self.last_ended, frozenset()) & there))
+
+    def _named(self) -> set[str]:
+        """The members that count by the plan of the last round, which is the same for all that have ended it."""
+        if self.last is None:
+            return set()
+        names = {entry.peer for entry in self.last.entries}
+        return names | {name for name, number in self._members.numbers.items() if number in self.last.counted}
+
+    def _present(self, names: set[str]) -> set[str]:
+        """Those of these members that are not known to be liars, dead or gone; empty if fewer than three are left."""
+        members, last = self._members, self.last
+        if last is None or self._settings.quorum == "any":
+            return set()
+        names = names - last.liars
+        present = [
+            peer for peer in members.peers.values() if self._has_proved_its_key(peer) and self._may_be_there(peer)
+        ]
+        known = {members.me} | {peer.name for peer in present if peer.name in names or _has_been_in_rounds(peer)}
+        return names & known if len(known) >= FEWEST else set()
+
+    def next_counted(self) -> tuple[int, ...]:
+        """The numbers of the live members that have the state, and whose work was in an earlier mean."""
+        live = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return tuple(sorted({status.number for status in live if status.has_state and status.contributed_round >= 0}))
+
+    def _has_proved_its_key(self, peer: Peer) -> bool:
+        """It was heard here, or has signed the certificate of the last round. One that others only name may be
+        invented."""
+        return peer.heard_at > 0 or (self.agreed is not None and peer.name in self.agreed.certificate.signatures)
+
+    def _may_be_there(self, peer: Peer) -> bool:
+        """It is neither known to be dead or gone, nor silent for too long."""
+        silent_seconds = clock.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
+        return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
+
+    def record(self, agreed: Agreed) -> None:
+        """The round of this plan has ended."""
+        if self.last is None or agreed.plan.key.sequence >= self.last.key.sequence:
+            self._counted[agreed.plan.key.sequence] = frozenset(self.counted())
+            self.agreed = agreed
+            for sequence in sorted(self._counted)[:-_KEPT]:
+                del self._counted[sequence]
+
+    def adopt(self, agreed: Agreed | None) -> None:
+        """This worker takes over the state of one for which this was the last round."""
+        self.agreed = agreed
+        self._counted.clear()
+
+    def was_majority(self, sequence: int, names: Collection[str]) -> bool:
+        """Whether these are most of the members that counted for a round; False where fewer than three did."""
+        counted = self._counted.get(sequence) or self.counted()
+        return bool(counted) and 2 * len(counted.intersection(names)) > len(counted)
+
+    @property
+    def voted(self) -> int:
+        """The last round in which this worker has voted for a plan of a majority: it votes in none twice."""
+        return max(self._votes.values(), default=-1)
+
+    def record_vote(self, plan: Plan) -> None:
+        if plan.majority:
+            self._votes[self.last_ended] = max(plan.key.sequence, self._votes.get(self.last_ended, -1))
+            for base in sorted(self._votes)[:-_MOST_VOTES]:
+                del self._votes[base]
+
+    def take_over(self, last_ended: int) -> None:
+        """This worker has the state after that round. Votes after a later one were given in a run that it leaves."""
+        self._votes = {base: voted for base, voted in self._votes.items() if base <= last_ended}
+
+    def has_decided(self, agreed: Agreed) -> bool:
+        """Whether most of the members that count here have voted for it: no other plan of its round can count."""
+        return agreed.plan.majority and bool(self.counted()) and self.is_majority(agreed.certificate.signatures)
+
+    def accepts(self, agreed: Agreed) -> bool:
+        """Whether most of the members that count here have voted for it, where there are any.
+
+        A certificate has the votes of most workers of its plan; some that lie together could make a plan of their own.
+        """
+        return self.is_majority(agreed.certificate.signatures)
+
+    def is_majority(self, names: Collection[str]) -> bool:
+        """Of the members that count; any number is, where they are fewer than three.
+
+        Which ones count on though the last plan left them out, members on two sides of a split see differently. So it
+        must be a majority of those that the plan names too: two such majorities share a member, whatever each sees.
+        """
+        return self.may_be_majority(names) and _are_most(names, self.counted())
+
+    def may_be_majority(self, names: Collection[str]) -> bool:
+        """Whether these can be most members as another one sees them, that has ended the same round."""
+        return _are_most(names, self._present(self._named()))
+
+    def can_end(self, sequence: int) -> bool:
+        """Whether most can still be in this round, and have not given it up for a later one."""
+        there = {peer.name: peer.status for peer in self._members.live()} | {self._members.me: self._members.status}
+        return self.is_majority(self.counted() - {name for name, one in there.items() if one.gave_up(sequence)})
+
+    def is_here(self) -> bool:
+        """Whether a majority is live, as this node sees it."""
+        return self.is_majority([self._members.me, *(peer.name for peer in self._members.live())])
+
+
+def _are_most(names: Collection[str], counted: Collection[str]) -> bool:
+    return not counted or 2 * len(set(names).intersection(counted)) > len(counted)
+
+
+def _has_been_in_rounds(peer: Peer) -> bool:
+    """Also a member that has missed rounds and fetches the state at the moment."""
+    return peer.status.has_state or peer.status.contributed_round >= 0

@@ -1,0 +1,113 @@
+"""How the leader shares out the reduction of a round: which contributors reduce parts, and how many.
+
+Every contributor exchanges parts with every reducer, and with no other worker. So
+
+    bad pairs    two workers that cannot reach each other reduce nothing, and are both in the round: each exchanges its
+                 parts with the others. A pair is bad while one of them does not name the other as live in its beats,
+                 and for a while after a transfer between them has failed: a minute, then twice as long each time.
+                 If no worker is left to reduce after that, the one in most bad pairs is left out of the round
+    slow lines   a worker whose parts arrive at less than half the usual rate reduces fewer parts, or none
+    withheld     a worker that did not send the mean of its range, as several say, reduces nothing for ten minutes, then
+                 for twice as long each time: its contribution counts as before
+
+A mean has the same bits however it is shared out: each part is added up in worker order and encoded once.
+"""
+
+import statistics
+from collections.abc import Sequence
+from itertools import combinations
+
+from diloco.swarm.network.limits import LruCache
+from diloco.swarm.node import clock
+from diloco.swarm.node.members import Members
+from diloco.swarm.protocol.plan import MAX_WORKERS, Entry, Plan
+from diloco.swarm.protocol.transfer_times import TransferTimes
+
+_FULL = 4
+_BAD_SECONDS, _LONGEST_BAD_SECONDS = 60.0, 3600.0
+_WITHHELD_SECONDS = 600.0
+_MAX_PAIRS = 4096
+
+
+class Shares:
+    def __init__(self, members: Members, transfers: TransferTimes) -> None:
+        self._members, self._transfers = members, transfers
+        self._failed: LruCache[tuple[float, float]] = LruCache(_MAX_PAIRS)
+        """Pair -> until when it counts as bad, and for how long it did the last time."""
+        self._withheld: LruCache[tuple[float, float]] = LruCache(MAX_WORKERS)
+        """Of a worker that did not send its means, the same."""
+
+    def record_failure(self, one: str, other: str) -> bool:
+        """A transfer between two live workers has failed; whether that is news."""
+        return _put_off(self._failed, _pair(one, other), _BAD_SECONDS)
+
+    def record_withheld(self, peer: str) -> bool:
+        """A live worker has not sent the mean of its range; whether that is news."""
+        return _put_off(self._withheld, peer, _WITHHELD_SECONDS)
+
+    def is_blocked(self, plan: Plan) -> bool:
+        """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
+        apart = self._apart([entry.peer for entry in plan.entries])
+        reducing = (
+            [e.peer for e, share in zip(plan.entries, plan.shares, strict=False) if share] if plan.shares else apart
+        )
+        return not apart.isdisjoint(reducing) and bool(self.make(plan.entries))
+
+    def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """The share of each; () if all have the same one, or none can exchange parts with all others."""
+        names = [entry.peer for entry in entries]
+        without = self._apart(names) | {name for name in names if _is_off(self._withheld, name)}
+        shares = tuple(0 if name in without else share for name, share in zip(names, self._by_rate(names), strict=True))
+        return () if not any(shares) or len(set(shares)) == 1 else shares
+
+    def cut_off(self, entries: Sequence[Entry]) -> str | None:
+        """The worker without which others can reduce again, where each is in a bad pair; if there is such a worker."""
+        names = [entry.peer for entry in entries]
+        if len(self._apart(names)) < len(names):
+            return None
+        bad = {name: sum(_is_off(self._failed, _pair(name, other)) for other in names) for name in names}
+        own = {name: _is_off(self._failed, _pair(name, self._members.me)) for name in names}  # no other's word
+        worst = max(names, key=lambda name: (bad[name], own[name]))
+        rest = [name for name in names if name != worst]
+        return worst if bad[worst] > 1 and len(self._apart(rest)) < len(rest) else None
+
+    def _apart(self, names: Sequence[str]) -> set[str]:
+        """The workers that are in a bad pair."""
+        return {name for pair in combinations(names, 2) if self._is_bad(*pair) for name in pair}
+
+    def _is_bad(self, one: str, other: str) -> bool:
+        return _is_off(self._failed, _pair(one, other)) or not (self._sees(one, other) and self._sees(other, one))
+
+    def _sees(self, one: str, other: str) -> bool:
+        """As far as `one` has said; this node itself sees all that are in a plan of its own."""
+        peer = self._members.peers.get(one)
+        return peer is None or peer.knows is None or other[-8:] in peer.knows
+
+    def _by_rate(self, names: Sequence[str]) -> list[int]:
+        rates = [self._transfers.rate(name) for name in names]
+        known = [rate for rate in rates if rate is not None]
+        usual = statistics.median_high(known) if known else 0.0
+        return [_FULL if rate is None or not usual else _share(rate / usual) for rate in rates]
+
+
+def _share(part: float) -> int:
+    """4, 2, 1 or none, for a line that has at least a half, a quarter, an eighth of the usual rate, or less."""
+    return next((share for share in (_FULL, 2, 1) if 8 * part >= share), 0)
+
+
+def _put_off(until: LruCache[tuple[float, float]], name: str, seconds: float) -> bool:
+    """For so long, or twice as long as the last time; False if it is off already."""
+    if _is_off(until, name):
+        return False
+    _, before = until.get(name) or (0.0, seconds / 2)
+    longer = min(_LONGEST_BAD_SECONDS, 2 * before)
+    until.put(name, (clock.now() + longer, longer))
+    return True
+
+
+def _is_off(until: LruCache[tuple[float, float]], name: str) -> bool:
+    return clock.now() < (until.get(name) or (0.0, 0.0))[0]
+
+
+def _pair(one: str, other: str) -> str:
+    return "|".join(sorted((one, other)))

@@ -1,0 +1,87 @@
+"""A worker's own status, sent with every heartbeat, and the status of the whole run as `diloco status` shows it."""
+
+from math import isfinite
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from diloco.swarm.network.multiaddr import CIRCUIT
+
+MAX_NUMBER = 1 << 20
+Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
+PeerName = Annotated[str, Meta(max_length=128)]
+Process = Annotated[str, Meta(max_length=64)]
+"""Names a process: when it started, and a random number."""
+Addresses = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=16)]
+"""Multiaddrs of one peer."""
+
+
+class Status(Struct, forbid_unknown_fields=True):
+    number: Annotated[int, Meta(ge=-1, le=MAX_NUMBER)] = -1
+    """The worker number; −1 before the worker has one."""
+    has_state: bool = False
+    """The worker has the global state, and takes part in rounds."""
+    next_round: Count = 0
+    """The round that it is in, or posts next."""
+    waiting_round: Count = -1
+    """The first round that it has posted and that has not ended for it; −1 if there is none."""
+    ended_round: Count = -1
+    """The last round that has ended for it."""
+    position: Count = 0
+    """Inner steps, as a position in the schedule."""
+    tokens: Count = 0
+    """That this worker has trained on itself, in all its starts as far as they are in the run."""
+    run_tokens: Count = 0
+    """Of all workers, behind the contributions in the run's means; 0 where they are not counted."""
+    loss: float = -1.0
+    step_seconds: float = 0.0
+    contributed_round: Count = -1
+    """The last round that has its contribution in the mean."""
+    process: Process = ""
+    """Of two processes with one identity the earlier is the lower (processes.py)."""
+    label: Annotated[str, Meta(max_length=64)] = ""
+    """The user's name for the machine."""
+
+    def is_in(self, sequence: int) -> bool:
+        """It has posted this round, which has not ended for it."""
+        return -1 < self.waiting_round <= sequence <= self.next_round
+
+    def has_posted(self, sequence: int) -> bool:
+        """It is in this round, or past it."""
+        return self.next_round > sequence or self.is_in(sequence)
+
+    def gave_up(self, sequence: int) -> bool:
+        """The round failed for this worker, which is in a later one or posts a later one next."""
+        return self.ended_round < sequence < self.next_round and not self.is_in(sequence)
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.loss) and isfinite(self.step_seconds)):
+            raise ValueError(f"loss {self.loss} and step_seconds {self.step_seconds} must be finite")
+
+
+class MemberStatus(Status):
+    """A member as the asked worker sees it."""
+
+    peer: PeerName = ""
+    live: bool = True
+    left: bool = False
+    silent_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    addresses: Addresses = ()
+
+    @property
+    def link(self) -> str | None:
+        """`relay` if it can be reached through relays only, else `direct`; None if no address of it is known."""
+        if not self.addresses:
+            return None
+        return "relay" if all(CIRCUIT in address for address in self.addresses) else "direct"
+
+
+class RunStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    run: Annotated[str, Meta(max_length=512)]
+    members: Annotated[tuple[MemberStatus, ...], Meta(max_length=1024)]
+    leader: PeerName | None
+    leading: dict[str, str]
+    """The rounds that the asked worker leads -> their phase."""
+    banned: dict[str, str]
+    """Peer -> why."""

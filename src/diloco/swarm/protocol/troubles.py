@@ -1,0 +1,272 @@
+"""What the workers of a plan report to its leader, and which of them are left out of the next attempt.
+
+A report is one worker's word against another's, and no number of members that lie together must gain by it. What can be
+proved needs no report: its author is banned (audit/liars.py). What cannot be proved costs both alike:
+
+    a lie         the two have a quarrel, and no plan has both of them (Quarrels)
+    no exchange   the two reduce no parts, so that they need not exchange any (shares.py); if that does not help, they
+                  have a quarrel in this round, and a lasting one from the third such round on
+    withheld      what more than half of a plan's workers say is true, or the leader's own and another: a worker that
+                  does not send the mean of its range reduces nothing in the next attempt, one that does not send its
+                  parts is left out of it. What fewer say is a failed exchange of each of them with that worker
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from diloco.swarm.node import clock
+from diloco.swarm.node.inquiry import POLL_SECONDS
+from diloco.swarm.node.members import Members
+from diloco.swarm.protocol.attendance import Attendance
+from diloco.swarm.protocol.messages import Trouble, Withheld
+from diloco.swarm.protocol.plan import Entry, Plan
+from diloco.swarm.protocol.shares import Shares
+
+logger = logging.getLogger(__name__)
+
+_MAX_TROUBLES = 2
+_MAX_QUARRELS = 256
+_LASTING = 3  # rounds in which two workers could not take part together
+_TOGETHER = 8  # every so many rounds
+_MOST_TRIED = 24  # workers of one knot of quarrels for which the fewest that can rest are searched for
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Workers that cannot be in the next attempt, and why."""
+
+    peers: dict[str, str]
+    lost: bool = False
+    """They may come back: left out only while they are lost."""
+
+
+class Troubles:
+    """Of one round."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._reported: list[tuple[str, Trouble]] = []
+        """Sender and message, about the current plan."""
+        self._times: Counter[Pair] = Counter()
+
+    def begin(self) -> None:
+        """Another attempt begins."""
+        self._reported = []
+
+    def add(self, sender: str, trouble: Trouble) -> None:
+        if sender != trouble.peer:
+            self._reported.append((sender, trouble))
+
+    def accused(self, plan: Plan) -> dict[str, set[str]]:
+        """Accused of a lie -> its accusers."""
+        found: dict[str, set[str]] = {}
+        for sender, one in self._reported:
+            if one.lie and plan.entry(one.peer) is not None:
+                found.setdefault(one.peer, set()).add(sender)
+        return found
+
+    async def judge(
+        self, plan: Plan, shares: Shares, quarrels: "Quarrels", is_majority: Callable[[Collection[str]], bool]
+    ) -> Dropped | None:
+        """The workers to leave out of the next attempt; Dropped({}) to try again with all, None to go on.
+
+        `is_majority`: whether these workers are enough for a plan.
+        """
+        if not self._reported:
+            return None
+        if self.accused(plan):
+            await self._wait_for_most(plan)
+            return self._judge_lies(plan, quarrels)
+        await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
+        if any(not self._members.is_live(entry.peer) for entry in plan.entries):
+            return None
+        if (late := self._that_most_miss(plan, "parts")) is not None:
+            return Dropped({late: "it does not send its parts to several workers"})
+        if (late := self._that_most_miss(plan, "mean")) is not None and shares.record_withheld(late):
+            self._members.emit_about("reducer_passed_over", late, round=plan.key.sequence)
+            return Dropped({})  # it reduces nothing in the next attempt
+        pairs = self._pairs(plan)
+        news = [shares.record_failure(*pair) for pair in pairs]
+        cut_off = shares.cut_off(plan.entries)
+        if cut_off not in (None, self._members.me) and is_majority([e.peer for e in plan.entries if e.peer != cut_off]):
+            return Dropped({cut_off: "others cannot exchange parts with it"})
+        if True in news:  # bad pairs exchange no parts from now on
+            return Dropped({})
+        return self._judge_pairs(plan, pairs, quarrels)
+
+    async def _wait_for_most(self, plan: Plan) -> None:
+        """Until most workers accuse one, or it is banned or lost: others find out a lie at about the same time, and
+        the more of them do, the clearer it is which worker must rest."""
+        end = clock.now() + self._members.settings.lost_seconds
+        while clock.now() < end:
+            found = self.accused(plan)
+            if any(not self._members.is_live(peer) or _are_most(plan, senders) for peer, senders in found.items()):
+                return
+            await self._members.wait_for_change(POLL_SECONDS)
+
+    def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
+        """The workers that others wait for, and which do."""
+        waiting: dict[str, set[str]] = {}
+        for sender, one in self._reported:
+            if one.withheld == what and plan.entry(one.peer) is not None and one.peer != self._members.me:
+                waiting.setdefault(one.peer, set()).add(sender)
+        return waiting
+
+    def _that_most_miss(self, plan: Plan, what: Withheld) -> str | None:
+        """The worker that more than half of the plan's workers wait for, or this one itself and another."""
+        waiting, me = self._withheld(plan, what), self._members.me
+        sure = [peer for peer, names in waiting.items() if _are_most(plan, names) or (me in names and len(names) > 1)]
+        return max(sure, key=lambda peer: (len(waiting[peer]), self._members.number_of(peer)), default=None)
+
+    def _judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped | None:
+        accused = self.accused(plan)
+        if any(not self._members.is_live(peer) for peer in accused):
+            return None  # it was banned with a proof, or is lost
+        for peer, accusers in accused.items():
+            for accuser in sorted(accusers):
+                quarrels.record(peer, accuser, plan.key.sequence, lasting=True)
+        return Dropped({})
+
+    def _pairs(self, plan: Plan) -> list[Pair]:
+        """Workers that cannot exchange parts with each other, as one of them says, and have to in this plan."""
+        shares = dict(zip((entry.peer for entry in plan.entries), plan.shares, strict=False))
+        told = [_pair(sender, one.peer) for sender, one in self._reported if plan.entry(one.peer) is not None]
+        return [pair for pair in dict.fromkeys(told) if any(shares.get(name, 1) for name in pair)]
+
+    def _judge_pairs(self, plan: Plan, pairs: list[Pair], quarrels: "Quarrels") -> Dropped | None:
+        """Dropped({}) to try again: with both the first time, then with one of them."""
+        self._reported = []
+        self._times.update(pairs)
+        for pair in pairs:
+            if self._times[pair] >= _MAX_TROUBLES:
+                quarrels.record(*pair, plan.key.sequence, lasting=False)
+        return Dropped({}) if pairs else None
+
+
+@dataclass
+class _Quarrel:
+    last: int
+    """The last round in which one of the two reported the other."""
+    rounds: int
+    """In how many rounds that was so; at least `_LASTING` where it lasts."""
+
+    def holds(self, sequence: int) -> bool:
+        return self.last == sequence or self.rounds >= _LASTING
+
+
+class Quarrels:
+    """Of all rounds that this node leads: which workers cannot be in a plan together.
+
+    One of two that quarrel lies, or neither does, and no third worker can tell. So one of them rests in each round, and
+    no time is lost, as no plan has both. In a knot of quarrels either the fewest workers rest that leave no two that
+    quarrel, or all its others; the more workers there are on a side, the more seldom it rests: both sides together
+    lose as many rounds. So f members that lie keep out f others at most, on average over rounds, however many they
+    accuse, and themselves as often; and never so many that the others are no majority.
+
+    Every eighth round may have all; if it ends well the quarrels are over.
+    """
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._quarrels: dict[Pair, _Quarrel] = {}
+        """The latest is the last one."""
+
+    def record(self, one: str, other: str, sequence: int, *, lasting: bool) -> None:
+        pair = _pair(one, other)
+        before = self._quarrels.pop(pair, _Quarrel(-1, 0))
+        rounds = before.rounds + (before.last != sequence)
+        self._quarrels[pair] = _Quarrel(sequence, max(_LASTING, rounds) if lasting else rounds)
+        if len(self._quarrels) > _MAX_QUARRELS:
+            del self._quarrels[next(iter(self._quarrels))]
+
+    def settle(self, names: Collection[str]) -> None:
+        """These workers have been in a round together that ended well."""
+        self._quarrels = {pair: one for pair, one in self._quarrels.items() if not set(pair) <= set(names)}
+
+    def left_out(self, names: Sequence[str], sequence: int, is_majority: Callable[[Collection[str]], bool]) -> set[str]:
+        """Of these workers. `is_majority`: whether some are enough for a plan."""
+        here = [pair for pair, one in self._quarrels.items() if set(pair) <= set(names) and one.holds(sequence)]
+        out: set[str] = set()
+        for knot in _knots(here):
+            if sequence % _TOGETHER == 0 and all(self._quarrels[pair].last != sequence for pair in knot):
+                continue
+            # This node knows of itself that it does not lie.
+            own = {name for pair in knot if self._me in pair for name in pair} - {self._me}
+            rest = [pair for pair in knot if own.isdisjoint(pair)]
+            out |= own
+            sides = _sides(rest, sequence)
+            kept = [[name for name in names if name not in out | side] for side in sides]
+            out |= next((side for side, others in zip(sides, kept, strict=True) if is_majority(others)), sides[0])
+        return out
+
+
+def _knots(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs, those together that are connected."""
+    rest, found = sorted(pairs), list[list[Pair]]()
+    while rest:
+        names, size = set(rest[0]), 0
+        while len(names) > size:
+            size = len(names)
+            names.update(name for pair in rest if not names.isdisjoint(pair) for name in pair)
+        found.append([pair for pair in rest if set(pair) <= names])
+        rest = [pair for pair in rest if not set(pair) <= names]
+    return found
+
+
+def _sides(knot: Sequence[Pair], sequence: int) -> list[set[str]]:
+    """The workers that may rest in this round, those whose turn it is first: each pair has one of them."""
+    fewest = _fewest(knot)
+    others = {name for pair in knot for name in pair} - fewest
+    if any(set(pair) <= fewest for pair in knot) or not others:
+        return [fewest]
+    turn = sequence % (len(fewest) + len(others))
+    return [fewest, others] if turn < len(others) else [others, fewest]
+
+
+def _fewest(pairs: Sequence[Pair]) -> set[str]:
+    """The fewest workers of which each pair has one: either the one in most pairs, or all that it is in pairs with."""
+    if not pairs:
+        return set()
+    counts = Counter(name for pair in pairs for name in pair)
+    worst = min(counts, key=lambda name: (-counts[name], name))
+    partners = {name for pair in pairs if worst in pair for name in pair} - {worst}
+    without = {worst} | _fewest([pair for pair in pairs if worst not in pair])
+    if len(counts) > _MOST_TRIED or counts[worst] == 1:
+        return without
+    instead = partners | _fewest([pair for pair in pairs if partners.isdisjoint(pair)])
+    return instead if len(instead) < len(without) else without
+
+
+def _pair(one: str, other: str) -> Pair:
+    return min(one, other), max(one, other)
+
+
+def _are_most(plan: Plan, senders: Collection[str]) -> bool:
+    return 2 * len(senders) > len(plan.entries)
+
+
+def choose(
+    here: list[Entry],
+    sequence: int,
+    quarrels: Quarrels,
+    attendance: Attendance,
+    is_majority: Callable[[Collection[str]], bool],
+) -> list[Entry]:
+    """The workers of a plan: without one of any two that quarrel, and without those that were left out of the last
+    rounds, if the others are enough."""
+    out = quarrels.left_out([entry.peer for entry in here], sequence, is_majority)
+    if out:
+        logger.info("round %d goes on without %s: one accuses another of a lie", sequence, sorted(out))
+    here = [entry for entry in here if entry.peer not in out]
+    kept = [entry for entry in here if attendance.takes(entry.peer)]
+    if len(kept) == len(here) or not kept or not is_majority([entry.peer for entry in kept]):
+        return here
+    for entry in here:
+        if entry not in kept:
+            attendance.record_passed_over(entry.peer)
+    return kept

@@ -1,0 +1,138 @@
+"""The messages between a trainer and its sidecar, one type each.
+
+A message with a `number` is a request, or the answer with the same number: `Failed` in place of any other answer.
+"""
+
+from typing import Any
+
+from msgspec import Struct
+
+from diloco.swarm.protocol.status import RunStatus
+from diloco.swarm.settings import Settings
+from diloco.swarm.trainer import FetchedState, PostedRound, RoundOutcome, Snapshot
+
+
+class _Message(Struct, tag=True, tag_field="message", frozen=True):
+    pass
+
+
+# Sent by the trainer
+
+
+class Start(_Message, frozen=True):
+    """The first message, sent once. Answered by Started."""
+
+    number: int
+    settings: Settings
+    next_round: int | None = None
+    """The first round that the trainer has not merged, if it was in this swarm before."""
+
+
+class PostRound(_Message, frozen=True):
+    """Answered by RoundEnded."""
+
+    number: int
+    round: PostedRound
+
+
+class FetchState(_Message, frozen=True):
+    """Answered by StateFetched. A state of more than `most_bytes` cannot be of this run."""
+
+    number: int
+    most_bytes: int | None = None
+
+
+class FetchFile(_Message, frozen=True):
+    """Answered by Done."""
+
+    number: int
+    name: str
+    path: str
+
+
+class Leave(_Message, frozen=True):
+    """Answered by Done when the others have been told; then the sidecar ends."""
+
+    number: int
+
+
+class ServeFiles(_Message, frozen=True):
+    """Name -> path."""
+
+    files: dict[str, str]
+
+
+class Progress(_Message, frozen=True):
+    inner_steps: int
+    tokens: int
+    loss: float
+    step_seconds: float
+    run_tokens: int = 0
+
+
+class SnapshotMade(_Message, frozen=True):
+    """Answers MakeSnapshot; None: there is no state now."""
+
+    number: int
+    snapshot: Snapshot | None = None
+
+
+# Sent by the sidecar
+
+
+class Started(_Message, frozen=True):
+    number: int
+    worker: int
+
+
+class Failed(_Message, frozen=True):
+    """A request failed: `kind` is the name of a class in diloco.errors, or "" for any other error."""
+
+    number: int
+    kind: str
+    text: str
+
+
+class Done(_Message, frozen=True):
+    number: int
+
+
+class RoundEnded(_Message, frozen=True):
+    number: int
+    outcome: RoundOutcome
+
+
+class StateFetched(_Message, frozen=True):
+    """None: this worker has the state already."""
+
+    number: int
+    state: FetchedState | None = None
+
+
+class PostNow(_Message, frozen=True):
+    """The others are in this round and wait no longer for this worker."""
+
+    sequence: int
+
+
+class MakeSnapshot(_Message, frozen=True):
+    """Answered by SnapshotMade; the numbers are the sidecar's own."""
+
+    number: int
+
+
+class Event(_Message, frozen=True):
+    type: str
+    fields: dict[str, Any]
+
+
+class Status(_Message, frozen=True):
+    """Sent every second and after every change; also a sign that the sidecar is alive. None: the node is starting."""
+
+    status: RunStatus | None
+
+
+FromTrainer = Start | PostRound | FetchState | FetchFile | Leave | ServeFiles | Progress | SnapshotMade
+Answer = Started | Failed | Done | RoundEnded | StateFetched
+FromSidecar = Answer | PostNow | MakeSnapshot | Event | Status
+Message = FromTrainer | FromSidecar

@@ -1,0 +1,320 @@
+"""Keeps one sidecar running for a trainer: starts it, passes requests to it, restarts it when it dies, and ends it.
+
+One thread does all of it, since the kernel's death signal ties the sidecar to the thread that started it. A sidecar
+that sends nothing for too long is killed and replaced like one that died. A request that was sent to a lost sidecar
+fails with `SidecarLost`; a request that was not sent yet waits for the next sidecar.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diloco.errors
+from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RoundFailed
+from diloco.swarm.settings import Settings
+from diloco.swarm.sidecar import messages
+from diloco.swarm.sidecar.child_process import COMMAND, SidecarProcess
+from diloco.swarm.sidecar.link import Link, LinkClosed, LinkError, LinkFull
+from diloco.swarm.sidecar.messages import FromSidecar, FromTrainer
+
+logger = logging.getLogger(__name__)
+
+SILENT_TURNS = 30
+"""A sidecar is frozen after this many seconds without a message, counted while this process itself runs."""
+_FIRST_TURNS = 60  # a process that is still importing sends nothing
+RESTARTS, RESTARTS_SECONDS = 5, 600.0
+PAUSE_SECONDS = 1.0
+"""Before the second restart; twice as long before each further one. The first comes at once."""
+_SEND_SECONDS = 2.0
+_LEAVE_SECONDS = 3.0
+_EXIT_SECONDS = 2.0
+_JOIN_SECONDS = 5.0
+_DYING_SECONDS = 0.5
+_CLOSED = "the swarm's engine is closed: no round can follow"
+
+Request = messages.PostRound | messages.FetchState | messages.FetchFile | messages.Leave
+
+
+class SidecarLost(Exception):
+    """The sidecar died, or was given up, before it answered."""
+
+
+@dataclass
+class _PendingRequest:
+    message: Request
+    answer: "Future[Any]" = field(default_factory=Future)
+    sent: bool = False
+
+
+class SidecarSupervisor:
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        on_message: Callable[[FromSidecar], None],
+        on_event: Callable[[str, dict[str, Any]], None],
+        next_round: Callable[[], int | None],
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`on_message` and `on_event` are called in the supervisor's thread and must not wait.
+
+        `on_event` gets (type, fields) when a sidecar is lost, and when its replacement has started. `next_round` gives
+        what a replacement is told: the first round that the trainer has not merged, if it is known.
+        """
+        self._settings, self._log, self._command = settings, log, command
+        self._on_message, self._on_event, self._next_round = on_message, on_event, next_round
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._requests: dict[int, _PendingRequest] = {}
+        self._link: Link[FromSidecar] | None = None  # of a sidecar whose node has started
+        self.process: SidecarProcess | None = None
+        self._pid = os.getpid()
+        self._closing = threading.Event()  # no more requests
+        self._ending = threading.Event()  # the thread must end
+        self._lost_at: list[float] = []
+        self.times_lost = 0
+        self.failure: DiLoCoError | None = None
+        """Why there will be no further sidecar."""
+        self._first_start: Future[int] = Future()
+        """This worker's number, or why the first start failed."""
+        self._thread = threading.Thread(target=self._run, name="diloco-sidecar", daemon=True)
+
+    def start(self, seconds: float) -> int:
+        """This worker's number; raises the node's error, or EngineError."""
+        self._thread.start()
+        try:
+            return self._first_start.result(seconds)
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"the swarm's process ({self._settings.name}) was not ready within {seconds:g} s: see {self._log}"
+            ) from None
+        except DiLoCoError:
+            self.close()
+            raise
+
+    # Requests and messages
+
+    def new_number(self) -> int:
+        """For a request."""
+        return next(self._numbers)
+
+    def request(self, message: Request) -> "Future[Any]":
+        """The answer to come; its exception is SidecarLost, or the error that the sidecar answered with."""
+        request = _PendingRequest(message)
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            if self._closing.is_set():
+                raise EngineError(_CLOSED)
+            self._requests[message.number] = request
+            if self._link is not None:
+                self._send_request(request, self._link)
+        return request.answer
+
+    def forget(self, number: int) -> None:
+        """No caller waits for this answer any more."""
+        with self._lock:
+            self._requests.pop(number, None)
+
+    def send(self, message: FromTrainer, seconds: float = _SEND_SECONDS) -> bool:
+        """A message without an answer. False: there is no sidecar now, or it did not take the message in time."""
+        link = self._link
+        if link is None:
+            return False
+        try:
+            link.send(message, seconds)
+        except LinkError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Give this sidecar up; the thread starts another."""
+        process = self.process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """Tell the other workers, within a few seconds or not at all, and end the sidecar."""
+        if os.getpid() != self._pid:
+            return  # a fork of the trainer must not end the trainer's sidecar
+        leaving: Future[Any] | None = None
+        with contextlib.suppress(DiLoCoError):
+            if self._link is not None:
+                leaving = self.request(messages.Leave(self.new_number()))
+        self._closing.set()
+        if leaving is not None:
+            with contextlib.suppress(TimeoutError, SidecarLost, DiLoCoError):
+                leaving.result(_LEAVE_SECONDS)
+        self._ending.set()
+        with self._lock:
+            if self._link is not None:
+                self._link.shut()
+            else:
+                self.kill()
+        if self._thread.is_alive():
+            self._thread.join(_EXIT_SECONDS + _JOIN_SECONDS)
+
+    # The supervisor's thread
+
+    def _run(self) -> None:
+        while not self._ending.is_set() and self.failure is None:
+            try:
+                self._run_one()
+            except (LinkError, OSError, DiLoCoError) as error:
+                self._check_hopeless(error)
+                self._on_loss(str(error))
+            except Exception as error:  # callers that wait must get it, whatever it is
+                logger.exception("the swarm's process cannot be supervised any longer")
+                self.failure = EngineError(f"the swarm's process cannot be supervised any longer: {error!r}")
+            self._ending.wait(PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
+        self._fail_all(self.failure or EngineError(_CLOSED))
+
+    def _run_one(self) -> None:
+        """The life of one sidecar; raises when it is lost, returns when the supervisor is closed."""
+        process = self.process = SidecarProcess(self._command, self._log)
+        try:
+            self._listen(process.link)
+        except LinkClosed as error:
+            if process.exits_within(_DYING_SECONDS):
+                raise LinkClosed(f"it died ({process.how_it_ended()})") from error
+            raise LinkClosed("it closed the link, and was killed") from error
+        finally:
+            with self._lock:
+                self._link = None
+                process.link.close()
+            if self._ending.is_set():
+                process.exits_within(_EXIT_SECONDS)  # by itself, since its link is closed
+            process.end()
+            self.process = None
+
+    def _listen(self, link: Link[FromSidecar]) -> None:
+        start = messages.Start(
+            self.new_number(), self._settings, self._next_round() if self._first_start.done() else None
+        )
+        link.send(start, _SEND_SECONDS)
+        silent, started = 0, False
+        while silent < (SILENT_TURNS if started else _FIRST_TURNS):
+            if self._ending.is_set():
+                return
+            message = link.receive(1.0)
+            silent += 1
+            if message is not None:
+                silent, started = 0, True
+                self._dispatch(message, start.number, link)
+        raise LinkFull(f"it was silent for {silent} s, and was killed")
+
+    def _dispatch(self, message: FromSidecar, start_number: int, link: Link[FromSidecar]) -> None:
+        match message:
+            case messages.Started():
+                self._on_started(message, link)
+            case messages.Failed() if message.number == start_number:
+                raise _error(message)
+            case messages.Failed():
+                self._answer(message.number, error=_error(message))
+            case messages.RoundEnded() | messages.StateFetched() | messages.Done():
+                self._answer(message.number, message)
+            case _:
+                self._on_message(message)
+
+    def _on_started(self, message: messages.Started, link: Link[FromSidecar]) -> None:
+        with self._lock:
+            self._link = link
+            for request in self._requests.values():
+                self._send_request(request, link)
+        self._on_message(message)
+        if not self._first_start.done():
+            self._first_start.set_result(message.worker)
+        else:
+            self._on_event("sidecar_restarted", {"restarts": len(self._lost_at)})
+
+    def _send_request(self, request: _PendingRequest, link: Link[FromSidecar]) -> None:
+        """Called with the lock held. A sidecar that takes no message is frozen."""
+        if request.sent:
+            return
+        request.sent = True
+        try:
+            link.send(request.message, _SEND_SECONDS)
+        except LinkClosed:
+            pass  # the thread sees it too, and fails all requests that were sent
+        except LinkFull:
+            self.kill()
+
+    def _answer(self, number: int, value: object = None, error: Exception | None = None) -> None:
+        with self._lock:
+            request = self._requests.pop(number, None)
+        if request is not None:
+            _settle(request.answer, value, error)
+
+    def _check_hopeless(self, error: Exception) -> None:
+        """A failed first start, an error of configuration and an exclusion are final.
+
+        Another sidecar would fail likewise, or come back as the later one of two processes of its identity.
+        """
+        if not self._first_start.done():
+            final: DiLoCoError = EngineError(self._with_last_log_line(str(error)))
+            if isinstance(error, DiLoCoError) and not isinstance(error, RoundFailed):
+                final = error
+            self.failure = final
+            self._first_start.set_exception(final)
+        elif isinstance(error, ConfigError | Excluded):
+            self.failure = error
+
+    def _on_loss(self, reason: str) -> None:
+        """Fail every request that was sent; the others wait for the next sidecar."""
+        self.times_lost += not self._ending.is_set()
+        with self._lock:
+            sent = {number: request for number, request in self._requests.items() if request.sent}
+            for number in sent:
+                del self._requests[number]
+        for request in sent.values():
+            _settle(request.answer, None, SidecarLost(f"the swarm's process was lost: {reason}"))
+        if self._ending.is_set() or self.failure is not None:
+            return
+        now = time.monotonic()
+        self._lost_at = [at for at in self._lost_at if now - at < RESTARTS_SECONDS] + [now]
+        self._on_event("sidecar_lost", {"reason": reason, "log": str(self._log)})
+        if len(self._lost_at) > RESTARTS:
+            self.failure = EngineError(
+                f"the swarm's process was lost {len(self._lost_at)} times within {RESTARTS_SECONDS / 60:g} minutes: "
+                + self._with_last_log_line(reason)
+            )
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, {}
+            self._closing.set()
+        if not self._first_start.done():
+            self._first_start.set_exception(error)
+        for request in requests.values():
+            _settle(request.answer, None, error)
+
+    def _with_last_log_line(self, reason: str) -> str:
+        last = ""
+        with contextlib.suppress(OSError):
+            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+            last = f"; it last wrote: {lines[-1][:300]}" if lines else ""
+        return f"{reason}{last} (see {self._log})"
+
+
+def _settle(answer: "Future[Any]", value: object, error: Exception | None) -> None:
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+
+def _error(message: messages.Failed) -> DiLoCoError:
+    """An error that is not of diloco.errors may pass: RoundFailed."""
+    kind = getattr(diloco.errors, message.kind, RoundFailed) if message.kind else RoundFailed
+    assert issubclass(kind, DiLoCoError)
+    return kind(message.text)

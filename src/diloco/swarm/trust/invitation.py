@@ -1,0 +1,232 @@
+"""Invitations: one word that lets one worker join a run, until it expires.
+
+An invitation is a key pair whose public half the run's key has signed (the certificate), and a few addresses of peers.
+The word holds the private half: with it a peer signs its libp2p id, and that is its credential (credential.py).
+
+    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
+
+The command line takes invitations where the list of processes does not show them: `read_invitations`.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from diloco.errors import ConfigError
+from diloco.own_command import command
+from diloco.swarm.network import multiaddr
+from diloco.swarm.trust.credential import (
+    MAX_EXPIRES,
+    Certificate,
+    Credential,
+    Expires,
+    Role,
+    certified_bytes,
+    claimed_bytes,
+    format_time,
+)
+from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.signatures import Key, Signature, key_id, new_seed, public_key, sign
+from diloco.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
+
+VERSION = 2
+_NAME = "diloco"
+MARK = f"{_NAME}{VERSION}"
+"""Every invitation begins with this. Base58 has no l, so it cannot occur a second time."""
+MAX_ADDRESSES = 8
+MAX_ADDRESS_BYTES = 200
+VARIABLE = "DILOCO_INVITATION"
+"""The environment variable that a command without an invitation reads."""
+_MAX_TEXT = 1 << 20
+"""Letters that are read of a file or of standard input."""
+_PackedAddress = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The addresses are not signed: every member may print its own invitation with newer ones."""
+
+    run_public: Key
+    seed: Key
+    """Of the invitation's private key: secret."""
+    expires: Expires
+    signature: Signature
+    packed_addresses: Annotated[tuple[_PackedAddress, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
+    """Binary multiaddrs."""
+
+    @classmethod
+    def parse(cls, text: str, now: float | None) -> "Invitation":
+        """Spaces, line ends, quotes and the like are ignored. `now` None: an expired invitation is accepted."""
+        try:
+            data = decode_text(_without_mark(text))
+        except DamagedText as error:
+            raise ConfigError(f"the invitation {error}; copy it again, from {MARK} to its last letter") from error
+        try:
+            found = msgspec.msgpack.decode(data, type=cls)
+            _check_addresses(found.addresses)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+            raise ConfigError(f"the invitation is damaged ({error}); copy it again, or ask for another") from error
+        if not found.certificate.is_signed_by(found.run_public):
+            raise ConfigError("the invitation is forged: the run's key has not signed it; ask for another")
+        if now is not None and now >= found.expires:
+            raise ConfigError(
+                f"the invitation expired at {found.until} (this machine's clock says {format_time(now)}): ask for a "
+                f"new one (`{command('invite', 'RUN')}`, on the machine where the run began), or set the clock if it "
+                "is wrong"
+            )
+        return found
+
+    def __repr__(self) -> str:
+        """Without the secret."""
+        return f"Invitation(run={self.run_id}, id={self.id}, until={self.until}, addresses={self.addresses})"
+
+    @property
+    def run_id(self) -> str:
+        return key_id(self.run_public)
+
+    @property
+    def id(self) -> str:
+        return self.certificate.id
+
+    @property
+    def certificate(self) -> Certificate:
+        return Certificate(public_key(self.seed), self.expires, self.signature)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(map(multiaddr.to_text, self.packed_addresses))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers that the addresses lead to."""
+        return tuple(dict.fromkeys(multiaddr.split_peer(address)[1] for address in self.addresses))
+
+    @property
+    def until(self) -> str:
+        """The expiry in words."""
+        return format_time(self.expires)
+
+    def with_addresses(self, addresses: Iterable[str]) -> "Invitation":
+        return msgspec.structs.replace(self, packed_addresses=_pack_addresses(addresses))
+
+    def text(self) -> str:
+        return MARK + encode_text(msgspec.msgpack.encode(self))
+
+    def credential(self, peer: str, role: Role = "worker") -> Credential:
+        """What the peer of this id shows to the others. That of a worker gives it the invitation's seat, for ever."""
+        signature = sign(self.seed, "credential", claimed_bytes(self.run_public, peer, role))
+        return Credential(self.certificate, signature, role)
+
+
+def invite(run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float) -> Invitation:
+    """A new invitation, with a key pair of its own."""
+    if not 1 <= valid_seconds <= MAX_EXPIRES - now:
+        raise ConfigError(f"an invitation must be valid for 1 s or more and end before 2106, not {valid_seconds} s")
+    seed = new_seed()
+    expires = int(now + valid_seconds)
+    signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires))
+    return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses))
+
+
+# Where a user gives it
+
+
+def read_invitations(given: Sequence[str], now: float | None) -> list[Invitation]:
+    """The invitations that a command was given: words, `-` for standard input, `@FILE`; none: of DILOCO_INVITATION.
+
+    Raises ConfigError, also for invitations to different runs and for one that is there twice.
+    """
+    texts = [_text_of(source) for source in given] or [os.environ.get(VARIABLE, "")]
+    if not given and not texts[0].strip():
+        raise ConfigError(
+            f"no invitation is given: paste it after `{command('join', '-')}`, name a file that has it with @FILE, or "
+            f"set {VARIABLE}"
+        )
+    found = [Invitation.parse(word, now) for text in texts for word in split_invitations(text)]
+    if len({one.run_id for one in found}) > 1:
+        raise ConfigError("the invitations are to different runs: give those of one run")
+    if len({one.id for one in found}) < len(found):
+        raise ConfigError("one invitation is there twice: each is for one worker")
+    return found
+
+
+def is_word(source: str) -> bool:
+    """Whether this argument is an invitation itself, which other users of the machine can read in the process list."""
+    return source != "-" and not source.startswith("@")
+
+
+def split_invitations(text: str) -> list[str]:
+    """The invitations in a text, each from its mark on; the whole text if it has no mark."""
+    letters = "".join(letter for letter in text if letter.isalnum())
+    starts = [mark.start() for mark in re.finditer(rf"{_NAME}(?=\d)", letters, re.IGNORECASE)]
+    return [letters[start:end] for start, end in pairwise([*starts, None])] or [text]
+
+
+def _text_of(source: str) -> str:
+    if source == "-":
+        return _standard_input()
+    if source.startswith("@"):
+        try:
+            with Path(source[1:]).open() as file:
+                return file.read(_MAX_TEXT)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the file of invitations {source[1:]} cannot be read: {error}") from error
+    return source
+
+
+def _standard_input() -> str:
+    """The invitation that is pasted or piped to this command."""
+    if sys.stdin is None or sys.stdin.closed:  # Python has none where the shell has closed it (`<&-`)
+        raise ConfigError(
+            "the invitation was to come from standard input (-), which is closed: pipe it to the command, or name a "
+            f"file that has it with @FILE, or set {VARIABLE}"
+        )
+    try:
+        if sys.stdin.isatty():
+            sys.stderr.write("paste the invitation, then press Enter: ")
+            sys.stderr.flush()
+            return sys.stdin.readline()
+        return sys.stdin.read(_MAX_TEXT)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the invitation cannot be read from standard input: {error}") from error
+
+
+def _without_mark(text: str) -> str:
+    """The letters and digits after the mark; anything else was added on the way, wherever it stands."""
+    letters = "".join(letter for letter in text if letter.isalnum())
+    if not letters:
+        raise ConfigError(f"the invitation is empty: paste the whole word that `{command('invite', 'RUN')}` prints")
+    start = letters.lower().rfind(_NAME)
+    if start < 0:
+        raise ConfigError(f"this is not an invitation: one begins with {MARK}; copy it again, whole")
+    body = letters[start + len(_NAME) :]
+    if body[:1] != str(VERSION):
+        raise ConfigError(
+            f"the invitation is of version {body[:1] or 'none'}, and this diloco reads version {VERSION}: "
+            "both machines need the same diloco"
+        )
+    return body[1:]
+
+
+def _pack_addresses(addresses: Iterable[str]) -> tuple[bytes, ...]:
+    unique = tuple(dict.fromkeys(addresses))
+    if len(unique) > MAX_ADDRESSES:
+        raise ConfigError(f"an invitation holds at most {MAX_ADDRESSES} addresses, not {len(unique)}")
+    _check_addresses(unique)
+    return tuple(map(multiaddr.to_bytes, unique))
+
+
+def _check_addresses(addresses: Iterable[str]) -> None:
+    """ConfigError for one that does not name its peer, is no multiaddr, is too long or is not printable."""
+    for address in addresses:
+        multiaddr.split_peer(address)
+        size = len(multiaddr.to_bytes(address))
+        if size > MAX_ADDRESS_BYTES:
+            raise ConfigError(f"address {address!r} takes {size} bytes; at most {MAX_ADDRESS_BYTES} are allowed")
+        if not (address.isascii() and address.isprintable()) or " " in address:
+            raise ConfigError(f"address {address!r} has a space or a character that is not printable ASCII")
