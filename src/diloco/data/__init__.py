@@ -2,7 +2,7 @@
 
     config.py       DataConfig: the options of the data
     sources/        documents from files, folders, the Python library or the Hugging Face hub
-        rows.py, chat_rows.py   a row as a document; text_files.py, json_files.py, tables.py: the formats of files
+        formats.py, rows.py   the formats of files; a row as a document
     tokenizer.py    text to tokens and back; tokenizer_files.py loads a tokenizer from a file, a folder or the hub
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
     preparation/    from a source to a corpus

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.data.sources import encoding, json_files
+from diloco.data.sources import encoding, formats
 from diloco.data.sources.base import Document
 from diloco.data.sources.registry import open_source
 from diloco.errors import DataError
@@ -187,7 +187,7 @@ def test_broken_json_is_named_by_file_row_and_place(tmp_path: Path, content: str
 def test_a_row_that_never_ends_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_files, "LONGEST_ROW", 1 << 10)
+    monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 10)
     monkeypatch.setattr(encoding, "CHUNK_BYTES", 1 << 8)
     path = tmp_path / "a.json"
     path.write_text('[{"text": "' + "a" * 10_000)

@@ -15,8 +15,7 @@ from typing import Any, final
 from diloco.data.config import DataConfig
 from diloco.data.hub_errors import HUB_SECONDS, PREFIX, hub_error
 from diloco.data.sources.base import Document, Source
-from diloco.data.sources.row_formats import rows_of
-from diloco.data.sources.rows import Rows, TextRows
+from diloco.data.sources.rows import Rows, TextRows, rows_of
 from diloco.errors import DataError, install_hint
 
 DISK_FILES = ("dataset_dict.json", "state.json")

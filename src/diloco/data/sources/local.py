@@ -1,4 +1,4 @@
-"""Text on this machine: the Python library, or files and folders in the formats of files.py.
+"""Text on this machine: the Python library, or files and folders in the formats of formats.py.
 
 A file that the system cannot read is always an error, because a worker that silently lacks part of the data would
 differ from the others. A file or row with unusable content is one too, unless data.on_bad_row = skip.
@@ -17,13 +17,18 @@ from typing import ClassVar, final
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document, Source
 from diloco.data.sources.compression import open_decompressed
-from diloco.data.sources.document_file import DocumentFile
 from diloco.data.sources.encoding import fits
-from diloco.data.sources.files import EXPANSION, format_of, is_compressed, known_suffixes, stem_of
-from diloco.data.sources.row_formats import rows_of
-from diloco.data.sources.rows import Rows, TextRows
-from diloco.data.sources.tables import Parquet
-from diloco.data.sources.text_files import TextFile
+from diloco.data.sources.formats import (
+    EXPANSION,
+    DocumentFile,
+    Parquet,
+    TextFile,
+    format_of,
+    is_compressed,
+    known_suffixes,
+    stem_of,
+)
+from diloco.data.sources.rows import Rows, TextRows, rows_of
 from diloco.errors import DataError
 
 MAX_LABELS = 256
@@ -106,7 +111,7 @@ class StandardLibrary(Source):
 
 @final
 class LocalFiles(Source):
-    """A file in one of the formats of files.py, or all such files of a folder and its subfolders but hidden ones.
+    """A file in one of the formats of formats.py, or all such files of a folder and its subfolders but hidden ones.
 
     A document's label is its field `data.label_field`, or the name of its file if there are several files.
     """
