@@ -14,11 +14,9 @@ from diloco.history.log import Event, read_events
 from diloco.training.compute import precision_name
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import check_device
-from diloco.training.sizes.disk import check_disk
-from diloco.training.sizes.estimate import estimate, vocabulary_of
+from diloco.training.sizes.estimate import bits_per_second, device_budget, estimate, vocabulary_of, warnings
 from diloco.training.sizes.memory import Place
-from diloco.training.sizes.network import bits_per_second
-from diloco.training.sizes.told import device_budget, warnings
+from diloco.training.sizes.room import check_disk
 
 
 def print_estimate(

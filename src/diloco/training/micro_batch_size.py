@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError
-from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.room import size_text
 
 USABLE = 0.92
 """The share of a GPU's memory that is planned with: allocators leave holes, and libraries have memory of their own."""

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
-from diloco.training.sizes import disk
+from diloco.training.sizes import room
 from support.train_runs import tiny_options, write_text
 
 SIZES: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_a_run_that_has_started_has_the_vocabulary_that_its_text_supports(capsys
 
 
 def test_what_would_be_refused_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "free_disk", lambda _: 1000)
+    monkeypatch.setattr(room, "free_disk", lambda _: 1000)
     shown = " ".join(estimated(capsys).split())
     assert "this run would be refused: there is no room for this run's checkpoints" in shown
 
@@ -116,7 +116,7 @@ def test_options_of_an_estimate_are_checked(options: list[str], said: str, capsy
 def test_a_run_without_room_for_its_checkpoints_is_refused_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "free_disk", lambda _: 1000)
+    monkeypatch.setattr(room, "free_disk", lambda _: 1000)
     text = write_text(tmp_path / "text.txt", 2000)
     assert run(["train", *tiny_options(text), f"--out={tmp_path / 'run'}"]) == 2
     assert "there is no room for this run's checkpoints" in " ".join(capsys.readouterr().err.split())

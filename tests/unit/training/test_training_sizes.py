@@ -30,19 +30,25 @@ from diloco.training.config.run import (
     turns,
 )
 from diloco.training.loop import Training
-from diloco.training.sizes import disk, estimate
-from diloco.training.sizes.activations import native_activations, traced_peak
-from diloco.training.sizes.disk import OUTER_STATES, check_disk, disk_use, size_text
-from diloco.training.sizes.estimate import Estimate, memory_warning
+from diloco.training.sizes import estimate, room
+from diloco.training.sizes.estimate import (
+    Estimate,
+    bits_per_second,
+    measured_bits_per_second,
+    measured_step_seconds,
+    memory_warning,
+)
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
     OF_WORKER_0,
     Place,
     encoded_vectors,
+    native_activations,
     network_memory,
     process_memory,
+    traced_peak,
 )
-from diloco.training.sizes.network import bits_per_second, measured_bits_per_second, measured_step_seconds
+from diloco.training.sizes.room import OUTER_STATES, check_disk, disk_use, size_text
 from support.pretrained_models import make_folder
 from support.saved_runs import events_of, quick_runs, small_config, small_corpus, train
 
@@ -253,9 +259,9 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused_with_the_remedies(
 ) -> None:
     config = RunConfig(steps=800, sync=SyncConfig(30))
     needed = disk_use(config, 10**6).peak_bytes
-    monkeypatch.setattr(disk, "free_disk", lambda _: needed)
+    monkeypatch.setattr(room, "free_disk", lambda _: needed)
     check_disk(config, 10**6, tmp_path)
-    monkeypatch.setattr(disk, "free_disk", lambda _: needed - 1)
+    monkeypatch.setattr(room, "free_disk", lambda _: needed - 1)
     with pytest.raises(ConfigError, match=r"124 MB needed.*--out.*--checkpoint.keep 1.*--checkpoint.interval 0.*fewer"):
         check_disk(config, 10**6, tmp_path)
     (tmp_path / "checkpoints").mkdir()

@@ -15,7 +15,7 @@ from diloco.history.notes import printable
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
-from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.room import size_text
 
 
 def megabytes(count: float | None) -> str:

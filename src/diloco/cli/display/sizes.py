@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.history.log import Event, EventReader
-from diloco.training.sizes.disk import size_text
+from diloco.training.sizes.room import size_text
 
 Sizes = Mapping[str, Any]
 _DAY_SECONDS = 86_400.0

@@ -41,8 +41,7 @@ from diloco.training.processes.local_process import (
 )
 from diloco.training.processes.worker_process import run_worker
 from diloco.training.records.run_folder import resume_command
-from diloco.training.sizes.disk import size_text
-from diloco.training.sizes.machine import free_disk
+from diloco.training.sizes.room import free_disk, size_text
 
 MAX_RESTARTS = 5
 """Each worker of a swarm is started again so often; the count begins at 0 again after RESTED_SECONDS of uptime."""

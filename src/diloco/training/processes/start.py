@@ -41,7 +41,7 @@ from diloco.training.processes.launcher import EndTogether, LocalWorkers, disk_i
 from diloco.training.processes.local_process import NO_CUDA, LocalRank, heard_signals
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import SUMMARY_FILE, Summary, read_summary, write_summary
-from diloco.training.sizes.disk import check_disk
+from diloco.training.sizes.room import check_disk
 
 _LOOK_SECONDS = 5.0
 Poll = Callable[[], None]

@@ -58,8 +58,7 @@ from diloco.training.processes.start import (
     start_run,
 )
 from diloco.training.records.run_description import MAX_BYTES, RUN_JSON, RunDescription
-from diloco.training.sizes.disk import size_text
-from diloco.training.sizes.machine import free_disk
+from diloco.training.sizes.room import free_disk, size_text
 from diloco.training.swarm.shard_claims import shards_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.local_process import SwarmSlot
 from diloco.training.processes.worker import device_of, on_stop_signals, run_training
 from diloco.training.records.run_description import RUN_JSON
-from diloco.training.sizes.told import emit_sizes, sharing
+from diloco.training.sizes.estimate import emit_sizes, sharing
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from diloco.training.processes.local_process import NO_CUDA, RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, heard_signals
-from diloco.training.sizes.told import emit_sizes, sharing
+from diloco.training.sizes.estimate import emit_sizes, sharing
 
 START_SECONDS = 120.0
 

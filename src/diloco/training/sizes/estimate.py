@@ -5,31 +5,52 @@ a network and the time of a step are measured by the run itself: they are known 
 """
 
 import importlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.data.tokenizer import Tokenizer
-from diloco.models.registry import model_outline
-from diloco.training.config.run import RunConfig, num_rounds, turns
-from diloco.training.micro_batch_size import choices, estimated
-from diloco.training.sizes.disk import DiskUse, disk_use, size_text
-from diloco.training.sizes.machine import available_memory, free_disk, resident_bytes
-from diloco.training.sizes.memory import ACTIVATIONS, OF_WORKER_0, Place, network_memory, process_memory
-from diloco.training.sizes.network import (
-    DAY_SECONDS,
-    measured_bits_per_second,
-    measured_step_seconds,
-    round_bytes,
-    second_moment_bytes,
-    warm_start_bytes,
-)
-from diloco.training.sizes.speed import rough_step_seconds
+import torch
 
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.fragments import PartLayout
+from diloco.core.lanes import Shape
+from diloco.data.tokenizer import Tokenizer
+from diloco.engines.base import Connection
+from diloco.engines.header import HEADER_BYTES
+from diloco.engines.reduction import traffic
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.history.log import read_events
+from diloco.models.registry import model_outline
+from diloco.training.compute import SHORT_TYPES, precision_name
+from diloco.training.config.run import RunConfig, num_rounds, turns
+from diloco.training.micro_batch_size import budget_bytes, choices, estimated
+from diloco.training.sizes.memory import (
+    ACTIVATIONS,
+    OF_WORKER_0,
+    Place,
+    encoded_vectors,
+    moments_vectors,
+    network_memory,
+    process_memory,
+)
+from diloco.training.sizes.room import DiskUse, available_memory, disk_use, free_disk, resident_bytes, size_text
+
+logger = logging.getLogger(__name__)
+
+_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_DAY_SECONDS = 86_400.0
 _USUAL_BITS = (10e6, 100e6, 1e9)
 _SMALLER = "a smaller model"  # where no option is left that would need less
+_MATRIX_SHARE = 0.6
+"""The share of the matrix speed that training reaches: 0.585 on a GPU (benchmarks/gpu_inner.py), 0.5 to 0.8 on CPUs."""
+_MATRIX_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -87,7 +108,7 @@ class Estimate:
             None
             if self.step_seconds is None
             else (self.round_bytes + self.second_moment_bytes / max(1, self.second_moment_every))
-            * (DAY_SECONDS / self.mean_round_steps / self.step_seconds)
+            * (_DAY_SECONDS / self.mean_round_steps / self.step_seconds)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -171,6 +192,147 @@ def _mean_round_steps(config: RunConfig) -> float:
         return 1.0
     H, steps = config.sync.num_inner_steps, config.steps - config.sync.warm_start
     return float(H) if config.sync.growth is None or steps <= 0 else steps / num_rounds(config)
+
+
+# What a worker sends
+
+
+def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at every step."""
+    if workers == 1:
+        return 0
+    vectors, moments = encoded_vectors(config, shapes), moments_vectors(config, shapes)
+    if config.sync.asynchronous and config.mode == "diloco":  # to worker 0, which sends anchors in fp32 back
+        return sum(vector.num_bytes for vector in vectors) + HEADER_BYTES
+    headers = (len(vectors) + len(moments)) * HEADER_BYTES * (workers - 1)
+    return sum(_sent(vector, workers) for vector in vectors) + headers
+
+
+def second_moment_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends besides, in a round that averages second moments."""
+    return 0 if workers == 1 else sum(_sent(vector, workers) for vector in moments_vectors(config, shapes))
+
+
+def _sent(vector: EncodedVector, workers: int) -> int:
+    return max(traffic(vector, workers, worker)[0] for worker in (0, workers - 1))
+
+
+def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
+    """Bytes that a worker sends in all steps of the warm start."""
+    if workers == 1 or not config.sync.warm_start or config.engine == "swarm":  # a swarm's is one worker's alone
+        return 0
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
+    vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))
+    return config.sync.warm_start * (_sent(vector, workers) + HEADER_BYTES * (workers - 1))
+
+
+def bits_per_second(text: str) -> float:
+    """`100mbit`, `1 Gbit/s` or `800kbit` as bits per second."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?\s*", text.lower())
+    if not found or not float(found[1]):
+        raise ConfigError(f"--bandwidth {text}: give a number and a unit, such as 100mbit, 1gbit or 800kbit")
+    return float(found[1]) * _BITS[found[2]]
+
+
+def measured_bits_per_second(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The rate of a run's rounds so far, of the middle one; None if none has sent anything."""
+    rates = sorted(8 * e["bytes_sent"] / e["seconds"] for e in _rounds(events) if e["bytes_sent"] > HEADER_BYTES * 64)
+    return rates[len(rates) // 2] if rates else None
+
+
+def measured_step_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of an inner step, rounds included, by the last logged step; None if none is logged."""
+    steps = [event for event in events if event["type"] == "step" and event["elapsed_seconds"]]
+    return steps[-1]["elapsed_seconds"] / steps[-1]["step"] if steps else None
+
+
+def _rounds(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event["type"] == "round" and event["seconds"]]
+
+
+# How long a step takes
+
+
+def rough_step_seconds(config: RunConfig, parameters: int, place: Place, threads: int) -> float:
+    """Return estimated seconds of a step on `threads` CPU threads, without rounds.
+
+    A step is 6 operations for each parameter and token.
+    """
+    flops = 6.0 * parameters * config.tokens_per_step / place.ranks
+    if config.compute.checkpoint_activations:
+        flops *= 4 / 3  # the forward pass twice
+    return flops / (_MATRIX_SHARE * _matrix_speed(place, threads))
+
+
+def _matrix_speed(place: Place, threads: int) -> float:
+    """Return how many operations a second this machine's matrix product does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    size, device = (8192, "cuda") if place.cuda else (1024, "cpu")
+    dtype = SHORT_TYPES.get(place.precision, torch.float32)
+    try:
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        torch.mm(left, right)
+        taken: list[float] = []
+        end = time.monotonic() + _MATRIX_SECONDS
+        while not taken or time.monotonic() < end:
+            started = time.perf_counter()
+            product = torch.mm(left, right)
+            product[0, 0].item()  # waits for a GPU
+            taken.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / statistics.median(taken)
+
+
+# What a run tells at its start
+
+
+def emit_sizes(
+    config: RunConfig,
+    vocab_size: int,
+    engine: Connection,
+    device: torch.device,
+    processes: int,
+    emit: Callable[..., None],
+    folder: Path,
+) -> None:
+    """`processes`: on this machine. A model whose sizes cannot be told is trained all the same."""
+    workers = max(engine.workers, 2) if engine.elastic else engine.workers  # in a swarm others will come
+    precision = precision_name(config.compute.precision, device)
+    place = Place(workers, engine.ranks.count, device.type == "cuda", precision)
+    try:
+        sizes = estimate(
+            config,
+            vocab_size,
+            place,
+            processes=processes,
+            folder=folder,
+            events=read_events(folder),
+            device_budget=device_budget(device, processes),
+        )
+    except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
+        logger.warning("the sizes of this run cannot be told: %s", error)
+        return
+    emit("sizes", **sizes.as_json(), warnings=warnings(config, sizes, device))
+
+
+def device_budget(device: torch.device, processes: int) -> float | None:
+    """The GPU memory for one of a machine's processes, which share out its GPUs; None on the CPU."""
+    return budget_bytes(device, sharing(processes)) if device.type == "cuda" else None
+
+
+def sharing(processes: int) -> int:
+    """How many of a machine's processes are on one GPU."""
+    return -(-processes // max(1, torch.cuda.device_count()))
+
+
+def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[str]:
+    """What this machine has too little of."""
+    found = [memory_warning(config, sizes)]
+    if device.type == "cuda":
+        found.append(device_warning(config, sizes, torch.cuda.mem_get_info(device)[0]))
+    return [text for text in found if text is not None]
 
 
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:

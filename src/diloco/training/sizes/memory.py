@@ -1,35 +1,43 @@
-"""The memory of one process of a run, by what it holds: from the model's shapes and the code's own layouts."""
+"""The memory of one process of a run: a table of what it holds, where and when, most of it in copies of the parameters.
 
-from collections.abc import Mapping
+Whatever is made of parameters is exact: it follows from the model's shapes and the code's own layouts. Activations are
+estimated: for our transformer from its shape, for other models by a pass over tensors that have shapes and no memory.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragment_names import assign
 from diloco.core.fragments import PartLayout
 from diloco.core.lanes import Shape, shard_bounds
-from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.engines.reduction import WAVES_AHEAD, waves
 from diloco.methods.second_moments import moments_codec
 from diloco.models.base import LanguageModel
+from diloco.models.native.config import ModelConfig
+from diloco.models.native.head import ROWS_AT_ONCE
 from diloco.models.native.model import NativeModel
 from diloco.models.registry import model_outline
 from diloco.training.compute import SHORT_TYPES, WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
-from diloco.training.sizes.activations import native_activations, traced_peak
-from diloco.training.sizes.disk import eager_copies
+from diloco.training.sizes.room import OUTER_STATES, eager_copies
 
 ACTIVATIONS = "activations, estimated"
 OF_WORKER_0 = "anchor that all workers move, of worker 0 alone"
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
-_ENCODED, _ARRIVING = "encoded outer gradient", "arriving outer gradients"
-_ERRORS, _MOMENTS = "error feedback of the round in flight", "second moments, decoded"
-_DURING_ROUNDS = (_ENCODED, _ARRIVING, _ERRORS, _MOMENTS)
+_LOGITS = 3  # log-softmax, its gradient, and that of the logits
 
 
 @dataclass(frozen=True)
@@ -55,48 +63,103 @@ def encoded_vectors(config: RunConfig, shapes: Mapping[str, Shape], ranks: int =
     return [EncodedVector(codec(config.sync.codec), layout, _META) for layout in layouts]
 
 
+@dataclass(frozen=True)
+class Held:
+    """A row of the table: something that a process holds."""
+
+    name: str
+    bytes: int
+    where: Literal["host", "model", "anchors"] = "host"
+    """In main memory; with the model; or with the model unless sync.offload keeps it in main memory."""
+    when: Literal["always", "steps", "rounds"] = "always"
+    """Rows of steps and of rounds are not there together, unless rounds overlap with training."""
+
+
 def process_memory(
     config: RunConfig, outline: LanguageModel, place: Place, base: int, vocab_size: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of main memory and of GPU memory, by what they hold, at the moment when a process holds most.
+    """Return the bytes of main memory and of GPU memory, by what they hold, when a process holds most.
 
     `base`: the interpreter and its libraries.
     """
     shapes = {name: tuple(p.shape) for name, p in outline.named_parameters() if p.requires_grad}
     whole = sum(p.numel() for p in outline.parameters())
-    own = sum(shard_bounds(shape, place.ranks)[1] for shape in shapes.values())
     trained = sum(torch.Size(shape).numel() for shape in shapes.values())
+    averaged = sum(shard_bounds(shape, place.ranks)[1] for shape in shapes.values())
     sharded = place.ranks > 1 and config.compute.sharding == "fsdp"
-    held = own if sharded else whole
-    share = held / whole
-    held_trained = own if sharded else trained
-    model = {
-        "parameters": _FP32 * held,
-        "inner optimizer": round(_FP32 * share * inner_elements(config, shapes)),
-    }
-    step = {"gradients": _FP32 * held_trained, ACTIVATIONS: _activations(config, outline, place, vocab_size)}
-    outer, travelling = _averaging(config, shapes, place, own)
-    at_once = config.sync.merges_at_once and not config.sync.asynchronous
-    if not place.cuda and config.mode == "diloco" and at_once:
-        step, travelling = _larger(step, travelling)
-    model |= step
-    host = {"Python and its libraries": base}
+    held = averaged if sharded else whole
+    inner = round(held / whole * _FP32 * inner_elements(config, shapes))
+    gradients = _FP32 * (averaged if sharded else trained)
+    rows = [
+        Held("parameters", _FP32 * held, "model"),
+        Held("inner optimizer", inner, "model"),
+        Held("gradients", gradients, "model", "steps"),
+        Held(ACTIVATIONS, _activations(config, outline, place, vocab_size), "model", "steps"),
+        *_averaging(config, shapes, place, averaged),
+    ]
     if config.checkpoint.asynchronous and config.num_checkpoints:
-        saved = _FP32 * held_trained + model["inner optimizer"] + sum(outer.values())
-        host["copy for the checkpoint being written"] = saved
-    if not place.cuda:
-        return host | model | outer | travelling, {}
-    if config.sync.offload:
-        return host | outer | travelling, model
-    return host | travelling, model | outer
+        saved = gradients + inner + sum(row.bytes for row in rows if row.where == "anchors")
+        rows.insert(0, Held("copy for the checkpoint being written", saved))
+    rows.insert(0, Held("Python and its libraries", base))
+    if not place.cuda and config.mode == "diloco" and config.sync.merges_at_once and not config.sync.asynchronous:
+        steps, rounds = (sum(row.bytes for row in rows if row.when == when) for when in ("steps", "rounds"))
+        rows = [row for row in rows if row.when != ("steps" if steps < rounds else "rounds")]
+    on_gpu = {"model"} if config.sync.offload else {"model", "anchors"}
+    host = {row.name: row.bytes for row in rows if not (place.cuda and row.where in on_gpu)}
+    device = {row.name: row.bytes for row in rows if place.cuda and row.where in on_gpu}
+    return host, device
 
 
-def _larger(step: dict[str, int], travelling: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Gradients are gone when a round begins, and what travels when it ends: only the larger of the two counts."""
-    passing = {name: size for name, size in travelling.items() if name in _DURING_ROUNDS}
-    if sum(step.values()) < sum(passing.values()):
-        return {}, travelling
-    return step, {name: size for name, size in travelling.items() if name not in passing}
+def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Place, averaged: int) -> list[Held]:
+    """Return what averaging needs: anchors and what is kept beside them, and what travels."""
+    sync, swarm, copy = config.sync, config.engine == "swarm", _FP32 * averaged
+    vectors = encoded_vectors(config, shapes, place.ranks)
+    moments = [] if place.alone and not swarm else moments_vectors(config, shapes)
+    encoded = sum(
+        vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors + moments
+    )
+    lossless = vectors[0].codec.lossless
+    whole_gradient = encoded + copy * (1 if lossless else 2)  # encoded and decoded as a whole
+    if config.mode == "data-parallel":
+        return [Held("encoded and decoded gradient", whole_gradient)]
+    if sync.asynchronous:  # engines/asynchronous/server.py
+        return [
+            Held("anchor", copy, "anchors"),
+            Held("encoded outer gradient", encoded),
+            Held("anchor that arrives, and the way to it", 3 * copy),
+            Held(OF_WORKER_0, 6 * copy + encoded * place.workers),  # where it is, is saved, and what arrives for it
+        ]
+    feedback = copy if sync.feedback_decay is not None else 0
+    rows = [
+        Held("anchor", copy, "anchors"),
+        Held("outer optimizer", copy * OUTER_STATES[config.outer.optimizer], "anchors"),
+        Held("starts of eager updates", copy * eager_copies(config), "anchors"),
+        Held("error feedback", feedback, "anchors"),
+    ]
+    if not place.alone or swarm or not lossless or not sync.merges_at_once or sync.prune is not None:
+        rows += [
+            Held("encoded outer gradient", encoded, when="rounds"),
+            Held("error feedback of the round in flight", feedback, when="rounds"),
+        ]
+        if sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
+            largest = max(vector.layout.numel for vector in vectors)
+            rows.append(Held("parameters and anchor of the round in flight", 2 * _FP32 * largest))
+        if swarm:
+            rows.append(Held("shared with the network process", 2 * encoded))
+        elif not place.alone:
+            arriving = max(_inbox_bytes(vector, place.workers) for vector in vectors)
+            rows.append(Held("arriving outer gradients", arriving, when="rounds"))
+        if moments:
+            rows.append(Held("second moments, decoded", _FP32 * moments[0].layout.numel, when="rounds"))
+        if sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
+            rows.append(Held("encoded and decoded gradient of the warm start", whole_gradient))
+    return [row for row in rows if row.bytes]
+
+
+def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
+    """Some waves of the others' contributions to what this worker reduces (engines/torch_distributed.py)."""
+    plan = list(waves(vector, workers))
+    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
 
 
 def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) -> dict[str, int]:
@@ -128,60 +191,7 @@ def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
     return 2 * sum(sizes.values()) - sum(sizes[name] for name in muon)
 
 
-def _averaging(
-    config: RunConfig, shapes: Mapping[str, Shape], place: Place, own: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Anchor and outer momentum; and the memory of what travels."""
-    vectors = encoded_vectors(config, shapes, place.ranks)
-    moments = [] if place.alone and config.engine != "swarm" else moments_vectors(config, shapes)
-    encoded = sum(
-        vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors + moments
-    )
-    lossless = vectors[0].codec.lossless
-    if config.mode == "data-parallel":  # a gradient is encoded and decoded as a whole
-        return {}, {"encoded and decoded gradient": encoded + _FP32 * own * (1 if lossless else 2)}
-    outer = {"anchor": _FP32 * own}
-    if config.sync.asynchronous:
-        return outer, _asynchronous(encoded, _FP32 * own, place.workers)
-    states = len(OUTER_OPTIMIZERS[config.outer.optimizer].state_names)
-    if states:
-        outer["outer optimizer"] = _FP32 * own * states
-    if eager_copies(config):
-        outer["starts of eager updates"] = _FP32 * own * eager_copies(config)
-    if config.sync.feedback_decay is not None:
-        outer["error feedback"] = _FP32 * own
-    swarm = config.engine == "swarm"
-    if place.alone and not swarm and lossless and config.sync.merges_at_once and config.sync.prune is None:
-        return outer, {}
-    travelling = {_ENCODED: encoded}
-    if config.sync.feedback_decay is not None:
-        travelling[_ERRORS] = _FP32 * own
-    if config.sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
-        travelling["parameters and anchor of the round in flight"] = 2 * _FP32 * max(v.layout.numel for v in vectors)
-    if swarm:
-        travelling["shared with the network process"] = 2 * encoded
-    elif not place.alone:
-        travelling[_ARRIVING] = max(_inbox_bytes(vector, place.workers) for vector in vectors)
-    if moments:
-        travelling[_MOMENTS] = _FP32 * moments[0].layout.numel
-    if config.sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
-        travelling["encoded and decoded gradient of the warm start"] = encoded + _FP32 * own * (1 if lossless else 2)
-    return outer, travelling
-
-
-def _asynchronous(encoded: int, copy: int, workers: int) -> dict[str, int]:
-    """What travels between asynchronous workers, and what worker 0 holds (engines/asynchronous/server.py)."""
-    return {
-        "encoded outer gradient": encoded,
-        "anchor that arrives, and the way to it": 3 * copy,
-        OF_WORKER_0: 6 * copy + encoded * workers,  # where it is, where it is saved, and what arrives for it
-    }
-
-
-def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Some waves of the others' contributions to what this worker reduces (engines/torch_distributed.py)."""
-    plan = list(waves(vector, workers))
-    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
+# Activations
 
 
 def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
@@ -214,3 +224,104 @@ def _adapter_activations(config: RunConfig, outline: LanguageModel, tokens: int)
     gradients of these. Adapters cannot be put into a model whose tensors have no memory."""
     adapters = sum(p.requires_grad for p in outline.parameters()) // 2 if config.lora.rank else 0
     return 2 * _FP32 * tokens * adapters * (config.lora.rank or 0)
+
+
+def native_activations(
+    shape: ModelConfig,
+    rows: int,
+    length: int,
+    *,
+    short: bool = False,
+    compiled: bool = False,
+    fused_head: bool = False,
+    recomputed: bool = False,
+) -> int:
+    """Return the activations of our transformer, in bytes.
+
+    A block keeps for its backward pass, of each token (D: hidden_size, I: intermediate_size, Q and K: the widths of all
+    heads and key/value heads): its input and the middle of the residual stream, of each norm the scaled input and the
+    output (6 D); q, k, v, the attention's output and its sums (2 Q + 2 K + heads); gate, its activation, up and their
+    product (4 I). In a short type the norms still compute in fp32; a compiled block computes cheap things again instead
+    of keeping them. The logits are there three times when the backward pass begins.
+
+    `short`: computed in bf16 or fp16; `fused_head`: the logits come a chunk at a time (models/native/head.py);
+    `recomputed`: compute.checkpoint_activations.
+    """
+    tokens = rows * length
+    D, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
+    Q, K, heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_heads
+    if short:
+        block = (8 * D + 6 * I if compiled else 20 * D + 8 * I) + 4 * Q + 4 * K + 4 * heads
+    else:
+        block = 4 * ((4 * D + 3 * I if compiled else 6 * D + 4 * I) + 2 * Q + 2 * K + heads)
+    blocks = block * shape.num_layers
+    if recomputed:
+        blocks = (2 if short else 4) * D * shape.num_layers + block
+    logits = _LOGITS * 4 * tokens * shape.vocab_size
+    if fused_head:
+        logits = 2 * min(tokens, ROWS_AT_ONCE) * shape.vocab_size
+    cast = 2 * shape.num_parameters() if short and not compiled else 0  # the weights in that type
+    return tokens * (blocks + 4 * 4 * D) + logits + cast
+
+
+def traced_peak(
+    build: Callable[[], LanguageModel], rows: int, length: int, *, precision: torch.dtype | None = None
+) -> int:
+    """The most that a forward and backward pass holds at a time, without parameters and their gradients.
+
+    `build` is called where tensors have no memory.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    fake, live = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes()
+    cast: AbstractContextManager[Any] = nullcontext() if precision is None else torch.autocast("cpu", precision)
+    with fake:
+        model = build()
+        tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.ignore(tensor)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    with fake, live:
+        with cast:
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+    return live.peak
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._live = 0
+        self._known: dict[int, Any] = {}
+
+    def ignore(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def gone(_: object) -> None:
+            self._live -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._live += size
+        self.peak = max(self.peak, self._live)

@@ -1,12 +1,16 @@
-"""The disk that a run takes: its checkpoints and its model. Torch-free, so that it is known before a worker starts."""
+"""The disk that a run takes, and what this machine has: room on a disk, memory.
 
+Torch-free, so that both are known before a worker starts.
+"""
+
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.training.checkpoints.manifests import FOLDER
 from diloco.training.config.run import RunConfig
-from diloco.training.sizes.machine import folder_bytes, free_disk
 
 _FP32 = 4
 _INNER_STATES = 2  # AdamW's two moments; Muon has one for the matrices of the blocks, and the estimate is then above
@@ -16,7 +20,7 @@ OUTER_STATES = {"nesterov": 1, "sgd": 0, "sgdm": 1, "adam": 2}
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Of this machine's workers together, in bytes."""
+    """The disk of this machine's workers together, in bytes."""
 
     checkpoint_bytes: int
     """One checkpoint of all local workers."""
@@ -33,7 +37,7 @@ class DiskUse:
 
     @property
     def written_bytes(self) -> int:
-        """In all, over the run."""
+        """All that is written over the run."""
         return self.checkpoint_bytes * self.checkpoints + self.model_bytes
 
 
@@ -63,9 +67,9 @@ def disk_use(
     """`workers`: those of this machine (default: the configuration's). `trainable`: the parameters that are trained
     (default: all of them), which alone are in checkpoints; those of adapters are written besides the merged model."""
     copies = saved_copies(config) * (config.workers if workers is None else workers) + anchor_copies(config)
-    one = _FP32 * (parameters if trainable is None else trainable) * copies
+    checkpoint = _FP32 * (parameters if trainable is None else trainable) * copies
     count = config.num_checkpoints
-    return DiskUse(one if count else 0, count, min(count, config.checkpoint.keep + 1), _FP32 * parameters)
+    return DiskUse(checkpoint if count else 0, count, min(count, config.checkpoint.keep + 1), _FP32 * parameters)
 
 
 def check_disk(
@@ -99,3 +103,62 @@ def size_text(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}" if count < 99.5 * unit else f"{count / unit:.0f} {name}"
     return f"{count:.0f} bytes"
+
+
+# This machine
+
+
+def available_memory() -> int | None:
+    """Bytes that new processes can take without swapping, also within a container's limit; None if not known."""
+    found = [_meminfo_available(), _container_available(Path("/sys/fs/cgroup"))]
+    known = [size for size in found if size is not None]
+    return min(known) if known else None
+
+
+def resident_bytes() -> int:
+    """The memory of this process; 0 where /proc does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where `folder` is, or will be."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder, which may change meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _container_available(cgroup: Path) -> int | None:
+    """By the limits of control groups, version 2 or 1; file caches count as available."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            most, now = int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+            values = dict(line.split()[:2] for line in (cgroup / stat).read_text().splitlines())
+        except (OSError, ValueError):  # there is none, or it is "max"
+            continue
+        return most - now + int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
+    return None
